@@ -11,6 +11,7 @@
 #include "cpu/backward.h"
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
+#include "jit/compile_log.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
@@ -343,6 +344,7 @@ NB_MODULE(_core, m) {
         [](std::vector<std::string> nvrtc, std::vector<std::string> driver, std::string cache_dir) {
           SetJitPaths({std::move(nvrtc), std::move(driver), std::move(cache_dir)});
         });
+  m.def("set_compile_log", &SetCompileLog);
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });

@@ -112,20 +112,26 @@ Status CheckArch(const Nvrtc& nvrtc, const KernelSource& source) {
 
 }  // namespace
 
-std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc) {
+KernelIdentity IdentityFor(const KernelSource& source, const std::string& nvrtc) {
   std::string all;
   AddField(&all, EmbeddedDigest());
   AddField(&all, source.text);
   for (const std::string& option : source.options) AddField(&all, option);
-  AddField(&all, nvrtc);
-  return Sha256Hex(all);
+  return {source.name.substr(0, source.name.find('-')), source.fields, Sha256Hex(all), nvrtc};
 }
 
-Status CacheKey(const KernelSource& source, std::string* key) {
+Status Identify(const KernelSource& source, KernelIdentity* identity) {
   const Nvrtc* nvrtc = nullptr;
   if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
-  *key = CacheKeyFor(source, nvrtc->version + " " + nvrtc->build);
+  *identity = IdentityFor(source, nvrtc->version + " " + nvrtc->build);
   return Status::Ok();
+}
+
+std::string CacheKey(const KernelIdentity& identity) {
+  std::string all;
+  AddField(&all, identity.sources);
+  AddField(&all, identity.nvrtc);
+  return Sha256Hex(all);
 }
 
 Status Compile(const KernelSource& source, std::string* cubin, std::string* log) {

@@ -113,6 +113,15 @@ Status MakeFolders(const fs::path& folder) {
 
 // ---- reading ----------------------------------------------------------------------------------
 
+// The folder of an entry; not ok() if it is a link or other users can write it.
+Fd OpenEntry(const fs::path& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  struct stat s;
+  if (fd < 0 || (fstat(fd, &s) == 0 && OnlyOursToWrite(s))) return Fd(fd);
+  close(fd);
+  return Fd(-1);
+}
+
 // A regular file in an open folder. No links, and no waiting for what turns out to be a pipe.
 bool ReadFile(const Fd& folder, const char* name, std::string* contents) {
   const Fd file(openat(folder.get(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
@@ -167,7 +176,8 @@ Status WriteFile(const fs::path& path, const std::string& contents) {
 Status WriteFiles(const fs::path& folder, const CacheEntry& entry) {
   std::ostringstream meta;
   meta << KeyLines(entry.key) << CubinLines(entry.cubin) << "options " << entry.options
-       << "\ncompile_ms " << entry.compile_ms << "\n";
+       << "\ncompile_ms " << entry.compile_ms << "\n"
+       << entry.description;
   Status status = WriteFile(folder / kCubinFile, entry.cubin);
   if (status.ok()) status = WriteFile(folder / kSourceFile, entry.source);
   if (status.ok()) status = WriteFile(folder / kMetaFile, meta.str());
@@ -224,11 +234,10 @@ CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry) {
   if (!CheckFolder(folder.parent_path()).ok()) return CacheLookup::kMiss;
   std::error_code error;
   if (!fs::exists(fs::symlink_status(folder, error))) return CacheLookup::kMiss;
-  const Fd fd(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  struct stat s;
+  const Fd fd = OpenEntry(folder);
   std::string meta, cubin;
-  if (!fd.ok() || fstat(fd.get(), &s) != 0 || !OnlyOursToWrite(s) ||
-      !ReadFile(fd, kMetaFile, &meta) || !ReadFile(fd, kCubinFile, &cubin) || cubin.empty()) {
+  if (!fd.ok() || !ReadFile(fd, kMetaFile, &meta) || !ReadFile(fd, kCubinFile, &cubin) ||
+      cubin.empty()) {
     return CacheLookup::kCorrupt;
   }
   // Keys are of one length.
@@ -240,6 +249,19 @@ CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry) {
   if (meta.compare(0, key_lines.size(), key_lines) != 0) return CacheLookup::kMiss;
   entry->cubin = std::move(cubin);
   return CacheLookup::kHit;
+}
+
+std::vector<std::string> ReadDescriptions(const std::string& cache, const std::string& prefix) {
+  std::vector<std::string> descriptions;
+  if (!CheckFolder(cache).ok()) return descriptions;
+  std::error_code error;
+  for (fs::directory_iterator it(cache, error), end; !error && it != end; it.increment(error)) {
+    if (it->path().filename().string().rfind(prefix, 0) != 0) continue;
+    const Fd fd = OpenEntry(it->path());
+    std::string meta;
+    if (fd.ok() && ReadFile(fd, kMetaFile, &meta)) descriptions.push_back(std::move(meta));
+  }
+  return descriptions;
 }
 
 Status WriteCacheEntry(const std::string& path, const CacheEntry& entry) {

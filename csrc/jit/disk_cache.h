@@ -5,6 +5,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "status.h"
 
@@ -16,6 +17,7 @@ struct CacheEntry {
   std::string source;   // the generated translation unit, kept for people
   std::string options;  // of NVRTC
   double compile_ms = 0;
+  std::string description;  // lines that say what the key is made of; ReadDescriptions finds them
 };
 
 // kMiss: nothing is there, or the entry of another key, or the cache is none to read from (then
@@ -24,6 +26,10 @@ enum class CacheLookup { kHit, kMiss, kCorrupt };
 
 // Fills entry->cubin from folder `path` if it holds what was compiled for entry->key.
 CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry);
+
+// Texts that contain the descriptions of all entries in folder `cache` whose names begin with
+// `prefix`, for a log: their cubins are not looked at. Nothing if the folder is not to be trusted.
+std::vector<std::string> ReadDescriptions(const std::string& cache, const std::string& prefix);
 
 // Publishes `entry` as folder `path`. If another process published first, its entry stays if it is
 // sound and is replaced if it is not; both are successes. Removes what writers that were killed

@@ -87,6 +87,12 @@ struct PlanKernel {
   bool general = false;  // may be told which prefixes are shared, may plan kAuto and step lists
 };
 
+// A field of a kernel struct as text, such as {"head_dim_qk", "128"}.
+struct KeyField {
+  std::string name;
+  std::string value;
+};
+
 // One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and
 // <entry>_num_threads, which the launch reads from the cubin.
 struct KernelSource {
@@ -94,6 +100,7 @@ struct KernelSource {
   std::string entry;  // extern "C" name of the kernel
   std::string text;
   std::vector<std::string> options;  // of NVRTC
+  std::vector<KeyField> fields;      // every field of the kernel struct
 };
 KernelSource MakeSource(const AttentionKernel& kernel);
 KernelSource MakeSource(const BackwardKernel& kernel);

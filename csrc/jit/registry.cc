@@ -10,7 +10,9 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "jit/compile_log.h"
 #include "jit/compiler.h"
 #include "jit/cubin.h"
 #include "jit/disk_cache.h"
@@ -51,9 +53,10 @@ struct Device {
 };
 
 struct Registry {
-  std::shared_mutex mutex;  // guards the maps and cache_dir; never held during a compile or a load
+  std::shared_mutex mutex;  // guards what follows; never held during a compile or a load
   std::unordered_map<KernelKey, std::unique_ptr<Kernel>, KeyHash> kernels;
   std::unordered_map<DeviceKey, std::unique_ptr<const LoadedKernel>, KeyHash> loaded;
+  std::vector<KernelIdentity> identities;  // of kernels with a cubin
   std::string cache_dir;
   bool cache_trouble_told = false;
 
@@ -98,6 +101,18 @@ void TellCacheTrouble(const std::string& reason) {
       reason.c_str());
 }
 
+double MillisecondsSince(std::chrono::steady_clock::time_point start) {
+  const std::chrono::duration<double, std::milli> elapsed =
+      std::chrono::steady_clock::now() - start;
+  return elapsed.count();
+}
+
+void AddIdentity(KernelIdentity identity) {
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  registry.identities.push_back(std::move(identity));
+}
+
 Kernel* FindOrAddKernel(const KernelKey& key) {
   Registry& registry = GetRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);
@@ -113,17 +128,36 @@ Kernel* FindKernel(const KernelKey& key) {
   return it == registry.kernels.end() ? nullptr : it->second.get();
 }
 
+// Why a kernel is compiled: what the disk cache said, and how the kernel differs from those that
+// are known.
+std::string WhyCompiled(const KernelIdentity& identity, CacheLookup lookup) {
+  if (lookup == CacheLookup::kCorrupt) return "disk cache: damaged entry, replaced";
+  std::vector<KernelIdentity> cached;
+  std::string cache_dir;
+  {
+    Registry& registry = GetRegistry();
+    std::shared_lock<std::shared_mutex> lock(registry.mutex);
+    cached = registry.identities;
+    cache_dir = registry.cache_dir;
+  }
+  if (!cache_dir.empty()) {
+    for (const std::string& description : ReadDescriptions(cache_dir, identity.op + "-")) {
+      cached.push_back(ParseIdentity(description));
+    }
+  }
+  return (cache_dir.empty() ? "disk cache: none; " : "disk cache: miss; ") +
+         DescribeNearest(identity, cached);
+}
+
 // Compiles and publishes. A cache that cannot be written is told, not returned.
 Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelInfo* info) {
   const auto start = std::chrono::steady_clock::now();
   std::string log;
   if (Status status = Compile(source, &entry->cubin, &log); !status.ok()) return status;
-  const std::chrono::duration<double, std::milli> elapsed =
-      std::chrono::steady_clock::now() - start;
-  entry->compile_ms = elapsed.count();
+  entry->compile_ms = MillisecondsSince(start);
   UpdateStats([&](JitStats& stats) {
     ++stats.compiled;
-    stats.compile_ms += elapsed.count();
+    stats.compile_ms += entry->compile_ms;
   });
   info->origin = KernelOrigin::kCompiled;
   if (info->cache_path.empty()) return Status::Ok();
@@ -138,8 +172,9 @@ Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelIn
 
 // Fills `cubin` and `info` from the disk cache or by a compile.
 Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* info) {
-  std::string hash;
-  if (Status status = CacheKey(source, &hash); !status.ok()) return status;
+  KernelIdentity identity;
+  if (Status status = Identify(source, &identity); !status.ok()) return status;
+  const std::string hash = CacheKey(identity);
   info->name = source.name + "-" + hash.substr(0, kHashDigitsInName);
   {
     Registry& registry = GetRegistry();
@@ -149,14 +184,21 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
   CacheEntry entry;
   entry.key = hash;
   CacheLookup lookup = CacheLookup::kMiss;
+  const auto start = std::chrono::steady_clock::now();
   if (!info->cache_path.empty()) lookup = ReadCacheEntry(info->cache_path, &entry);
   if (lookup == CacheLookup::kHit) {
     info->origin = KernelOrigin::kDisk;
     UpdateStats([](JitStats& stats) { ++stats.disk_hits; });
+    if (CompileLogIsOn()) LogDiskHit(info->name, MillisecondsSince(start));
   } else {
     if (lookup == CacheLookup::kCorrupt) UpdateStats([](JitStats& stats) { ++stats.corrupt; });
+    std::string why;  // before it is published: then the cache has it
+    if (CompileLogIsOn()) why = WhyCompiled(identity, lookup);
+    entry.description = DescribeIdentity(identity);
     if (Status status = CompileAndPublish(source, &entry, info); !status.ok()) return status;
+    if (!why.empty()) LogCompiled(info->name, entry.compile_ms, why);
   }
+  AddIdentity(std::move(identity));
   *cubin = std::move(entry.cubin);
   return Status::Ok();
 }
@@ -314,11 +356,7 @@ Status PrepareKernel(const KernelKey& key, const std::function<KernelSource()>& 
       info->origin = KernelOrigin::kMemory;
     }
   }
-  if (info != nullptr) {
-    const std::chrono::duration<double, std::milli> elapsed =
-        std::chrono::steady_clock::now() - start;
-    info->milliseconds = elapsed.count();
-  }
+  if (info != nullptr) info->milliseconds = MillisecondsSince(start);
   return Status::Ok();
 }
 
