@@ -1,4 +1,4 @@
-// Errors are values: one sentence that says op, argument, expected and got; empty means fine.
+// Errors are values: one sentence with op, argument, expected and got. An empty message is success.
 #pragma once
 
 #include <string>

@@ -20,8 +20,8 @@ const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
 
-// A visitor of fields that writes `struct Traits`, one readable member a line, and ahead of it the
-// struct of a variant.
+// A visitor of fields that writes `struct Traits`, one member per line, after the struct of a
+// variant if there is one.
 class TraitsWriter {
  public:
   void operator()(const char* name, int64_t value, const char* comment = "") {
@@ -62,14 +62,14 @@ class TraitsWriter {
   std::string variant_;
 };
 
-// 16 hex digits, for names.
+// A hash of 16 hex digits, for names.
 std::string HashOf(const std::vector<int64_t>& words) {
   std::string text;
   for (int64_t word : words) text += std::to_string(word) + " ";
   return Sha256Hex(text).substr(0, 16);
 }
 
-// A visitor of fields that writes the words of a key behind the operation's.
+// A visitor of fields that appends their words to a key, which begins with the operation.
 class KeyWriter {
  public:
   explicit KeyWriter(int64_t op) : key_{op} {}
@@ -145,16 +145,16 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kPositiveScale", k.positive_scale, "sm_scale > 0");
   visit("kHasFreshKv", k.fresh_kv, "the query tokens' k and v are k_new, v_new");
-  visit("kMultipliesCodes", k.eight_bit_products, "of q and P with those of k and v");
+  visit("kMultipliesCodes", k.eight_bit_products, "q and P are rounded to the KV format");
   visit("kMainLoop", Named{k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80"});
   visit("kNumTiles", k.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     visit(kTileNames[i], k.tile_q[i], i < k.num_tiles ? "rows" : "unused");
   }
-  visit("kTileKv", k.tile_kv, "kv tokens a main-loop step");
+  visit("kTileKv", k.tile_kv, "kv tokens per main-loop step");
   visit("kNumWarps", k.num_warps);
   visit("kNumStages", k.num_stages, "depth of the kv pipeline");
-  visit("kRecordsTimes", k.record_times, "of items");
+  visit("kRecordsTimes", k.record_times, "begin and end of each item");
   visit("kHasSteps", k.steps, "items are ranges of step lists");
   visit("Variant", k.variant);
 }
@@ -171,11 +171,12 @@ void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kHasWindowRight", k.window_right, "causal is window_right 0");
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kMainLoop", Named{k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80"});
-  visit("kStepKeys", k.step_keys, k.step_keys == 0 ? "no step lists" : "of step lists");
+  visit("kStepKeys", k.step_keys,
+        k.step_keys == 0 ? "no step lists" : "keys per step of step lists");
   visit("Variant", k.variant);
 }
 
-// Whether bytes are copied, whatever their type.
+// Whether the kernel copies bytes, so that their type does not matter.
 bool CopiesBytes(const AppendKernel& k) { return k.kv_format == kPlainFormat && !k.rotates; }
 
 template <typename Visitor>
@@ -201,9 +202,9 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
   visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
   visit("kFormat", Named{k.format, WeightName(k.format)});
-  visit("kTileRows", k.tile_rows, "of x");
+  visit("kTileRows", k.tile_rows, "rows of x");
   visit("kTileColumns", k.tile_columns);
-  visit("kScaleRows", k.scale_rows, "groups that a step may have");
+  visit("kScaleRows", k.scale_rows, "most groups in a step");
 }
 
 template <typename Visitor>
@@ -233,7 +234,7 @@ TraitsWriter TraitsOf(const Kernel& kernel) {
   return traits;
 }
 
-// The kernel is a thin shell: the body, its thread count and its shared memory are the header's.
+// The kernel is a thin shell. The header has the body, its thread count and its shared memory.
 std::string TranslationUnit(const std::string& header, const std::string& traits,
                             const std::string& body_template, const std::string& op,
                             const std::string& entry) {
@@ -261,7 +262,7 @@ std::vector<std::string> Options(int64_t arch) {
 
 std::string ArchName(int64_t arch) {
   // From Hopper on, the fast instructions (wgmma, tcgen05, setmaxnreg) exist only in the
-  // architecture-specific target, whose cubins run on exactly this capability: all we need.
+  // architecture-specific target. Its cubins run on exactly this capability, which is all we need.
   return "sm_" + std::to_string(arch) + (arch >= 90 ? "a" : "");
 }
 
@@ -323,7 +324,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
-  // As select/cuda.cc has it: tiles that do not fill a wgmma with rows.
+  // Tiles with fewer rows than one wgmma has, as in select/cuda.cc.
   const bool mla_decode = kernel.mla && hopper && kernel.tile_q[0] < 64;
   const std::string header =
       std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") + (mla_decode   ? "mla_decode.cuh"
@@ -431,8 +432,8 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
 
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
-  traits("kNumThreads", int64_t{512}, "a chunk each, for a few hundred requests");
-  traits("kSmemBytes", int64_t{96 * 1024}, "what every architecture has");
+  traits("kNumThreads", int64_t{512}, "one chunk each, for a few hundred requests");
+  traits("kSmemBytes", int64_t{96 * 1024}, "every architecture has that much");
   const std::string entry = "plan_kernel";
   return {"plan-" + ArchName(kernel.arch) + (kernel.general ? "-general" : ""), entry,
           TranslationUnit("cuda/plan/plan.cuh", traits.str(),

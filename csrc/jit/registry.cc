@@ -22,11 +22,11 @@ namespace {
 
 constexpr size_t kHashDigitsInName = 20;
 
-// One specialisation. `mutex` makes a second Prepare or Load of it wait for the first.
+// One specialisation. A second Prepare or Load of it waits at `mutex` for the first.
 struct Kernel {
   std::mutex mutex;
   std::string entry;
-  std::string cubin;  // empty: not prepared
+  std::string cubin;  // empty: not prepared yet
   KernelInfo info;
 };
 
@@ -48,7 +48,7 @@ struct KeyHash {
 };
 
 struct Device {
-  bool is_retained = false;  // its primary context, once, for as long as the process lives
+  bool is_retained = false;  // whether its primary context is retained, until the process ends
   std::unique_ptr<CounterPool> counters;
 };
 
@@ -61,13 +61,13 @@ struct Registry {
   bool cache_trouble_told = false;
 
   std::mutex devices_mutex;
-  std::unordered_map<int, Device> devices;  // that have kernels
+  std::unordered_map<int, Device> devices;  // devices with kernels
 
   std::mutex stats_mutex;
   JitStats stats;
 };
-// Never destroyed: handlers may outlive static objects. A forked child begins with an empty one,
-// because threads that are not there may hold locks of the parent's.
+// Never destroyed, because handlers may outlive static objects. A forked child begins with an empty
+// registry: threads that the child does not have may hold locks of the parent's.
 std::atomic<Registry*> current_registry{nullptr};
 
 Registry& GetRegistry() {
@@ -89,7 +89,7 @@ void UpdateStats(Update update) {
   update(registry.stats);
 }
 
-// An unusable cache folder costs time in every process but no result, so it is told once.
+// Prints once why the cache folder cannot be used. That costs time in every process, but no result.
 void TellCacheTrouble(const std::string& reason) {
   Registry& registry = GetRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);
@@ -149,7 +149,7 @@ std::string WhyCompiled(const KernelIdentity& identity, CacheLookup lookup) {
          DescribeNearest(identity, cached);
 }
 
-// Compiles and publishes. A cache that cannot be written is told, not returned.
+// Compiles and publishes. A cache that cannot be written is reported on stderr and is no error.
 Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelInfo* info) {
   const auto start = std::chrono::steady_clock::now();
   std::string log;
@@ -203,7 +203,7 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
   return Status::Ok();
 }
 
-// What the kernel says about its own launch.
+// Reads from the cubin what the launch needs.
 Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, KernelInfo* info) {
   int smem_bytes = 0, num_threads = 0;
   if (Status s = ReadCubinInt(cubin, entry + "_smem_bytes", &smem_bytes); !s.ok()) return s;
@@ -214,13 +214,14 @@ Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, Ker
   return Status::Ok();
 }
 
-// The module's function, ready to be launched; on an error, `call` says by whom.
+// Gets the module's function and makes it ready to launch. On an error, `call` is the driver call
+// that failed.
 CUresult SetUpFunction(const Kernel& kernel, CUmodule module, LoadedKernel* loaded,
                        const char** call) {
   const CudaDriver& d = *loaded->driver;
   *call = "cuModuleGetFunction";
   CUresult r = d.cuModuleGetFunction(&loaded->function, module, kernel.entry.c_str());
-  // Under lazy loading the code would reach the device at the first launch, which may be captured.
+  // Lazy loading would copy the code to the device at the first launch, which may be captured.
   if (r == CUDA_SUCCESS && d.cuFuncLoad != nullptr) {
     *call = "cuFuncLoad";
     r = d.cuFuncLoad(loaded->function);
@@ -231,12 +232,12 @@ CUresult SetUpFunction(const Kernel& kernel, CUmodule module, LoadedKernel* load
     r = d.cuFuncSetAttribute(loaded->function, attribute, static_cast<int>(value));
   };
   set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.info.smem_bytes);
-  // A kernel that uses shared memory was sized to fill a multiprocessor with its CTAs.
+  // A kernel with shared memory is sized so that its CTAs fill an SM.
   if (kernel.info.smem_bytes > 0) set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
   return r;
 }
 
-// Loads `kernel` into the current context of `device`. An error leaves nothing loaded.
+// Loads `kernel` into the current context of `device`. After an error nothing is loaded.
 Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   const CudaDriver& d = *loaded->driver;
   auto error = [&](const char* call, CUresult result) {
@@ -269,7 +270,7 @@ Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   return Status::Ok();
 }
 
-// Leaves the device's primary context as it was, unless a kernel is in it.
+// Releases the device's primary context at the end of the scope, unless Keep was called.
 class RetainedContext {
  public:
   RetainedContext(const CudaDriver& driver, CUdevice device) : driver_(driver), device_(device) {}
@@ -292,8 +293,8 @@ class RetainedContext {
   bool is_retained_ = false;
 };
 
-// A kernel is in the device's context, which is current: it stays retained, once. Whoever loads the
-// first also makes the counters.
+// Called with the device's context current, after a kernel was loaded into it. The first call keeps
+// the context retained and makes the counters.
 CounterPool* KeepDevice(const CudaDriver& driver, int device_ordinal, RetainedContext* context) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.devices_mutex);
