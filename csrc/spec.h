@@ -27,7 +27,7 @@ inline int64_t StoredDim(int64_t format, int64_t head_dim) {
   return format == kPlainFormat ? head_dim : CodeRowBytes(format, head_dim);
 }
 
-// What the user asked for. Units are tokens unless stated.
+// The problem that the user asked for. Units are tokens unless stated.
 struct AttentionSpec {
   int64_t num_qo_heads = 0;
   int64_t num_kv_heads = 0;  // mla: blocks of query heads; all read the one latent head
@@ -72,7 +72,7 @@ struct AttentionSpec {
   bool balances() const { return schedule == kBalanced || schedule == kAuto; }
 };
 
-// What select/ chose: the shape of the launch and the planner's cost model.
+// The choices of select/: the shape of the launch and the planner's cost model.
 struct KernelConfig {
   int64_t main_loop = kPortable;
   int64_t num_tiles = 1;                  // entries of tile_q in use, ascending

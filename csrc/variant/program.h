@@ -23,7 +23,7 @@ enum OperandType : i32 {
   kOperandBool = 5,
 };
 
-// What a value depends on besides the call, as bits. It is computed once per such thing.
+// How often a value is computed: once per call, or per row, key or both that it depends on. Bits.
 enum VariantLevel : i32 { kPerCall = 0, kPerRow = 1, kPerKey = 2, kPerLogit = 3 };
 
 // The arguments and the result of an operation.
