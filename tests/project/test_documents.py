@@ -77,6 +77,16 @@ def test_an_index_becomes_a_part_of_the_navigation_for_each_heading():
     assert conf.navigation(page) == "```{toctree}\n:hidden:\n:caption: One\n\na.md\n```"
 
 
+def test_the_built_page_of_performance_has_all_results():
+    page = (ROOT / "docs/performance.md").read_text()
+    built = conf.with_tables(page)
+    assert len(page.splitlines()) < 150 and "<!-- table: " not in built
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        assert f"from `benchmarks/results/{path.name}`:" in built
+    with pytest.raises(KeyError):
+        conf.with_tables("<!-- table: unknown -->")
+
+
 def test_every_public_call_has_a_docstring():
     for module in (ja, ja.masks, ja.mla, ja.parallel, ja.reference, compat):
         names = [name for name in module.__all__ if callable(getattr(module, name))]
