@@ -245,7 +245,8 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
 
 def test_code_of_devices_runs():
     spec = ja.AttentionSpec(4, 2, 64, page_size=64, max_batch=2, max_qo_tokens=8, max_kv_pages=9)
-    names = {"parallel": ja.parallel, "spec": spec, "ja": ja}
+    names = {"parallel": ja.parallel, "spec": spec, "ja": ja, "jax": jax}
+    names |= {"NamedSharding": jax.sharding.NamedSharding, "P": jax.sharding.PartitionSpec}
     exec(own_code("docs/devices.md"), names)
     stripes = names["stripes"]
     automatic = (jax.sharding.AxisType.Auto,)
@@ -264,6 +265,10 @@ def test_code_of_devices_runs():
         step, jnp.zeros(spec.q_shape, spec.dtype), new, new, cache, cache, lengths
     )
     assert o.shape == spec.o_shape and k_pages.shape == cache.shape
+    one = jax.make_mesh((1,), ("heads",), automatic, devices=jax.devices("cpu")[:1])
+    plan = ja.plan(spec, [0, 1, 8], [70, 64], [0, 2, 3], [4, 0, 3])
+    o = names["decode_heads"](one, jnp.zeros(spec.q_shape, spec.dtype), cache, cache, plan)
+    assert o.shape == spec.o_shape
     tokens = names["shards"].array_spec
     layer = jax.shard_map(
         names["layer"],
