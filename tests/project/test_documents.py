@@ -87,6 +87,17 @@ def test_the_built_page_of_performance_has_all_results():
         conf.with_tables("<!-- table: unknown -->")
 
 
+def test_the_glossary_has_no_word_twice():
+    """And each word in bold type has a line, in one of its forms."""
+    lines = re.findall(
+        r"^\| (?!word |---)(.+?) \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+    )
+    words = [word for line, _ in lines for word in line.strip("`").split(", ")]
+    assert len(words) > 120 and len(set(words)) == len(words)
+    bold = {name for _, meaning in lines for name in re.findall(r"\*\*(.+?)\*\*", meaning)}
+    assert not [name for name in bold if not {name, name.removesuffix("s")} & set(words)]
+
+
 # ---- files and symbols that pages name -----------------------------------------------------------
 
 _TOP = "csrc|jax_attn|tests|benchmarks|build_tools|docs|examples|data|\\.ci"
