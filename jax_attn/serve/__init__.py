@@ -5,7 +5,7 @@
 | folder | holds |
 | --- | --- |
 | `_http` | routes, connections, keys, limits on bytes; the HTTP process |
-| `_openai` | bodies of the OpenAI protocol, their fields and limits; sequences made of them; answers |
+| `_openai` | bodies of the OpenAI protocol, their fields and limits; answers |
 | `_chat` | what depends on a model's chat template: messages, tool calls, reasoning |
 | `_ipc` | messages between the HTTP process and the engine's process |
 | `_engine` | the life of a step: arrays on the device, sampling, drafts, several processes |
