@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax
 import pytest
 
+from helpers import selection
 from helpers.lowering import lower_quickly
 from jax_attn import _environment
 
@@ -40,6 +41,18 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of each test function at most N sets of parameters, spread evenly; default: all",
+    )
+    parser.addoption(
+        "--covering",
+        type=float,
+        metavar="SECONDS",
+        help="a covering selection, of so much processor time (tests/helpers/selection.py)",
+    )
+    parser.addoption(
+        "--rest", action="store_true", help="with --covering: what it leaves out instead"
+    )
+    parser.addoption(
+        "--record-costs", action="store_true", help="write the costs that --covering goes by"
     )
 
 
@@ -79,8 +92,11 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(config, items):
     if (at_most := config.option.at_most) is not None:
-        deselected = thin_out(items, at_most)
-        config.hook.pytest_deselected(items=deselected)
+        keep(config, items, spread(items, at_most))
+    if (seconds := config.option.covering) is not None:
+        runs = [item for item in items if is_run_by_default(item)]
+        selected = selection.covering(runs, seconds, selection.read_costs())
+        keep(config, items, set(runs) - selected if config.option.rest else selected)
     # Those that may take longest come first, so that no worker ends long after the others.
     items.sort(key=seconds_allowed, reverse=True)
     for name, why in ON_REQUEST.items():
@@ -91,19 +107,51 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
 
 
-def thin_out(items, at_most):
-    """Takes all but `at_most` of the tests of each function out of items, and returns them."""
+def keep(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def spread(items, at_most):
+    """At most so many tests of each function, and as many of those that need a GPU."""
     by_function = collections.defaultdict(list)
     for item in items:
         needs_gpu = item.get_closest_marker("cuda") is not None
-        by_function[item.nodeid.partition("[")[0], needs_gpu].append(item)
+        by_function[selection.function_of(item), needs_gpu].append(item)
     kept = set()
     for tests in by_function.values():
         step = max(1, len(tests) / at_most)
         kept |= {tests[int((i + 0.5) * step)] for i in range(min(at_most, len(tests)))}
-    deselected = [item for item in items if item not in kept]
-    items[:] = [item for item in items if item in kept]
-    return deselected
+    return kept
+
+
+def is_run_by_default(item):
+    """On a machine without a GPU, and without -m."""
+    return not any(item.get_closest_marker(name) for name in ("cuda", *ON_REQUEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    item.user_properties.append(("began", selection.processor_seconds()))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    result = yield
+    item.user_properties.append(("ended", selection.processor_seconds()))
+    return result
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.option.record_costs:
+        return
+    costs = []
+    for report in terminalreporter.getreports(""):
+        times = dict(report.user_properties)
+        if report.when == "teardown" and "began" in times:
+            costs.append((report.nodeid, times["ended"] - times["began"]))
+    selection.write_costs(costs)
 
 
 def seconds_allowed(item):

@@ -13,7 +13,11 @@ def _bundled() -> Path:
     """The bundled model: installed beside the extension, or in data/ of a source folder."""
     name = "tiny-llama-stdlib"
     installed = Path(_core.__file__).parent / "models" / name
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "data" / name
+    return (
+        installed
+        if (installed / "config.json").is_file()
+        else Path(__file__).parents[3] / "data" / name
+    )
 
 
 BUNDLED = _bundled()
