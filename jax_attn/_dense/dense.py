@@ -74,10 +74,10 @@ def dot_product_attention(
 
     Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
     any number of times; lse may be part of the loss. The backward pass is that of FlashAttention-2
-    (arXiv 2307.08691, Algorithm 2): on CPUs kernels; on CUDA, and with a bias, a mask or a traced
-    scale, in jnp, block by block of keys. Its memory grows with T + S and with the bias, not with
-    T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a mask
-    hides from all queries, have gradient 0 and no influence, whatever they hold.
+    (arXiv 2307.08691, Algorithm 2): kernels on CPUs and on CUDA; with a bias, a mask or a traced
+    scale, jnp over one block of keys at a time. Its memory grows with T + S and with the bias, not
+    with T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a
+    mask hides from all queries, have gradient 0 and no influence, whatever they hold.
 
     On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
     A bias or mask is split as the rows are, or has one part for all. With lengths that are known

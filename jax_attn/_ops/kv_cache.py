@@ -25,7 +25,7 @@ from jax_attn._xla.transforms import check_split, over_heads, refusing
 
 _INSTEAD = {
     "vmap": "put the batch into the plan, one request per element",
-    "gradients": "the paged cache is for inference; train on jax_attn.dot_product_attention",
+    "gradients": "in a loss, pass k and v to attention or dot_product_attention (docs/training.md)",
 }
 
 

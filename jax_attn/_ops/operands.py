@@ -52,6 +52,8 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
             advice = f" Cast it: {name}.astype({dtype!r})."
         elif array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
             advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
+        elif array.dtype == dtype and array.ndim == len(shape) + 1:
+            advice = " There is no batch axis: the tokens of all requests are packed."
         elif sorted(array.shape) == sorted(shape):
             advice = " These are the same axes in another order: transpose it."
         raise ValueError(

@@ -2,31 +2,18 @@
 
     python -m jax_attn.serve --model DIR --host 127.0.0.1 --port 8000
 
-| module | holds |
+| folder | holds |
 | --- | --- |
-| `request`, `events`, `step_plan` | a sequence, what is new of it, a scheduled step; plain data |
-| `pages`, `prefix_cache`, `kv_memory` | free pages; which hold which tokens; who has which |
-| `tenants`, `admission` | whose turn it is; which waiting sequences get in |
-| `scheduler` | what the next step computes, and whom it preempts |
-| `engine`, `engine_config` | the life of a step; what it is configured by |
-| `device`, `buckets`, `sampling` | its half on the device, in static shapes |
-| `draft_model`, `drafts` | speculative decoding |
-| `grammar`, `masks`, `detokenizer` | constrained decoding; from tokens to text |
-| `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
-| `streams` | events of sequences until their readers take them |
-| `wire`, `remote_engine` | messages between processes; the engine in one, HTTP in another |
-| `protocols` | what HTTP needs of an engine and a model |
-| `server`, `gate`, `lanes`, `bodies` | routes; limits of a key; from bytes to a checked body |
-| `schemas`, `fields`, `prepare` | bodies; how fields are read; from a body to sequences |
-| `answers`, `styles`, `scores` | from events to answers |
-| `responses_api`, `embeddings` | /v1/responses; /v1/embeddings |
-| `chat`, `messages`, `tools`, `reasoning` | what of these depends on the model's chat template |
-| `text_encoder`, `token_bytes` | from texts to tokens; the bytes of a token |
-| `auth`, `connection`, `errors`, `openapi`, `metrics` | what every route has in common |
-| `http_server`, `http_process` | uvicorn and its limits; the process that it has to itself |
-| `options`, `sizing` | the command line; how many pages the memory holds |
-| `processes`, `replay` | several processes that are one server |
+| `_http` | routes, connections, keys, limits on bytes; the HTTP process |
+| `_openai` | bodies of the OpenAI protocol, their fields and limits; answers |
+| `_chat` | what depends on a model's chat template: messages, tool calls, reasoning |
+| `_ipc` | messages between the HTTP process and the engine's process |
+| `_engine` | the life of a step: arrays on the device, sampling, drafts, several processes |
+| `_grammar` | grammars, their compilation, token masks |
+| `_text` | from tokens to text, and the bytes of a token |
+| `_scheduling` | what the next step computes, which sequence has which pages, whose turn it is |
 
-Arrows only go down: HTTP knows `protocols`, the engine knows the scheduler, and the scheduler with
-all that it imports is pure Python that does not import jax.
+`_options` and `_sizing` have the command line and the number of pages. A folder imports only those
+further down, or beside it (docs/development.md has the picture): HTTP sees the engine as
+`_scheduling.protocols` describes it, and `_scheduling` is pure Python that does not import jax.
 """

@@ -511,6 +511,16 @@ def test_400_names_the_field(server, path, change, param):
     assert len(server.engine.submitted) == num_before
 
 
+def test_an_image_is_refused_by_its_name(server, caplog):
+    """Before its fields count as unknown ones."""
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for role in ("user", "assistant"):
+        answer = server.post(CHAT, {"messages": [{"role": role, "content": [part]}]})
+        assert answer.status == 400 and answer.error["code"] == "unsupported_parameter"
+        assert "'image_url' is not supported by this server" in answer.error["message"]
+    assert "unknown field" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000, b'{"n":' * 9999],

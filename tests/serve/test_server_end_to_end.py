@@ -411,7 +411,7 @@ def test_sigterm_while_compiling(tmp_path):
     ("options", "message"),
     [
         (["--model", "nothing/here"], "nothing/here"),
-        (["--api-key-file", "missing"], "missing"),
+        (["--api-key-file", "missing"], "--api-key-file: expected a file with one key a line"),
         (["--page-size", "0"], "at least 1"),
         (["--model", str(model_directory()), "--num-pages", "1000000000"], "--num-pages: expected"),
     ],

@@ -35,8 +35,9 @@ def existing(path: Path) -> Path:
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """The object, or the list, in a JSON file. Raises ModelDirectoryError."""
+    existing(path)
     try:
-        value = json.loads(existing(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, kind):

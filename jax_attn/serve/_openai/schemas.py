@@ -354,6 +354,19 @@ class TextPart(RequestBody):
     text: str
     cache_control: Ignored
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        """Refuses images, sounds and files, before their fields count as unknown ones."""
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported",
+                "{type} is not supported by this server, 'text' is",
+                {"type": repr(kind[:64]), "inside": "type"},
+            )
+        return part
+
 
 class RefusalPart(RequestBody):
     """What an assistant said instead of an answer."""
