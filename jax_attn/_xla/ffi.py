@@ -173,6 +173,7 @@ def append_kv(
     layer: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array | None]:
     jit.compile_ahead("append", spec)
@@ -199,6 +200,7 @@ def append_rotated(
     layer: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     jit.compile_ahead("append_rotated", spec)
