@@ -14,4 +14,10 @@ struct [[nodiscard]] Status {
   bool ok() const { return message.empty(); }
 };
 
+// Returns the Status of an expression from a function that returns a Status, unless it is fine.
+#define JAX_ATTN_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                            \
+    if (::jax_attn::Status status_ = (expression); !status_.ok()) return status_; \
+  } while (false)
+
 }  // namespace jax_attn
