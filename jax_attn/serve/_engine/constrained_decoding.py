@@ -166,14 +166,8 @@ class ConstrainedDecoding:
         self._counters.totals["jump_forward_tokens"] += len(tokens)
         # The device's counts lack these tokens.
         live.needs_sampler_state = sampling.keeps_state(seq.params)
-        num_taken, reason = self._outputs.append(
-            live, tokens, num_sampled=seq.num_in_flight, are_sampled=False
-        )
-        if job.is_stopped and num_taken == len(tokens):
-            reason = FinishReason.STOP
-        if reason is not None:
-            self._outputs.finish(seq, reason)
-        else:
+        self._outputs.add_forced(live, tokens, job.is_stopped)
+        if seq.finish_reason is None:
             self._workers.start(live.grammar, [])
 
 

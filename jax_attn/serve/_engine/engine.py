@@ -286,10 +286,11 @@ class Engine:
                 if scored.seq.status is not Status.FINISHED:
                     self._outputs.add_prompt_logprobs(scored, sampled)
             tokens, drafted = sampled.tokens.tolist(), launched.batch.drafted
+            outputs, stats = self._outputs, self._counters.step
             for row, live in launched.samples:
                 if live.seq.status is Status.FINISHED:
                     continue
-                self._counters.step.num_sampled += 1
+                stats.num_sampled += 1
                 if row in drafted:
                     rows = drafted[row]
                     new = [tokens[each] for each in rows]
@@ -297,7 +298,7 @@ class Engine:
                     new = self._speculation.accept(live, new, launched.drafts[row], num_allowed)
                 else:
                     rows, new = [row], [tokens[row]]
-                new = self._outputs.add_samples(live, new, sampled, rows)
+                new = outputs.add_samples(live, new, sampled, rows)
                 if live.grammar is not None and live.seq.finish_reason is None:
                     self._constrained.advance(live, new)
 

@@ -70,11 +70,11 @@ class Outputs:
         The sequence is finished here, unless its grammar is to say whether it ends at max_tokens:
         then `live.at_length` is set.
 
-        tokens: the sample in flight, then those behind drafts that were right.
+        tokens: drafts that were right, then a sample, which is negative if it is not a number.
         rows: of `sampled`, one for each token, maybe more.
         """
         seq = live.seq
-        if min(tokens) < 0:
+        if tokens[-1] < 0:
             self.fail(seq, _NOT_NUMBERS)
             return []
         if live.prompt_logprobs:
@@ -84,29 +84,37 @@ class Outputs:
             event.num_cached_tokens, event.admitted = seq.num_cached, seq.admitted
             self.finish(seq, FinishReason.LENGTH)
             return []
-        num_taken, reason = self.append(live, tokens, num_sampled=1, are_sampled=True)
-        if num_taken < len(tokens):
-            tokens = tokens[:num_taken]
+        taken, reason = self._push_all(live, tokens)
+        self._scheduler.append(seq, taken, 1, len(taken) - 1)
         if (num_top := seq.params.logprobs) is not None:
             event = self.event(seq)
-            found = [_logprob(sampled, row, num_top) for row in rows[:num_taken]]
+            found = [_logprob(sampled, row, num_top) for row in rows[: len(taken)]]
             event.logprobs = [*(event.logprobs or ()), *found]
-        if reason is FinishReason.LENGTH and live.grammar is not None:
-            live.at_length = True
-        elif reason is not None:
-            self.finish(seq, reason)
-        return tokens
+        if reason is not None:
+            if reason is FinishReason.LENGTH and live.grammar is not None:
+                live.at_length = True
+            else:
+                self.finish(seq, reason)
+        return taken
 
-    def append(
-        self, live: LiveSequence, tokens: list[int], num_sampled: int, are_sampled: bool
-    ) -> tuple[int, FinishReason | None]:
-        """Appends tokens up to the one that ends the sequence, which is not finished here.
+    def add_forced(self, live: LiveSequence, tokens: list[int], is_complete: bool) -> None:
+        """Appends tokens that a grammar forces, and finishes the sequence where it ends with them.
 
-        num_sampled: samples in flight that this settles.
-        are_sampled: tokens behind the first are drafts that were right; else a grammar forces them.
-
-        Returns how many were appended, and why the sequence ends, if it does.
+        Samples in flight are void. is_complete: the grammar allows nothing behind the tokens.
         """
+        seq = live.seq
+        taken, reason = self._push_all(live, tokens)
+        self._scheduler.append(seq, taken, seq.num_in_flight)
+        if is_complete and len(taken) == len(tokens):
+            reason = FinishReason.STOP
+        if reason is not None:
+            self.finish(seq, reason)
+
+    def _push_all(
+        self, live: LiveSequence, tokens: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """Adds tokens and their text to the event, up to the token that ends the sequence: which
+        they are, and why it ends, if it does."""
         seq, event = live.seq, self.event(live.seq)
         num_output = seq.num_output
         if not num_output:
@@ -120,9 +128,7 @@ class Outputs:
             tokens = tokens[:num_taken]
         event.tokens += tokens
         self._counters.totals["generated_tokens"] += num_taken
-        num_right = num_taken - 1 if are_sampled else 0
-        self._scheduler.append(seq, tokens, num_sampled, num_right)
-        return num_taken, reason
+        return tokens, reason
 
     def _push(
         self, live: LiveSequence, token: int, num_output: int, event: TokenEvent
