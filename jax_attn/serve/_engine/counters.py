@@ -22,21 +22,18 @@ class Counters:
 
     step: numbers of the last call of Engine.step.
     totals: since the start.
+    phases: a context for each of PHASES, to which it adds the seconds that its block takes.
     """
 
     def __init__(self) -> None:
         self.step = StepStats(0)
         self.totals = dict.fromkeys(_TOTALS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._phases = {name: _Phase(self, name) for name in PHASES}
+        self.phases = {name: _Phase(self, name) for name in PHASES}
 
     def begin_step(self) -> StepStats:
         self.step = StepStats(self.step.index + 1)
         return self.step
-
-    def phase(self, name: str) -> _Phase:
-        """A context. The seconds that its block takes are added to the phase, one of PHASES."""
-        return self._phases[name]
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self.step.seconds[phase] += seconds

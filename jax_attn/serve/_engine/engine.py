@@ -198,9 +198,9 @@ class Engine:
         """Launches the next step, and tells what became of the one before."""
         counters = self._counters
         counters.begin_step()
-        with counters.phase("retire"):
+        with counters.phases["retire"]:
             self._constrained.take_late()
-        with counters.phase("schedule"):
+        with counters.phases["schedule"]:
             plan = self.scheduler.schedule(time.monotonic())
         before, self._pending = self._pending, None
         self._last_plan = plan
@@ -212,7 +212,7 @@ class Engine:
         if before is not None:
             self._retire(before)
         if launched is not None and needs_tokens:
-            with counters.phase("retire"):
+            with counters.phases["retire"]:
                 self._constrained.wait_for_masks(launched)
             self._sample(launched)
         if plan is None and before is None and self._outputs.live and not self._outputs.has_news:
@@ -227,7 +227,7 @@ class Engine:
                 f"The scheduler has no step for {len(self.scheduler.running)} running and "
                 f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."
             )
-        with self._counters.phase("wait"):
+        with self._counters.phases["wait"]:
             self._constrained.wait_for_any()
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
@@ -246,9 +246,9 @@ class Engine:
         if not plan.entries:
             return None
         self._speculation.draft(plan.entries, self.device)
-        with counters.phase("plan"):
+        with counters.phases["plan"]:
             batch = self.device.plan(plan.entries)
-        with counters.phase("dispatch"):
+        with counters.phases["dispatch"]:
             scores = self.device.forward(batch)
         self.scheduler.launched(plan)
         stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
@@ -263,7 +263,7 @@ class Engine:
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Gives the device the sampling of a step, for all that still want their token."""
-        with self._counters.phase("retire"):
+        with self._counters.phases["retire"]:
             mask = self._constrained.mask_samples(launched)
             for _, live in launched.samples:
                 if live.needs_sampler_state:
@@ -272,16 +272,16 @@ class Engine:
         # Forgotten here, so that the next step's may have the same memory.
         scores, launched.scores = launched.scores, None
         if (launched.samples or launched.batch.scored) and scores is not None:
-            with self._counters.phase("dispatch"):
+            with self._counters.phases["dispatch"]:
                 launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
 
     def _retire(self, launched: LaunchedStep) -> None:
         """Waits for the tokens of a step and appends them to their sequences."""
         if launched.sampled is None:
             return
-        with self._counters.phase("wait"):
+        with self._counters.phases["wait"]:
             sampled = self.device.read(launched.sampled)
-        with self._counters.phase("retire"):
+        with self._counters.phases["retire"]:
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
                     self._outputs.add_prompt_logprobs(scored, sampled)

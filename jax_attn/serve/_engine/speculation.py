@@ -80,7 +80,7 @@ class Speculation:
     def draft(self, entries: Seq[ScheduledSequence], device: Device) -> None:
         """See DraftModel.draft. device: the model's."""
         if self.model is not None:
-            with self._counters.phase("draft"):
+            with self._counters.phases["draft"]:
                 self.model.draft(entries, device.newest)
 
     def reset(self) -> None:
