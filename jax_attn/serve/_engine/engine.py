@@ -53,7 +53,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from jax_attn import models
-from jax_attn.serve._engine import debug_view, sampling
+from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
 from jax_attn.serve._engine.counters import Counters
 from jax_attn.serve._engine.device import Device
@@ -342,8 +342,8 @@ class Engine:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """See debug_view."""
-        return debug_view.snapshot(self.scheduler, self.step_stats, self._last_plan)
+        """See `snapshot`."""
+        return snapshot.snapshot(self.scheduler, self.step_stats, self._last_plan)
 
 
 def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
