@@ -1,6 +1,7 @@
 """The folders of jax_attn, and which imports which: arrows point down only."""
 
 import ast
+import re
 from pathlib import Path
 
 from helpers.paths import ROOT
@@ -119,3 +120,20 @@ def test_modules_import_what_the_table_says():
 def test_every_folder_has_a_row():
     rows = {row_of(module, file) for module, file in modules().items()}
     assert rows == set(allowed())
+
+
+def test_the_server_describes_its_folders():
+    """The two tables of jax_attn/serve/__init__.py: imports of each folder, and all modules."""
+    serve = PACKAGE / "serve"
+    text = ast.get_docstring(ast.parse((serve / "__init__.py").read_text(encoding="utf-8")))
+    described = {}
+    for name, imports in re.findall(r"^\| `(_\w+)` \| .* \|(?: `(.*)`)? \|$", text, re.MULTILINE):
+        described.setdefault(name, {f"serve/{each}" for each in imports.split()})
+    table = {name.removeprefix("serve/"): imports for name, imports in allowed().items()}
+    for name in (path.name for path in serve.iterdir() if (path / "__init__.py").exists()):
+        assert described[name] == {each for each in table[name] if each.startswith("serve/")}
+    named = set(re.findall(r"`(\w+)`", text))
+    modules = {path.stem for path in serve.rglob("*.py")} - {"__init__"}
+    assert not modules - named, "modules that the table does not name"
+    folders = {path.name for path in serve.iterdir()}
+    assert not named - modules - folders, "names of no module"

@@ -1,6 +1,6 @@
 """Grammars of clients, compiled where they can do no harm: beside the server first, then in it.
 
-Each grammar is tried in a process of its own kind (see grammar_trial), which ends where the grammar
+Each grammar is tried in a process of its own kind (see `trial`), which ends where the grammar
 takes more time or memory than one may. Only what passed is compiled here, in a thread of lowest
 priority, one at a time. Tenants take turns, and each has a few in the queue.
 """
