@@ -2,18 +2,53 @@
 
     python -m jax_attn.serve --model DIR --host 127.0.0.1 --port 8000
 
-| folder | holds |
-| --- | --- |
-| `_http` | routes, connections, keys, limits on bytes; the HTTP process |
-| `_openai` | bodies of the OpenAI protocol, their fields and limits; answers |
-| `_chat` | what depends on a model's chat template: messages, tool calls, reasoning |
-| `_ipc` | messages between the HTTP process and the engine's process |
-| `_engine` | the life of a step: arrays on the device, sampling, drafts, several processes |
-| `_grammar` | grammars, their compilation, token masks |
-| `_text` | from tokens to text, and the bytes of a token |
-| `_scheduling` | what the next step computes, which sequence has which pages, whose turn it is |
+| folder | holds | imports of the server |
+| --- | --- | --- |
+| `_scheduling` | which sequence computes what in a step; its pages | |
+| `_text` | from tokens to text and bytes; stop strings | |
+| `_chat` | what depends on a model's chat template | `_text` |
+| `_grammar` | constrained decoding: compiled grammars, token masks | |
+| `_engine` | the life of a step: device, sampling, drafts, outputs | `_grammar _scheduling _text` |
+| `_openai` | OpenAI's protocol: bodies, answers, errors, limits | `_chat _grammar _scheduling` |
+| `_ipc` | messages between the processes of HTTP and engine | `_engine _scheduling` |
+| `_http` | routes, connections, keys; the HTTP process | `_engine _ipc _openai _scheduling _text` |
 
-`_options` and `_sizing` have the command line and the number of pages. A folder imports only those
-further down, or beside it (docs/development.md has the picture): HTTP sees the engine as
-`_scheduling.protocols` describes it, and `_scheduling` is pure Python that does not import jax.
+Beside them `__main__` and `_options` are the command line, and `_sizing` says how many pages fit.
+A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
+`_scheduling` is pure Python: none of its modules imports JAX or numpy.
+
+The modules of each folder:
+
+| folder | module | holds |
+| --- | --- | --- |
+| `_scheduling` | `request`, `events`, `step_plan` | a sequence; its news; a scheduled step |
+| | `scheduler` | what the next step computes, and which sequences it preempts |
+| | `admission`, `tenants` | which waiting sequences get in; fair shares of tenants |
+| | `kv_memory`, `pages`, `prefix_cache` | whose pages; free pages; shared prefixes |
+| | `drafts` | speculative decoding: drafts from a sequence's own text |
+| | `streams`, `protocols` | events until their readers take them; what HTTP needs of an engine |
+| `_text` | `detokenizer`, `stop_strings`, `token_bytes` | from tokens to text and bytes |
+| `_chat` | `chat`, `tools`, `reasoning` | chat templates; tool calls; thoughts before the answer |
+| | `harmony`, `gemma_tool_calls` | the formats of gpt-oss and of Gemma |
+| `_grammar` | `grammar`, `token_masks` | compiled grammars; masks, made by other threads |
+| | `compiler`, `trial` | compiles what clients send; a process that tries it first |
+| `_engine` | `engine`, `engine_config` | the life of a step, its timeline; configuration |
+| | `outputs` | from tokens to events: where a stop string or token ends a text; logprobs |
+| | `constrained_decoding` | grammars of a step: masks, forced tokens, late masks |
+| | `speculation`, `draft_model` | which drafts are right; a smaller model makes them |
+| | `counters`, `records`, `snapshot` | numbers; plain data; a picture of the engine |
+| | `device`, `buckets`, `sampling` | the device's half of a step, in static shapes |
+| | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
+| | `processes`, `leading_device` | several processes that are one server |
+| `_openai` | `schemas`, `response_schemas`, `fields` | bodies, and how their fields are read |
+| | `prepare`, `messages`, `text_encoder` | from a body to sequences |
+| | `answers`, `response_format`, `logprobs` | from events to answers |
+| | `responses_api`, `response_store` | /v1/responses, and what it keeps |
+| | `embeddings`, `served_models` | /v1/embeddings; what HTTP needs of models |
+| | `limits`, `errors`, `metrics`, `access_log` | limits of a key; what every route has in common |
+| `_ipc` | `wire`, `remote_engine` | messages; the engine's two ends |
+| `_http` | `server`, `openapi`, `debug_state` | routes; /openapi.json; /debug/state |
+| | `bodies`, `body_threads` | from bytes to a checked body; threads for that |
+| | `auth`, `connection` | API keys; a connection and its limits |
+| | `http_server`, `http_process` | uvicorn; the process that HTTP has to itself |
 """

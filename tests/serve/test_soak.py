@@ -86,7 +86,7 @@ def check_nothing_is_left(engine: AsyncEngine) -> None:
     assert stats["pages_used"] == 0
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
     assert not any(view.locks for view in inner.scheduler.cache.walk())
-    assert not inner._streams and not engine._recipients
+    assert not inner._outputs.live and not engine._recipients
     inner.scheduler.cache.evict(stats["pages_cached"])
     assert inner.scheduler.allocator.num_free == stats["pages_total"]
     assert inner.device.num_compiles_after_warm_up == 0
