@@ -2,6 +2,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -91,6 +92,31 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What was skipped, by what was missing; each test and its reason with `-rs`."""
+    wanted, on_request, num_others = collections.Counter(), collections.Counter(), 0
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if found := re.search(r"run with (-m \w+)$", reason):
+            on_request[found[1]] += 1
+        elif found := MISSING.match(reason):
+            wanted[found[1] or found[2]] += 1
+        else:
+            num_others += 1
+    for why, counts in (
+        ("for want of", wanted),
+        ("unless asked for", on_request),
+        ("as they do not apply", {"": num_others} if num_others else {}),
+    ):
+        if counts:
+            listed = "; ".join(f"{name} {counts[name]:,}".strip() for name in sorted(counts))
+            terminalreporter.write_line(f"skipped {why}: {listed}")
+
+
+# What the reason of a skip says is missing: "no GPU: ...", "needs two GPUs", "X is not installed".
+MISSING = re.compile(r"(?:no|needs|could not import) '?([^:,;'(]*[^:,;'( ])|(.*) is not installed")
+
+
 def thin_out(items, at_most):
     """Takes all but `at_most` of the tests of each function out of items, and returns them."""
     by_function = collections.defaultdict(list)
@@ -131,13 +157,15 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def browser():
-    """The machine's own, by playwright."""
+    """The machine's own, by playwright, with a profile that is empty."""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
-        pytest.skip("no chromium")
+        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        missing("no browser (apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic"]  # beside those of playwright
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags, timeout=240_000)
         yield browser
         browser.close()

@@ -39,13 +39,16 @@ def num_taken(server: ServerProcess) -> int:
     """Requests of one sequence that the engine has, or has had."""
     text = server.get("/metrics", OPERATOR_KEY)[1].decode()
     names = r'sequences_waiting|sequences_running|requests_total{outcome="completed"}'
-    return sum(int(float(value)) for value in re.findall(rf"^jax_attn_(?:{names}) (.*)$", text, re.M))
+    found = re.findall(rf"^jax_attn_(?:{names}) (.*)$", text, re.M)
+    return sum(int(float(value)) for value in found)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_amid_load(tmp_path, number):
     """Whoever had an answer coming gets all of it, or is told; and the process ends well."""
-    server = ServerProcess(tmp_path, *key_options(tmp_path), *OPTIONS, "--drain-seconds", str(HANG_SECONDS))
+    server = ServerProcess(
+        tmp_path, *key_options(tmp_path), *OPTIONS, "--drain-seconds", str(HANG_SECONDS)
+    )
 
     async def load() -> list[Answer | BaseException]:
         async def one(i: int) -> Answer:
@@ -110,7 +113,8 @@ def test_a_full_disk_for_the_log(tmp_path):
         assert asyncio.run(ask(port, BODY)).status == 200
         assert asyncio.run(ask(port, BODY | {"prompt": 5})).status == 400
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(HANG_SECONDS) in (0, 120)  # 120: Python could not flush its streams
+        # 120: Python could not flush its streams.
+        assert server.process.wait(HANG_SECONDS) in (0, 120)
 
 
 def test_nobody_reads_the_log(tmp_path):
