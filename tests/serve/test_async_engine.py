@@ -400,7 +400,8 @@ def test_snapshot(engine):
     async def main():
         async with running(engine):
             assert (await engine.snapshot())["requests"] == []
-            # Of a step, where somebody has asked before it; a busy machine may need another try.
+            # A snapshot is made after a step, if asked for before it: on a busy machine perhaps not
+            # in the first try.
             seen = {}
             while seen.keys() < {"requests", "entries"}:
                 async for _ in engine.generate([sequence(max_tokens=40) for _ in range(2)]):
