@@ -2,6 +2,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -107,6 +108,37 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.record_costs:
+        record_costs(terminalreporter)
+    list_skipped(terminalreporter)
+
+
+def list_skipped(terminalreporter):
+    """What was skipped, by what was missing; each test and its reason with `-rs`."""
+    wanted, on_request, num_others = collections.Counter(), collections.Counter(), 0
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if found := re.search(r"run with (-m \w+)$", reason):
+            on_request[found[1]] += 1
+        elif found := MISSING.match(reason):
+            wanted[found[1] or found[2]] += 1
+        else:
+            num_others += 1
+    for why, counts in (
+        ("for want of", wanted),
+        ("unless asked for", on_request),
+        ("as they do not apply", {"": num_others} if num_others else {}),
+    ):
+        if counts:
+            listed = "; ".join(f"{name} {counts[name]:,}".strip() for name in sorted(counts))
+            terminalreporter.write_line(f"skipped {why}: {listed}")
+
+
+# What the reason of a skip says is missing: "no GPU: ...", "needs two GPUs", "X is not installed".
+MISSING = re.compile(r"(?:no|needs|could not import) '?([^:,;'(]*[^:,;'( ])|(.*) is not installed")
+
+
 def keep(config, items, kept):
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
@@ -143,9 +175,7 @@ def pytest_runtest_teardown(item):
     return result
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if not config.option.record_costs:
-        return
+def record_costs(terminalreporter):
     costs = []
     for report in terminalreporter.getreports(""):
         times = dict(report.user_properties)
@@ -179,13 +209,15 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def browser():
-    """The machine's own, by playwright."""
+    """The machine's own, by playwright, with a profile that is empty."""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
-        pytest.skip("no chromium")
+        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        missing("no browser (apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic"]  # beside those of playwright
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags, timeout=240_000)
         yield browser
         browser.close()

@@ -615,7 +615,7 @@ def test_environment(name, value):
         env=os.environ | {name: value},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

