@@ -12,7 +12,7 @@
 #   make bench-serve  the server over HTTP -> benchmarks/results/
 #   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
 #   make docs       the pages of docs/ -> build/docs; warnings are errors
-#   make wheels     the sdist and manylinux wheels -> dist/; each is tried. ARCH=aarch64: by cross compiler
+#   make wheels     the sdist and manylinux wheels -> dist/; each is tried. aarch64 by cross compiler
 #   make digest     hashes of the sources that a result file must carry
 #   make clean      remove what the above made
 #
@@ -20,11 +20,11 @@
 #   PYTHON  a version (3.12) or a path; default: python3 if supported, else one that is (find_python.sh)
 #   VENV    where the environment goes
 #   JAX     a requirement that narrows jax, e.g. make test VENV=.venv-old JAX='jax==0.10.0'
-#   ARCH    of wheels: this machine's, or aarch64
+#   ARCH    of wheels; default: this machine's and aarch64
 #   PY      an interpreter that has jax_attn and its dependencies already: no set-up at all
 VENV ?= .venv
 JAX ?= jax
-ARCH ?= $(shell uname -m)
+ARCH ?= $(sort $(shell uname -m) aarch64)
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
 # Python's own: without compiled modules every start of a process takes seconds more.
@@ -110,7 +110,7 @@ lint: $(ready) $(dev_ready)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' \
+	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' 'build_tools/*.cc' \
 	  | xargs $(dir $(PY))clang-format --dry-run -Werror
 	$(PY) build_tools/readme_tables.py --check
 
@@ -118,7 +118,7 @@ docs: $(ready) $(docs_ready)
 	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
 
 wheels:
-	build_tools/make_wheels.sh $(ARCH) 3.11 3.12
+	build_tools/make_wheels.sh $(ARCH)
 
 digest:
 	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py
