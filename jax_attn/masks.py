@@ -121,7 +121,10 @@ class Mask:
     classes: _Classes | None = None
 
     def variant(self, **more: Any) -> Variant:
-        """A Variant with this mask. more: the other arguments; operands of logits are added."""
+        """A Variant with this mask.
+
+        more: other arguments of Variant. Its operands are added to those of the mask.
+        """
         operands = dict(self.operands) | dict(more.pop("operands", {}))
         return Variant(mask=self.function, operands=operands, **more)
 
@@ -176,7 +179,10 @@ class Mask:
         return Mask(function, self.operands, classes)
 
     def _with(self, other: Mask, operation: Callable[[Any, Any], Any], decides: int) -> Mask:
-        """Combine two masks. decides: the class that decides the result if either mask has it."""
+        """Combine two masks.
+
+        decides: the class that decides the result if either mask has it.
+        """
         mine = tuple(self.operands)
         theirs: dict[str, str] = {}
         for name in other.operands:

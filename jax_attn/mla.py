@@ -14,7 +14,7 @@ holds [ckv, k_rope] and nothing else. There are two ways to attend:
 Both need the model's sm_scale, which belongs to the heads before absorption: usually
 (nope + rope) ** -0.5.
 
-Sizes: nope and rope are the numbers of unrotated and rotated columns of a head's query.
+nope and rope are the numbers of unrotated and rotated columns of a head's query.
 w_uk: [num_qo_heads, nope, kv_lora_rank] and w_uv: [num_qo_heads, kv_lora_rank, head_dim_v] are two
 halves of one checkpoint matrix; split_kv_b splits it. Arrays may have any float dtype; results have
 the dtype that jnp promotes their arguments to.
@@ -65,7 +65,7 @@ def absorb_query(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array) -> jax.A
 
 
 def expand_output(o: jax.Array, w_uv: jax.Array) -> jax.Array:
-    """Applies the value projection to the output of absorbed attention.
+    """Apply the value projection to the output of absorbed attention.
 
     o: [n, num_qo_heads, kv_lora_rank].
     w_uv: [num_qo_heads, kv_lora_rank, head_dim_v].

@@ -164,10 +164,12 @@ def _requests(
     page_size: int,
     spec: AttentionSpec,
 ) -> Iterator[tuple[slice, tuple[np.ndarray, ...], np.ndarray, int]]:
-    """For each request: its rows of q, the offsets of its keys in k and v, its visibility matrix,
-    and the position of its first row.
+    """Iterate over the requests of a batch.
 
     page_size: not read if ragged. The other arguments: as for `attention`.
+
+    Yields for each request: its rows of q, the offsets of its keys in k and v, which row sees which
+    key, and the position of its first row.
     """
     if kv_indptr is None:
         kv_indptr = np.concatenate([[0], np.cumsum(kv_lens)])
@@ -399,8 +401,10 @@ def _from_four_bits(x: np.ndarray, kv_dtype: str) -> np.ndarray:
 
 
 def _spans(kv_dtype: str, head_dim: int) -> list[slice]:
-    """The spans of elements that are packed together: byte i of a span of n elements holds elements
-    i and n / 2 + i."""
+    """The spans of elements that are packed together.
+
+    Byte i of a span of n elements holds elements i and n / 2 + i.
+    """
     span = 32 if kv_dtype == "mxfp4" else 64
     return [slice(d, min(d + span, head_dim)) for d in range(0, head_dim, span)]
 
@@ -714,7 +718,7 @@ def append_rotated(
 
 
 def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Merges two states of the same queries over disjoint sets of keys. See `merge_states`.
+    """Merge two states of the same queries over disjoint sets of keys. See `merge_states`.
 
     Args:
       o_a, o_b: [n, num_heads, head_dim].

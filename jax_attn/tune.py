@@ -341,8 +341,10 @@ def _flops(call: Call) -> int:
 
 
 def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuple[tuning.IsaRule, ...]:
-    """Rule for an instruction set that is faster than the best one for bfloat16 items with few
-    rows; empty if there is none."""
+    """Find an instruction set that is faster than the best one for bfloat16 items with few rows.
+
+    Returns its rule, or () if there is none.
+    """
     isas = [isa for isa in _core.supported_cpu_isas() if isa != "baseline"][-3:]
     best = isas[-1]
     faster: dict[str, int] = {}  # instruction set -> rows up to which it is faster than `best`

@@ -64,10 +64,10 @@ class Problem:
 def gradients(
     problem: Problem, wanted: tuple[str, ...], q: Array, k: Array, v: Array, *others: Array
 ) -> tuple[Array, ...]:
-    """Gradients of q, k, v and the wanted operands (FlashAttention-2, arXiv 2307.08691,
-    Algorithm 2).
+    """Gradients of q, k, v and the wanted operands.
 
-    Used where kernels have no backward pass, and for second derivatives.
+    Used where kernels have no backward pass, and for second derivatives. The algorithm is
+    FlashAttention-2's (arXiv 2307.08691, Algorithm 2).
 
     others: the operands, o, lse, d_o, d_lse.
 
@@ -111,8 +111,7 @@ class _Panel(NamedTuple):
 def _add_gradients(
     call: _Call, wanted: tuple[str, ...], panel: _Panel, d_q: Array, of_block: Any
 ) -> Any:
-    """dq of the panel's rows, and their contributions to dk, dv and the wanted operands for each
-    block; all f32."""
+    """dq of the panel's rows, and their terms of dk, dv and wanted operands by block; all f32."""
     rows, q, d_o, d = panel
     begin, k, v = of_block
     weights = call.weights(rows, begin, k, v)
@@ -239,7 +238,7 @@ class _Call:
         return x.reshape(*x.shape[:2], *self._heads, -1)
 
     def rows_as_logits(self, x: Array) -> Array:
-        """[batch, T, num_qo_heads] -> [batch, num_kv_heads, group_size, T, 1]"""
+        """x from [batch, T, num_qo_heads] to [batch, num_kv_heads, group_size, T, 1]."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], *self._heads), 1, -1)[..., None]
 
     def blocks(self, x: Array) -> Array:

@@ -225,8 +225,10 @@ def _padded_head_dim(x: jax.Array) -> jax.Array:
 
 
 def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
-    """A bias or mask as a variant's operand. It broadcasts because indices beyond an axis of length
-    1 are clamped."""
+    """A bias or mask as a variant's operand.
+
+    It broadcasts because indices beyond an axis of length 1 are clamped.
+    """
     array = jnp.asarray(array)
     given = jnp.expand_dims(array, tuple(range(max(0, 4 - array.ndim))))
     fits = given.ndim == 4 and all(
@@ -425,8 +427,10 @@ _ROWS = "b t (h g) e", "b t (h g)"
 def _axes_of(
     problem: Problem, group_size: int, others: tuple[str, ...], results: tuple[str, ...]
 ) -> Axes:
-    """Axes of the arrays: work may be split over requests, and over KV heads with their groups of
-    query heads."""
+    """Axes of the arrays.
+
+    Work may be split over requests, and over KV heads with their groups of query heads.
+    """
     arguments = (*_DENSE, *(operand.axes for operand in problem.operands), *others)
     names = f"{', '.join(arguments)} -> {', '.join(results)}"
     return Axes(names, problem.split, {"g": group_size})

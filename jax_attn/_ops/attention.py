@@ -120,7 +120,7 @@ def attention(
     NotImplementedError for arrays with another sharding, for vmap, and for derivatives with mla,
     fresh_kv, kv_dtype or max_steps.
 
-    Example: one request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
+    The example has one request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np

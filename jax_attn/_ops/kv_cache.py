@@ -101,8 +101,8 @@ def append_kv(
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
 
-    Example: two decodes over 5 and 20 keys, the new ones included, write token 4 of page 7 and
-    token 3 of page 4.
+    In the example, two decodes over 5 and 20 keys, the new ones included, write token 4 of page 7
+    and token 3 of page 4.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> import jax_attn as ja

@@ -29,7 +29,7 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
     Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
     Raises ValueError for shapes or dtypes that do not fit.
 
-    Example: two states with the same lse have the same weight.
+    For example, two states with the same lse have the same weight.
 
     >>> import jax.numpy as jnp
     >>> import jax_attn as ja
@@ -67,7 +67,7 @@ def merge_state(
     o_a, o_b: [n, num_heads, head_dim_vo], same dtype.
     lse_a, lse_b: [n, num_heads], f32, natural log.
 
-    Example: a state over no keys does not change the other state.
+    For example, a state over no keys does not change the other state.
 
     >>> import jax.numpy as jnp
     >>> import jax_attn as ja

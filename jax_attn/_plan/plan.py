@@ -53,7 +53,7 @@ class AttentionPlan:
 
     The methods read the buffer on the host, so they need a concrete plan, not one inside jit.
 
-    Example: two decodes over 5 and 20 keys give one item each, for the only KV head.
+    In the example, two decodes over 5 and 20 keys give one item each, for the only KV head.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -74,7 +74,7 @@ class AttentionPlan:
         return np.asarray(self.buffer)[begin : begin + num_words]
 
     def header(self) -> dict[str, int]:
-        """Counts: batch_size, nnz_qo, num_items, num_merge_groups, num_partial_rows, ..."""
+        """The header's counts by name: batch_size, nnz_qo, num_items, num_merge_groups, ..."""
         words = self._section("header", len(HEADER_FIELDS))
         return dict(zip(HEADER_FIELDS, words.tolist(), strict=True))
 
@@ -433,7 +433,8 @@ def plan(
     bounds. `plan.fault()` and `plan.describe()` give the reason once the buffer is on the host.
     With JAX_ATTN_CHECK=1 attention and append_kv raise it.
 
-    Example: two requests in pages of 16 tokens, a prompt of 5 tokens and a decode over 20 keys.
+    The example has two requests in pages of 16 tokens: a prompt of 5 tokens, and a decode over 20
+    keys.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -513,8 +514,11 @@ def plan(
 def _place_pages(
     xp: Any, spec: AttentionSpec, buffer: Any, pages: Any
 ) -> tuple[Any, Any, tuple[Any, Any, Any, Any]]:
-    """The section page_indices of a plan with these `pages`, its max_page_id, and the words of a
-    PlanFault (code 0: no fault)."""
+    """Lay out new pages in a plan.
+
+    Returns the section page_indices with these `pages`, max_page_id, and the words of a PlanFault
+    (code 0: no fault).
+    """
     assert spec.max_kv_pages is not None and spec.page_size is not None
     begin = {name: spec.layout[name] for name in ("header", "kv_lens", "kv_indptr")}
     header = buffer[begin["header"] : begin["header"] + len(HEADER_FIELDS)]

@@ -85,8 +85,11 @@ def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
 
 
 def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Unique pairs of items. One leads from each item with a partial state to the item that
-    completes its merge group, one from that item to the one that completes the parent group."""
+    """Pairs of items that a plot links, without duplicates.
+
+    One link leads from each item with a partial state to the item that completes its merge group,
+    and one from that item to the item that completes the parent group.
+    """
     counts = items["num_groups"]
     item = np.repeat(np.arange(len(items)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)

@@ -466,12 +466,12 @@ class AttentionSpec:
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
-        """[max_qo_tokens, num_qo_heads, head_dim_qk]"""
+        """The shape of q: [max_qo_tokens, num_qo_heads, head_dim_qk]."""
         return self.max_qo_tokens, self.num_qo_heads, self.head_dim_qk
 
     @property
     def o_shape(self) -> tuple[int, int, int]:
-        """[max_qo_tokens, num_qo_heads, head_dim_vo]"""
+        """The shape of o: [max_qo_tokens, num_qo_heads, head_dim_vo]."""
         return self.max_qo_tokens, self.num_qo_heads, self.value_dim
 
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -488,7 +488,7 @@ class AttentionSpec:
 
     @property
     def new_kv_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """[max_qo_tokens, num_kv_heads, head_dim_qk] of k_new, and the shape of v_new or None."""
+        """The shapes of k_new, [max_qo_tokens, num_kv_heads, head_dim_qk], and v_new or None."""
         rows = (self.max_qo_tokens, self.num_kv_heads)
         return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
 

@@ -127,8 +127,10 @@ class Builder:
     def words(
         self, normalizes: int, logits: int, visible: int, kept: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], list[int]]:
-        """The values that the results and `kept` need, in dependency order, as words; and the new
-        numbers of `kept`."""
+        """The program as words, and the new numbers of `kept`.
+
+        It has only the values that the results and `kept` need, in dependency order.
+        """
         values = list(self._values)
         numbers: dict[int, int] = {}
         order: list[int] = []

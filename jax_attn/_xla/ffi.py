@@ -28,8 +28,10 @@ def _runtime_ffi_version() -> tuple[int, int]:
 
 
 def _register() -> None:
-    """Register every target. Raises on a version mismatch, because a target that XLA rejects would
-    crash the backend."""
+    """Register every FFI target.
+
+    Raises ImportError on a version mismatch: a target that XLA rejects would crash the backend.
+    """
     runtime = _runtime_ffi_version()
     if _core.ffi_api_version > runtime:
         raise ImportError(
@@ -253,8 +255,9 @@ def quantized_product(
     x_dtype: int,
     **attributes: int,
 ) -> jax.Array:
-    """The matmul of x, [n, in], with a quantized matrix (QuantizedProductParams in csrc/params.h),
-    on CUDA only.
+    """The matmul of x, [n, in], with a quantized matrix, on CUDA only.
+
+    The operands are described by QuantizedProductParams in csrc/params.h.
 
     zeros: an array without elements if there are none.
     attributes: arch, format, group_size, tile_rows, tile_columns.

@@ -138,8 +138,10 @@ def _follow_log_switches() -> None:
 
 
 def nvrtc_candidates() -> list[str]:
-    """Paths where libnvrtc may be, best first; a copy already loaded in the process comes before
-    all of them."""
+    """Paths where libnvrtc may be, best first.
+
+    A copy that is already loaded in the process comes before all of them.
+    """
     folders: list[pathlib.Path] = []
     for package in ("nvidia.cu13", "nvidia.cuda_nvrtc"):  # wheels of CUDA 13 and 12
         try:

@@ -62,8 +62,10 @@ class Axes(NamedTuple):
     sizes: dict[str, int] = {}  # name of a minor part -> its size
 
     def arrays(self) -> tuple[list[list[tuple[str, int]]], list[list[tuple[str, int]]]]:
-        """The axes of all arguments, and of all results, each as (name of the major part, size of
-        the minor part)."""
+        """The axes of all arguments, and those of all results.
+
+        An axis is (name of its major part, size of its minor part).
+        """
 
         def read(array: str) -> list[tuple[str, int]]:
             found = re.findall(r"\((\w+) (\w+)\)|(\w+)", array)
@@ -111,8 +113,11 @@ def partitioned(
         return mesh, functools.partial(part, *static), result_shardings, argument_shardings
 
     def sharding_rule(*args: Any) -> Any:
-        """The Shardy rule. Axes that may not be split get unique names, so that XLA does not
-        reshard them before `partition` checks them."""
+        """The Shardy rule.
+
+        Axes that may not be split get unique names, so that XLA does not reshard them before
+        `partition` checks them.
+        """
         about, numbers = axes(*args[:num_static]), itertools.count()
         known = {*about.split, *about.sizes}
 

@@ -352,8 +352,11 @@ def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> 
 
 
 def _appended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
-    """Cut new tokens into parts: those of one stripe of this KV shard, or those between two such
-    stripes, which are not stored here (kv_len 0)."""
+    """Cut new tokens into parts.
+
+    A part has the new tokens of one stripe of this KV shard, or those between two such stripes,
+    which are not stored here (kv_len 0).
+    """
     spec, length, page = stripes.append_spec, stripes.stripe_len, stripes.spec.page_size
     assert page is not None
     if not len(batch.kv_lens):
