@@ -2,7 +2,9 @@
 #
 #   make demo       a small real model generates text for a dozen requests at once
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
-#   make test       C++ and Python tests
+#   make test       a covering selection of C++ and Python tests, in minutes
+#   make test-rest  the tests that `make test` leaves out
+#   make test-all   both
 #   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: five minutes of it
 #   make fuzz       made-up plans, requests and bytes on the socket; ARGS=--seconds=N, --help
 #   make bench      CPU benchmarks -> benchmarks/results/
@@ -28,7 +30,7 @@ ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 # Python's own: without compiled modules every start of a process takes seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
+.PHONY: demo serve test test-rest test-all sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
 
 ifdef PY
 ready :=
@@ -64,11 +66,24 @@ demo: $(ready)
 serve: $(ready)
 	$(PY) -m jax_attn.serve $(ARGS)
 
+# Seconds of processor time of the Python tests that are selected (tests/helpers/selection.py).
+covering := 300
+
 test: $(test_ready)
 	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
+	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests_part)
+	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure \
+	  -L '^cpp_tests_part$$')
+	$(PY) -m pytest $(pytest_workers) --covering $(covering) $(ARGS)
+
+test-rest: $(test_ready)
+	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
 	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests)
-	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)
-	$(PY) -m pytest $(pytest_workers) $(ARGS)
+	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure \
+	  -LE '^cpp_tests_part$$')
+	$(PY) -m pytest $(pytest_workers) --covering $(covering) --rest $(ARGS)
+
+test-all: test test-rest
 
 sanitize: $(test_ready)
 	build_tools/sanitize.sh $(PY) $(ARGS)

@@ -279,7 +279,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) >> 10)
 """
     paths = [str(tmp_path / name) for name in ("words", "about", "more")]
     done = subprocess.run(
-        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     *refusals, megabytes = done.stdout.split()

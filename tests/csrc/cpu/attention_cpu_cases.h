@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/amx_emulation.h"
 #include "checks.h"
+#include "cpu/amx_emulation.h"
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
 
