@@ -9,7 +9,7 @@
 # venv module, and have the header Python.h.
 set -u
 
-supported=(3.13 3.12 3.11 3.14 3.15)
+supported=(3.15 3.14 3.13 3.12 3.11)
 case "${1:-}" in
   "") versions=("${supported[@]}"); candidates=(python3) ;;
   3.1[1-5]) versions=("$1"); candidates=() ;;
