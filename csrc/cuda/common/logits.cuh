@@ -2,7 +2,7 @@
 // a kernel knows positions. Identity costs nothing.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/variant.cuh"
 #include "cuda/common/work.cuh"
 

@@ -8,7 +8,7 @@
 // anybody's running.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
 #include "cuda/common/work.cuh"

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cuda/common/codec.cuh"
-#include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
 
@@ -116,28 +115,6 @@ __device__ __forceinline__ void EncodeFreshRow(const u16* from, float scale, uns
     float x[8];
     EightElements<kDtype>(bits, x);
     EncodeRow<kFormat, kDtype>(x, kHeadDim, scale, to);
-  }
-}
-
-// Decodes num_rows rows, that of kv position `position` first, by a warp.
-template <class Traits, int kHeadDim, int kNumRows>
-__device__ __forceinline__ void DecodeCodeRows(
-    const unsigned char* codes,
-    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
-    int lane, unsigned char* to) {
-  using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
-  static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
-  using Unit = CodeUnit<Traits, kHeadDim>;
-  constexpr int kUnits = Unit::kUnits;
-#pragma unroll 2
-  for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
-    const int row = i / kUnits;
-    const int unit = (kWarpSize % kUnits == 0 ? lane : i) % kUnits;  // often one for all rows
-    typename Unit::Vectors vectors;
-    Unit(codes + row * Layout::kPitch + offsets.At(position + row), unit).Decode(vectors);
-    uint4* elements = reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch);
-#pragma unroll
-    for (int v = 0; v < Unit::kVectors; ++v) elements[Unit::Place(unit, v)] = vectors[v];
   }
 }
 

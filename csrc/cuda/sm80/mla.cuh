@@ -26,6 +26,7 @@
 #include "cuda/common/partials.cuh"
 #include "cuda/common/quantized_rows.cuh"
 #include "cuda/sm80/attention.cuh"
+#include "cuda/sm80/quantized_kv.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {

@@ -4,10 +4,37 @@
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
-#include "cuda/common/ptx.cuh"
+#include "cuda/common/quantized_rows.cuh"
 #include "cuda/common/work.cuh"
+#include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
+
+// --- rows to 16 bits, in shared memory ---
+
+// Decodes num_rows rows, that of kv position `position` first, by a warp.
+template <class Traits, int kHeadDim, int kNumRows>
+__device__ __forceinline__ void DecodeCodeRows(
+    const unsigned char* codes,
+    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
+    int lane, unsigned char* to) {
+  using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
+  static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
+  using Unit = CodeUnit<Traits, kHeadDim>;
+  constexpr int kUnits = Unit::kUnits;
+#pragma unroll 2
+  for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
+    const int row = i / kUnits;
+    const int unit = (kWarpSize % kUnits == 0 ? lane : i) % kUnits;  // often one for all rows
+    typename Unit::Vectors vectors;
+    Unit(codes + row * Layout::kPitch + offsets.At(position + row), unit).Decode(vectors);
+    uint4* elements = reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch);
+#pragma unroll
+    for (int v = 0; v < Unit::kVectors; ++v) elements[Unit::Place(unit, v)] = vectors[v];
+  }
+}
+
+// --- e4m3 that is multiplied from registers ---
 
 // Rows of q that are multiplied with e4m3. head_dim is padded to a multiple of 32, as in
 // E4m3RowLayout; a lane loads 8 bytes of each of 8 rows, and an odd number of 32 bytes between rows

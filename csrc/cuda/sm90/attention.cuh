@@ -1049,12 +1049,6 @@ class HopperConsumer {
     CommitCopies();
   }
 
-  template <class Blocks>
-  __device__ __forceinline__ static void PinBlocks(Blocks& d) {
-#pragma unroll
-    for (int b = 0; b < static_cast<int>(sizeof(d) / sizeof(d[0])); ++b) PinRegisters(d[b]);
-  }
-
   // The first fresh position; a step across it is copied by rows.
   __device__ __forceinline__ int Border(const ItemRecord& item) const {
     if constexpr (Traits::kHasFreshKv) return FreshTokens(p_, item.request()).begin;

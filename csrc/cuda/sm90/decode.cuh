@@ -69,7 +69,7 @@ class DecodeRows {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        reference_[j][c] = kNoReference;
+        reference_[j][c] = kInitialMax;
         sum_[j][c] = 0.0f;
       }
     }
@@ -112,7 +112,7 @@ class DecodeRows {
         }
       }
     }
-    return highest > kReferenceSlack;
+    return highest > kMaxSlack;
   }
 
   // Not negative, and known when all exponentials are.
@@ -180,7 +180,7 @@ class DecodeRows {
                               fmaxf(exchange_.of_warps[2][row], exchange_.of_warps[3][row]));
         const float before = reference_[j][c];
         // As Exponentiate asks, so that it does not depend on other rows when it is asked here.
-        if (fmaf(x, scale, -before) > kReferenceSlack) reference_[j][c] = x * scale;
+        if (fmaf(x, scale, -before) > kMaxSlack) reference_[j][c] = x * scale;
         const float factor = Exp2(before - reference_[j][c]);
         sum_[j][c] *= factor;
 #pragma unroll
@@ -215,7 +215,7 @@ class DecodeRows {
     const bool final = partial_row < 0;
     const float (&sums)[4][32] = exchange_.of_warps;
     const float reference = exchange_.references[row];
-    const RowState state = {reference == kNoReference ? -Infinity() : reference,
+    const RowState state = {reference == kInitialMax ? -Infinity() : reference,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
     float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
                                        map.QoHead(row), true, state);

@@ -6,7 +6,7 @@
 //     q . k have them (TileRows::PackCodes).
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/work.cuh"
 #include "cuda/sm90/pipeline.cuh"
 

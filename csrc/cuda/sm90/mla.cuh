@@ -416,7 +416,7 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunItem(int index) {
     RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
-    Rows rows(p_, index, 0, thread_, kNoReference);
+    Rows rows(p_, index, 0, thread_, kInitialMax);
     Output o;
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {

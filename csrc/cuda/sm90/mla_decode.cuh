@@ -14,7 +14,7 @@
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/mla_producer.cuh"
-#include "cuda/sm90/references.cuh"
+#include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
 
@@ -496,7 +496,7 @@ class HopperMlaDecodeItem {
   // --- softmax ---
 
   // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
-  // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
+  // That a reference grows (kMaxSlack) hardly ever happens after the first step, and the
   // barrier that products wait for anyway tells it to everybody.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
     const float scale = ItemStage().scale();
@@ -511,7 +511,7 @@ class HopperMlaDecodeItem {
           const float reference = FiniteMax(max_log2_[j][c]);
           // -inf is not above -inf.
           grows |= Stage::kNormalizes &&
-                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
+                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kMaxSlack;
           x[j][c] = Stage::Weight(s[j][c], scale, reference);
           x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, reference);
         }
@@ -552,7 +552,7 @@ class HopperMlaDecodeItem {
 #pragma unroll
         for (int warp = 1; warp < 4; ++warp) step_max = fmaxf(step_max, maxima[warp][Row(j, c)]);
         const float old_max = max_log2_[j][c];
-        if (step_max > old_max + kReferenceSlack) max_log2_[j][c] = step_max;
+        if (step_max > old_max + kMaxSlack) max_log2_[j][c] = step_max;
         const float factor = Exp2(old_max - FiniteMax(max_log2_[j][c]));
         sum_[j][c] *= factor;
 #pragma unroll

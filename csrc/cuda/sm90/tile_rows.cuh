@@ -5,9 +5,18 @@
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/ptx.cuh"
 #include "cuda/sm90/recompute_nan_rows.cuh"
-#include "cuda/sm90/references.cuh"
 
 namespace jax_attn {
+
+// The running max of a row follows a logit only when that exceeds it by more than this, in log2:
+// until then sums are far from overflow, and nearly every step is spared the rescaling of o
+// (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
+// neighbours. A row that keeps its running max has a factor of exactly 1.
+inline constexpr float kMaxSlack = 8.0f;
+
+// The running max of a row that has not seen any logit: below all of them, and finite, so that -inf
+// is still below.
+inline constexpr float kInitialMax = -3.402823466e38f;
 
 // Lane i of a quad gives x[j] of column pair i of tile j, and gets tile i: all four pairs.
 __device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4], int lane) {
@@ -171,7 +180,7 @@ class TileRows {
       keeps[h] = (lanes >> lane_ / 4 * 4 & 0xf) == 0;
       if (keeps[h]) continue;
       const float before = is_lost ? reference[h] - kFarthest : reference[h];
-      const float new_max = fmaxf(is_first ? kNoReference : before, step_max);
+      const float new_max = fmaxf(is_first ? kInitialMax : before, step_max);
       if (!is_first) factor[h] = Exp2(reference[h] - new_max);
       reference[h] = new_max;
       sum[h] *= factor[h];
@@ -207,8 +216,8 @@ class TileRows {
   // Whether weights become codes.
   static constexpr bool kFitsCodes = Traits::kMultipliesCodes;
 
-  // For loops that look for maxima; the rows begin with kNoReference. s becomes p. A reference
-  // follows when a logit exceeds it by kReferenceSlack; whether any of the warp's rows did.
+  // For loops that look for maxima; the rows begin with kInitialMax. s becomes p. A reference
+  // follows when a logit exceeds it by kMaxSlack; whether any of the warp's rows did.
   template <int kTiles>
   __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
     const float scale = Stage().scale();
@@ -217,7 +226,7 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float step_max = QuadMax(LaneMax(s, h));
-        const bool row_grows = fmaf(step_max, scale, -reference[h]) > kReferenceSlack;
+        const bool row_grows = fmaf(step_max, scale, -reference[h]) > kMaxSlack;
         const float new_max = row_grows ? step_max * scale : reference[h];
         factor[h] = Exp2(reference[h] - new_max);
         reference[h] = new_max;
@@ -237,7 +246,7 @@ class TileRows {
     const float scale = Stage().scale();
     const float excess =
         fmaxf(fmaf(LaneMax(s, 0), scale, -reference[0]), fmaf(LaneMax(s, 1), scale, -reference[1]));
-    return __any_sync(kFullWarp, excess > kReferenceSlack);
+    return __any_sync(kFullWarp, excess > kMaxSlack);
   }
 
   // Takes over the references after a step that another warp exponentiated, and that changed some.
@@ -529,7 +538,7 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float before = reference[h];
-      const bool follows = is_first ? highest[h] > kNoReference : highest[h] - before > kSlack;
+      const bool follows = is_first ? highest[h] > kInitialMax : highest[h] - before > kSlack;
       if (follows) reference[h] = highest[h];
       factor[h] = 1.0f;
       if (follows && !is_first) factor[h] = Exp2(before - highest[h]);
