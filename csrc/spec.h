@@ -24,7 +24,7 @@ inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 
 // Elements of the last axis of an array of k or v: with codes bytes of a row, scales included.
 inline int64_t StoredDim(int64_t format, int64_t head_dim) {
-  return format == kPlainFormat ? head_dim : CodeRowBytes(format, head_dim);
+  return format == kPlainFormat ? head_dim : QuantizedRowBytes(format, head_dim);
 }
 
 // What the user asked for. Units: tokens unless said.

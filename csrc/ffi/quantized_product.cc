@@ -66,7 +66,7 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   p->is_wide = b.y.element_type() == ffi::F32;
   Status s = CheckBuffer(kOp, "x", b.x, type, {num_rows, depth});
   if (s.ok()) {
-    s = CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / CodesPerByte(a.format), columns});
+    s = CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / WeightsPerByte(a.format), columns});
   }
   if (s.ok()) {
     const ffi::DataType scale_type = a.format == kE2m1Weights ? ffi::U8 : ffi::F32;

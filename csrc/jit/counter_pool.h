@@ -13,8 +13,8 @@
 
 namespace jax_attn {
 
-// Words of one device. A call has two arrays of counters, and its launches take turns: each counts
-// in one, which is zero, and zeroes the other for the next (params.h: counter_turns). So a call
+// Words of one device. A call has two arrays of counters, and its launches alternate: each counts
+// in one, which is zero, and zeroes the other for the next (params.h: counter_parity). So a call
 // needs no memset, which takes 1.5 us of a CUDA graph, as long as nobody else counts with its
 // counters at the same time, and a launch of a damaged plan, whatever it leaves in its array,
 // does no harm to the next. What a call has for itself while it runs, in whatever stream or branch
@@ -46,7 +46,7 @@ class CounterPool {
   // As AttentionParams has them.
   struct Counters {
     i32* merge_counters = nullptr;  // [2, num_counters]
-    i32* turns = nullptr;           // [num_ctas]
+    i32* parity = nullptr;          // [num_ctas]
   };
   // Of calls with this workspace; null: there are none left.
   Counters Find(const void* workspace, int64_t num_counters, int64_t num_ctas) {

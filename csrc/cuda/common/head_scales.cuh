@@ -1,25 +1,26 @@
-// Scales of heads of quantized q, k and v: where they enter logits and results.
+// Scales of heads of quantized q, k and v, as they enter logits and results.
 #pragma once
 
 #include "cuda/common/math.cuh"
 
 namespace jax_attn {
 
-// q_scale or k_scale of a head. NaN where it is not positive: the maximum of the products would not
-// be that of the logits.
+// q_scale or k_scale of a head. NaN if it is not positive: maxima of products would not be maxima
+// of logits.
 __device__ __forceinline__ float LogitScaleOfHead(const float* scales, int head) {
   if (scales == nullptr) return 1.0f;
   const float scale = scales[head];
   return scale > 0.0f ? scale : __uint_as_float(0x7fffffff);
 }
 
-// A kv head of the plan among those that k and v have in memory: one of mla's blocks of heads.
+// The head of k and v in memory that a kv head of the plan reads. With MLA all blocks of heads read
+// head 0.
 template <class Traits>
 __device__ __forceinline__ int StoredHead(int kv_head) {
   return Traits::kIsMla ? 0 : kv_head;
 }
 
-// What a final row of o is multiplied by.
+// The factor of a final row of o, with v_scale.
 template <class Traits>
 __device__ __forceinline__ float WithValueScale(const AttentionParams& p, int kv_head,
                                                 float o_scale) {

@@ -1,4 +1,4 @@
-// What a producer of kv steps keeps, on any architecture: its position in a ring of slots in shared
+// State of a producer of kv steps, on any architecture: its position in a ring of slots in shared
 // memory, and its walk over the steps of a queue.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace jax_attn {
 
-// Position in a ring of slots. The parity is that of the slot's current phase.
+// Position in a ring of slots. parity: that of the slot's current phase.
 template <int kSlots>
 struct RingCursor {
   int slot = 0;
@@ -24,10 +24,10 @@ struct RingCursor {
   }
 };
 
-// A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
-// up the pool row of one token of each step, the one at Shape::LanePosition(step). What steps have
-// to know of their item is in registers: read from L1 in each step it would be five answers, one
-// asked for after the other, a quarter of the time that a producer had a step of decodes in.
+// A producer's walk over the kv steps of a queue, across the borders of items. Every lane looks up
+// the pool row of one token of each step, the one at Shape::LanePosition(step). Registers hold what
+// steps need of their item: read from L1 in each step it would be five dependent loads, a quarter
+// of the time that a producer has for a step of decodes.
 template <class Traits, class Shape>
 class QueueSteps : ListedStep<Traits> {
  public:
@@ -40,7 +40,7 @@ class QueueSteps : ListedStep<Traits> {
     end_pos_ = 0;
     Next();
   }
-  // The same, but that item blockIdx.x is known.
+  // The same, if item blockIdx.x is already loaded.
   __device__ __forceinline__ void Start(int begin, int end, const ItemCopy& item) {
     index_ = begin;
     end_ = end;
@@ -52,18 +52,18 @@ class QueueSteps : ListedStep<Traits> {
   }
 
   __device__ bool has_item() const { return index_ < end_; }
-  __device__ int index() const { return index_; }  // of the item
+  __device__ int index() const { return index_; }  // of the step's item
   __device__ const ItemCopy& item() const { return item_; }
   __device__ int pos() const { return pos_; }  // of the step
-  // An item without a span is passed, too, but has no step.
+  // The walk also passes items without a span, which have no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
-  // Of its item.
+  // Whether the step is the first of its item.
   __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
 
-  // Of its item, with itself.
+  // Steps left in the item, this one included.
   __device__ int NumLeft() const { return CeilDiv(end_pos_ - pos_, Shape::kStep); }
 
-  // On to the next step; what its pages are is asked at once and used one step later.
+  // Moves to the next step. Its pages are asked for at once and used one step later.
   __device__ __forceinline__ void Next() {
     bool asks = Advance();
     if (pos_ >= end_pos_) {
@@ -75,13 +75,13 @@ class QueueSteps : ListedStep<Traits> {
     }
     if (asks) AskForPages();
   }
-  // The same where the item has a next step.
+  // The same, if the item is known to have a next step.
   __device__ __forceinline__ void NextOfItem() {
     if (Advance()) AskForPages();
   }
 
-  // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
-  // of the item's span.
+  // Pool row of this lane's token. A row of k_new and v_new has kFreshRow added. kNoRow: outside of
+  // the item's span.
   __device__ __forceinline__ u32 Row() const {
     const int pos = Shape::LanePosition(this->Begin(pos_));
     i32 page = page_;
@@ -98,19 +98,20 @@ class QueueSteps : ListedStep<Traits> {
   }
 
  private:
-  // Steps whose pages are asked for at the same time: those of a group of 32 entries of a page
-  // table, one a lane, or one step, whose lanes ask for the pages of their tokens.
+  // Pages are asked for in groups: 32 entries of a page table, one a lane; or, if these are no
+  // whole steps, those of one step, where each lane asks for the page of its token.
   static constexpr int kWarpPages = kWarpSize * Traits::kPageSize;  // tokens
   static constexpr bool kHasGroups = kWarpPages > 0 && kWarpPages % Shape::kStep == 0;
   static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
 
-  // Whether the step has other pages.
+  // Returns whether the next step has other pages.
   __device__ __forceinline__ bool Advance() {
     pos_ += Shape::kStep;
     if constexpr (Traits::kHasSteps) {
       const u32 group = static_cast<u32>(this->Begin(pos_)) / kGroupTokens;
       this->step = this->next;
-      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
+      this->next =
+          KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // early, as the load takes time
       return static_cast<u32>(this->Begin(pos_)) / kGroupTokens != group;
     }
     return static_cast<u32>(pos_) % kGroupTokens == 0;
@@ -121,7 +122,7 @@ class QueueSteps : ListedStep<Traits> {
   }
   __device__ __forceinline__ void BeginItem() {
     pos_ = FirstStep<Shape::kStep>(item_);
-    // As consumers see it, who ask whether there is a span; of decodes alone nobody asks.
+    // An empty span has no step, as consumers decide it too. Kernels that only decode do not ask.
     end_pos_ = item_.kv_begin() < item_.kv_end() ? item_.kv_end() : pos_;
     if constexpr (Traits::kHasSteps) {
       this->kv_len = EndOfItem<Traits>(p_, item_);
@@ -136,8 +137,8 @@ class QueueSteps : ListedStep<Traits> {
       bool needed = IsInSpan(pos);
       if constexpr (kHasGroups) {
         const int lane = threadIdx.x % kWarpSize;
-        const int place = static_cast<int>(static_cast<u32>(step) % kGroupTokens);
-        pos = step - place + lane * Traits::kPageSize;
+        const int offset = static_cast<int>(static_cast<u32>(step) % kGroupTokens);
+        pos = step - offset + lane * Traits::kPageSize;
         needed = Traits::kHasSteps
                      ? IsInSpan(pos)
                      : pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
@@ -147,15 +148,14 @@ class QueueSteps : ListedStep<Traits> {
   }
 
   const AttentionParams& p_;
-  int index_, end_;  // item of the step
+  int index_, end_;  // of the step's item; end of the queue
   ItemCopy item_;
-  int pos_, end_pos_;  // kv position, or place, of the step; end of its item's span
-  i32 page_ = 0;       // what this lane asked for
+  int pos_, end_pos_;  // kv offset of the step, and end of its item's span
+  i32 page_ = 0;       // page id that this lane asked for
 };
 
-// What a queue probably begins with: queues of small batches have one item each, which is item
-// blockIdx.x of the plan. Asked for beside the borders of the queue it is there two trips to memory
-// earlier.
+// The first item of most queues: queues of small batches have one item each, item blockIdx.x of the
+// plan. Loading it beside the borders of the queue saves two trips to memory.
 template <class Traits>
 struct FirstItem {
   ItemCopy item;

@@ -1,5 +1,5 @@
-// What the loops of sm90 have in common: tiles as wgmma reads them, rings of them in shared memory,
-// the steps of a queue as a producer takes them, and the kernel around producer and consumers.
+// Parts that the loops of sm90 share: tiles as wgmma reads them, the roles of warpgroups, and the
+// kernel around producer and consumers.
 #pragma once
 
 #include "cuda/common/budget.cuh"
@@ -10,24 +10,25 @@
 
 namespace jax_attn {
 
-// Rows of an item that decode.cuh has, few of them, and whether there are no others.
-inline constexpr int kDecodeRows = 32, kFewRows = 8;
+// Whether decode.cuh computes all items of a kernel; and up to how many rows it has a smaller copy
+// of its code.
 template <class Traits>
 inline constexpr bool kOnlyDecodes =
-    !Traits::kIsMla && Traits::kNumTiles == 1 && Traits::kTileQ0 == kDecodeRows;
+    HopperOnlyDecodes(Traits::kIsMla, Traits::kNumTiles, Traits::kTileQ0);
+inline constexpr int kFewRows = 8;
 
-// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, and in each block
+// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, in each block
 // rows of 128 bytes, swizzled. head_dim is padded with zeros to a multiple of 64.
 template <int kHeadDim, int kRows>
 struct SwizzledTile {
   static constexpr int kBlocks = CeilDiv(kHeadDim, 64);
   static constexpr int kPadded = 64 * kBlocks;
-  static constexpr int kLiveChunks = kHeadDim / 8;  // of 16 bytes in a row, with data
+  static constexpr int kLiveChunks = kHeadDim / 8;  // vectors of 16 bytes in a row that hold data
   static constexpr int kBlockBytes = kRows * 128;
   static constexpr int kBytes = kBlocks * kBlockBytes;
 
-  // Rows from `row` on as operand a or b, columns along k; AlongK(.., kk) moves it to the columns
-  // [16 * kk, 16 * kk + 16).
+  // Descriptor of rows from `row` on as operand a or b, columns along k. AlongK(.., kk) moves it to
+  // the columns [16 * kk, 16 * kk + 16).
   __device__ __forceinline__ static u64 Descriptor(u32 tile, int row) {
     return MatrixDescriptor(tile + row * 128, 16, 1024);
   }
@@ -37,9 +38,9 @@ struct SwizzledTile {
   __device__ __forceinline__ static u64 Down(u64 descriptor, int num_rows) {
     return MoveDescriptor(descriptor, num_rows * 128);
   }
-  // All columns along n, rows from `row` on along k: operand b, transposed; or 64 columns along m:
-  // operand a, transposed. AlongRows(.., kk) moves it to the rows [row + 16 * kk, row + 16 * kk +
-  // 16), Right(.., block) to the columns from 64 * block on.
+  // Descriptor of transposed rows, from `row` on along k: all columns along n as operand b, or 64
+  // columns along m as operand a. AlongRows(.., kk) moves it to the rows [row + 16 * kk, row + 16 *
+  // kk + 16), Right(.., block) to the columns from 64 * block on.
   __device__ __forceinline__ static u64 TransposedDescriptor(u32 tile, int row) {
     return MatrixDescriptor(tile + row * 128, kBlockBytes, 1024);
   }
@@ -51,15 +52,15 @@ struct SwizzledTile {
   }
 };
 
-// The accumulators of several products side by side.
+// PinRegisters for the accumulators of several products.
 template <class T, int kBlocks, int kTiles>
 __device__ __forceinline__ void PinBlocks(T (&d)[kBlocks][kTiles][4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) PinRegisters(d[b]);
 }
 
-// The first warpgroups of a CTA, usually one, produce, the others consume. kConverts: producers
-// also convert what they copied, for which they need registers.
+// The roles of a CTA's warpgroups: the first ones, usually one, are producers, the others
+// consumers. kConverts: producers also convert what they copied, and need registers for it.
 template <int kConsumers, int kProducers = 1, bool kConverts = false>
 struct HopperRolesOf {
   static_assert(kConsumers + kProducers == 3 || kConsumers + kProducers == 4);
@@ -70,7 +71,7 @@ struct HopperRolesOf {
   static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-  // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
+  // A CTA has 64K registers. Consumers hold o, logits and P, a producer a few addresses.
   static constexpr int kProducerRegisters = kProducers == 2 || kConverts ? 56
                                             : kNumConsumers == 2         ? 40
                                                                          : 32;
@@ -81,34 +82,35 @@ struct HopperRolesOf {
 };
 using HopperRoles = HopperRolesOf<2>;
 
-// How consumers pass parameters to a fold. Three have no registers left for them, and would keep
-// on the stack what their steps need.
+// How consumers pass parameters to a merge. Three consumers have no registers left for them: by
+// value, they would push what the steps need onto the stack.
 template <int kConsumers>
-struct HopperFold {
-  using Params = FoldParams;
+struct HopperReduce {
+  using Params = ReduceParams;
 };
 template <>
-struct HopperFold<3> {
+struct HopperReduce<3> {
   using Params = const AttentionParams&;
 };
 
-// The consumers as one group of threads.
+// All consumers as one group of threads.
 template <class Roles>
-struct HopperConsumersOf : HopperFold<Roles::kNumConsumers> {
+struct HopperConsumersOf : HopperReduce<Roles::kNumConsumers> {
   static constexpr int kNamedBarrier = 3;
-  __device__ static int thread() { return Anew(threadIdx.x) - Roles::kProducerThreads; }
+  __device__ static int thread() { return Opaque(threadIdx.x) - Roles::kProducerThreads; }
   __device__ static int num_threads() { return Roles::kConsumerThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, Roles::kConsumerThreads); }
 };
 using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
-// Of decodes alone, whose consumers make the barriers: producers wait for them here.
+// Named barrier of kernels that only decode: a consumer initialises the mbarriers, and producers
+// wait here until they are there.
 inline constexpr int kBarriersMade = 7;
 
 // The threads of one consumer.
 struct OneHopperConsumer {
-  static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
-  __device__ static int thread() { return Anew(threadIdx.x) % 128; }
+  static constexpr int kNamedBarrier = 4;  // also 5, and 6 with a third consumer
+  __device__ static int thread() { return Opaque(threadIdx.x) % 128; }
   __device__ static int num_threads() { return 128; }
   __device__ static int barrier() { return kNamedBarrier - 1 + threadIdx.x / 128; }
   __device__ static void Sync() { SyncNamed(barrier(), num_threads()); }
@@ -116,7 +118,8 @@ struct OneHopperConsumer {
   __device__ static bool SyncOr(bool x) { return SyncNamedOr(barrier(), num_threads(), x); }
 };
 
-// A producer and its consumers as the warpgroups of a CTA. first: what the producer knows besides.
+// Runs a producer and its consumers as the warpgroups of a CTA. first: what the producer already
+// knows of its first item.
 template <class Producer, class Consumer, class Roles = HopperRoles>
 struct HopperTeams {
   static constexpr int kNumThreads = Roles::kNumThreads;
@@ -134,8 +137,8 @@ struct HopperTeams {
   }
 };
 
-// The kernel around the warpgroups: Teams::Run has a queue's items [begin, end). A Shape has
-// Shared, and inits its barriers and where it finds counters.
+// The kernel around the warpgroups. Teams::Run executes a queue's items [begin, end). A Shape has
+// the struct Shared and its Init, which initialises barriers and says where the counters are.
 template <class Traits, class Shape, class Teams>
 struct HopperBody {
   using Shared = typename Shape::Shared;
@@ -150,7 +153,7 @@ struct HopperBody {
     if constexpr (kOnlyDecodes<Traits>) {
       const FirstItem<Traits> first(p);
       const int begin = QueueBegin(p);
-      // By a consumer, while the producers ask for the first page.
+      // A consumer thread does it while the producers ask for the first page.
       if (threadIdx.x == kNumThreads - 1) Shape::Init(shared, LaunchCounters(p));
       Teams::Run(p, shared, begin, QueueEnd(p), first);
     } else {

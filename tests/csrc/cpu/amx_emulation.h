@@ -1,4 +1,5 @@
-// The tiles of AMX in C++, so that what is written for them (cpu/kernels/matrix_tiles.h) runs on any machine.
+// The tiles of AMX in C++, so that what is written for them (cpu/kernels/matrix_tiles.h) runs on
+// any machine.
 #pragma once
 
 #include <math.h>

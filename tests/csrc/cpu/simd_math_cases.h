@@ -1,5 +1,5 @@
-// Exp2, Weights and Tanh of cpu/simd/simd_math.h against double precision, for one instruction set. A
-// simd_math_<isa>_test.cc is compiled with the flags of its set, as the kernels are.
+// Exp2, Weights and Tanh of cpu/simd/simd_math.h against double precision, for one instruction set.
+// A simd_math_<isa>_test.cc is compiled with the flags of its set, as the kernels are.
 #pragma once
 
 #include <algorithm>

@@ -5,8 +5,8 @@
 // Include cuda_emulation.h before this file.
 #pragma once
 
-#include "cuda/attention_cuda_cases.h"
 #include "cpu/backward.h"
+#include "cuda/attention_cuda_cases.h"
 #include "plan/damaged_headers.h"
 #include "plan/rules/integers.h"
 #include "variant/variant_operands.h"
