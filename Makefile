@@ -2,7 +2,9 @@
 #
 #   make demo       a small real model generates text for a dozen requests at once
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
-#   make test       C++ and Python tests
+#   make test       a covering selection of C++ and Python tests, in minutes
+#   make test-rest  the tests that `make test` leaves out
+#   make test-all   both
 #   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: five minutes of it
 #   make fuzz       made-up plans, requests and bytes on the socket; ARGS=--seconds=N, --help
 #   make bench      CPU benchmarks -> benchmarks/results/
@@ -10,7 +12,7 @@
 #   make bench-serve  the server over HTTP -> benchmarks/results/
 #   make lint       ruff, mypy, clang-format, and whether README.md and docs/ are up to date
 #   make docs       the pages of docs/ -> build/docs; warnings are errors
-#   make wheels     the sdist and manylinux wheels -> dist/; each is tried. ARCH=aarch64: by cross compiler
+#   make wheels     the sdist and manylinux wheels -> dist/; each is tried. aarch64 by cross compiler
 #   make digest     hashes of the sources that a result file must carry
 #   make clean      remove what the above made
 #
@@ -18,17 +20,17 @@
 #   PYTHON  a version (3.12) or a path; default: python3 if supported, else one that is (find_python.sh)
 #   VENV    where the environment goes
 #   JAX     a requirement that narrows jax, e.g. make test VENV=.venv-old JAX='jax==0.10.0'
-#   ARCH    of wheels: this machine's, or aarch64
+#   ARCH    of wheels; default: this machine's and aarch64
 #   PY      an interpreter that has jax_attn and its dependencies already: no set-up at all
 VENV ?= .venv
 JAX ?= jax
-ARCH ?= $(shell uname -m)
+ARCH ?= $(sort $(shell uname -m) aarch64)
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
 # Python's own: without compiled modules every start of a process takes seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
+.PHONY: demo serve test test-rest test-all sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
 
 ifdef PY
 ready :=
@@ -64,11 +66,24 @@ demo: $(ready)
 serve: $(ready)
 	$(PY) -m jax_attn.serve $(ARGS)
 
+# Seconds of processor time of the Python tests that are selected (tests/helpers/selection.py).
+covering := 300
+
 test: $(test_ready)
 	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
+	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests_part)
+	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure \
+	  -L '^cpp_tests_part$$')
+	$(PY) -m pytest $(pytest_workers) --covering $(covering) $(ARGS)
+
+test-rest: $(test_ready)
+	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
 	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests)
-	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure)
-	$(PY) -m pytest $(pytest_workers) $(ARGS)
+	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure \
+	  -LE '^cpp_tests_part$$')
+	$(PY) -m pytest $(pytest_workers) --covering $(covering) --rest $(ARGS)
+
+test-all: test test-rest
 
 sanitize: $(test_ready)
 	build_tools/sanitize.sh $(PY) $(ARGS)
@@ -95,7 +110,7 @@ lint: $(ready) $(dev_ready)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' \
+	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' 'build_tools/*.cc' \
 	  | xargs $(dir $(PY))clang-format --dry-run -Werror
 	$(PY) build_tools/readme_tables.py --check
 
@@ -103,7 +118,7 @@ docs: $(ready) $(docs_ready)
 	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
 
 wheels:
-	build_tools/make_wheels.sh $(ARCH) 3.11 3.12
+	build_tools/make_wheels.sh $(ARCH)
 
 digest:
 	@python=$$(build_tools/find_python.sh $(PYTHON)) && $$python benchmarks/digest.py

@@ -28,7 +28,7 @@ def sources_digest(platform: str) -> str:
     others = ROOT / "csrc" / {"cpu": "cuda", "gpu": "cpu"}[platform]
     files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     files = [path for path in files if others not in path.parents]
-    files.append(ROOT / "jax_attn" / "plan.py")
+    files.append(ROOT / "jax_attn" / "_plan" / "plan.py")
     digest = hashlib.sha256()
     for path in sorted(files):
         content = path.read_bytes()

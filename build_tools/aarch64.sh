@@ -1,38 +1,14 @@
 # Functions to build and try the package for aarch64 on another machine, by cross compiler and QEMU.
-# To be sourced. Nothing is installed on this machine: a Python of Debian's goes into FOLDER/python,
-# packages go into FOLDER/site.
-#
-# PYTHON is 3.11, of Debian 12, or 3.13, of Debian 13, which stands for 3.12, too (stable ABI).
+# To be sourced. Nothing is installed on this machine: a Python of Debian's is in FOLDER/python, where
+# debian_python unpacked it, packages go into FOLDER/site.
+. build_tools/debian.sh
 
 # aarch64_platforms PYTHON: $platforms becomes pip's options for all of glibc up to that Python's.
 aarch64_platforms() {
-  local minor last=36
-  [[ $1 == 3.11 ]] || last=41
+  local minor last=43
+  case $1 in 3.11) last=36 ;; 3.13) last=41 ;; esac
   platforms=(--platform manylinux2014_aarch64)
   for minor in $(seq 17 $last); do platforms+=(--platform "manylinux_2_${minor}_aarch64"); done
-}
-
-# aarch64_get_python FOLDER PYTHON. Fails, and says why, where it cannot be had.
-aarch64_get_python() {
-  local work=$1 version=$2 root=$1/python release=bookworm ssl=libssl3 package
-  [[ ! -e $work/python.stamp ]] || return 0
-  [[ $version == 3.11 ]] || { release=trixie ssl=libssl3t64; }
-  mkdir -p "$root" "$work/debs/partial" "$work/lists/partial"
-  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
-    "http://deb.debian.org/debian $release main" >"$work/sources.list"
-  apt() {
-    apt-get -q -oAPT::Architecture=arm64 -oAPT::Architectures=arm64 -oDir::State::status=/dev/null \
-      -oDir::State::Lists="$work/lists" -oDir::Etc::sourcelist="$work/sources.list" \
-      -oDir::Etc::sourceparts=/dev/null "$@" >/dev/null 2>&1
-  }
-  apt update || { echo "no package lists of Debian for arm64"; return 1; }
-  (cd "$work/debs" && apt download "python$version-minimal" "libpython$version-minimal" \
-    "libpython$version-stdlib" "libpython$version-dev" libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 \
-    "$ssl" libffi8 libbz2-1.0 liblzma5) || { echo "no Python $version of Debian for arm64"; return 1; }
-  for package in "$work"/debs/*.deb; do dpkg -x "$package" "$root"; done
-  [[ -e $root/lib ]] || ln -s usr/lib "$root/lib"  # Debian 13 has base-files do it
-  cp "$root/usr/include/aarch64-linux-gnu/python$version/pyconfig.h" "$root/usr/include/python$version/"
-  touch "$work/python.stamp"
 }
 
 # aarch64_wheel HOST PYTHON SOURCE FOLDER OUT [pip's options]. From a checkout or an sdist a manylinux
@@ -48,7 +24,8 @@ aarch64_wheel() {
     --config-settings=cmake.define.CMAKE_SYSTEM_NAME=Linux \
     --config-settings=cmake.define.CMAKE_SYSTEM_PROCESSOR=aarch64 \
     --config-settings=cmake.define.CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
-    --config-settings=cmake.define.Python_INCLUDE_DIR="$work/python/usr/include/python$version" \
+    --config-settings=cmake.define.JAX_ATTN_OLD_GLIBC=ON \
+    --config-settings=cmake.define.Python_INCLUDE_DIR="$work/python/root/usr/include/python$version" \
     "$@" --wheel-dir "$work/raw" "$source"
   PATH="$host:$PATH" "$host/auditwheel" repair --wheel-dir "$out" "$work/raw"/*.whl \
     >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; return 1; }
@@ -63,11 +40,11 @@ aarch64_install() {
     --implementation cp --abi "cp${version/./}" --abi abi3 --abi none "${platforms[@]}" \
     --target "$work/site" "$@"
   # Here, because under QEMU it takes many times as long, and every process would do it again.
-  "$host/python" -m compileall -q -j 0 -x '/tests?/' "$work/site" "$work/python/usr/lib/python$version"
+  "$host/python" -m compileall -q -j 0 -x '/tests?/' "$work/site" "$work/python/root/usr/lib/python$version"
 }
 
 # aarch64_python PYTHON FOLDER: $emulated becomes the command that runs that Python with those packages.
 aarch64_python() {
-  emulated=(env "PYTHONHOME=$2/python/usr" "PYTHONPATH=$2/site" PYTHONDONTWRITEBYTECODE=1
-    qemu-aarch64-static -L "$2/python" "$2/python/usr/bin/python$1")
+  emulated=(env "PYTHONHOME=$2/python/root/usr" "PYTHONPATH=$2/site" PYTHONDONTWRITEBYTECODE=1
+    qemu-aarch64-static -L "$2/python/root" "$2/python/root/usr/bin/python$1")
 }

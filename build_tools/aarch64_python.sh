@@ -9,7 +9,7 @@ build=$(realpath "$1")
 host=$PWD/.venv/bin
 . build_tools/aarch64.sh
 
-aarch64_get_python "$build" 3.11 || exit 77
+debian_python "$build/python" arm64 3.11 || exit 77
 "$host/python" -m pip install --quiet --group wheels
 aarch64_wheel "$host" 3.11 . "$build" "$build/wheel" --config-settings=build-dir="$build" \
   --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR="$PWD/build/ffi_headers/jaxlib/include"

@@ -1,14 +1,17 @@
 """Check a wheel before anyone installs it: check_wheel.py WHEEL.
 
-It must be small, hold the package and nothing else, and carry the tag of the stable ABI, or of
-Python 3.11, which has none that suffices.
+It must be small, hold the package and nothing else, run on glibc 2.28, and carry the tag of the
+stable ABI, or of Python 3.11, which has none that suffices. auditwheel must have tagged it: its tag
+tells the newest version of glibc of which the wheel calls a function.
 """
 
+import re
 import sys
 import zipfile
 from pathlib import Path
 
 MAX_BYTES = 16_000_000  # the bundled model is 10 of them
+MAX_GLIBC = 28  # 2.28, of Rocky Linux 8 and Debian 10
 ALLOWED = ("jax_attn/", "jax_attn-")  # the package and its dist-info
 MODEL = "jax_attn/models/tiny-llama-stdlib"
 NEEDED = (
@@ -24,6 +27,12 @@ def problems(wheel: Path) -> list[str]:
     is_stable = "-cp312-abi3-" in wheel.name
     if not is_stable and "-cp311-cp311-" not in wheel.name:
         found.append(f"its tag is neither cp312-abi3 nor cp311-cp311: {wheel.name}")
+    glibc = re.findall(r"manylinux_2_(\d+)_", wheel.name)
+    if not glibc or min(map(int, glibc)) > MAX_GLIBC:
+        found.append(
+            f"its tag is not of manylinux_2_{MAX_GLIBC} or older: `auditwheel show` names what it"
+            " calls of a newer glibc or libstdc++, for build_tools/old_glibc.cc to define"
+        )
     if wheel.stat().st_size > MAX_BYTES:
         found.append(f"{wheel.stat().st_size} bytes, more than {MAX_BYTES}")
     names = zipfile.ZipFile(wheel).namelist()

@@ -9,13 +9,13 @@
 # venv module, and have the header Python.h.
 set -u
 
-supported=(3.13 3.12 3.11)
+supported=(3.13 3.12 3.11 3.14 3.15)
 case "${1:-}" in
   "") versions=("${supported[@]}"); candidates=(python3) ;;
-  3.1[123]) versions=("$1"); candidates=() ;;
+  3.1[1-5]) versions=("$1"); candidates=() ;;
   *) versions=("${supported[@]}"); candidates=("$1") ;;
 esac
-if [[ -z "${1:-}" || "$1" == 3.1[123] ]]; then
+if [[ -z "${1:-}" || "$1" == 3.1[1-5] ]]; then
   for version in "${versions[@]}"; do
     candidates+=("python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python)
   done

@@ -1,23 +1,27 @@
 #!/usr/bin/env bash
-# The sdist, and made of it the wheels of an architecture, into dist/: for the Pythons that are named, of
-# which 3.12 stands for all later ones (stable ABI).
+# The sdist, and made of it two wheels for each architecture, into dist/: for Python 3.11, and for 3.12
+# and later (stable ABI).
 #
-#   build_tools/make_wheels.sh x86_64 3.11 3.12
+#   build_tools/make_wheels.sh x86_64 aarch64
 #
-# auditwheel tags them by the oldest glibc that has what they call. Each is looked at, installed into an
-# environment with nothing but its dependencies, and called there. aarch64 on another machine: by cross
-# compiler and QEMU.
+# auditwheel tags them by the oldest glibc that has what they call, 2.28 or older (old_glibc.cc). Each is
+# checked, installed into environments with nothing but its dependencies, and called there: by the Python
+# that it was built with, by one that runs on glibc 2.31, and the later Pythons' wheel by Debian's 3.14
+# and 3.15, with its extras. aarch64 on another machine: by cross compiler, and QEMU with Debian's Pythons.
+# Pythons stay in build/pythons.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-arch=$1
-shift
-work=$PWD/build/wheels-$arch
+. build_tools/debian.sh
+. build_tools/aarch64.sh
+work=$PWD/build/wheels
+pythons=$PWD/build/pythons
 tools=$work/tools/bin
-crosses=
-if [[ $arch != "$(uname -m)" ]]; then
-  [[ $arch == aarch64 ]] || { echo "ARCH: expected $(uname -m) or aarch64, got $arch" >&2; exit 2; }
-  crosses=1
-fi
+for arch in "$@"; do
+  [[ $arch == "$(uname -m)" ]] ||
+    [[ $arch == aarch64 && $(command -v aarch64-linux-gnu-g++) && $(command -v qemu-aarch64-static) ]] ||
+    { echo "ARCH: expected $(uname -m), or aarch64 with aarch64-linux-gnu-g++ and qemu-aarch64-static" \
+      "(Debian: apt install g++-aarch64-linux-gnu qemu-user-static), got $arch" >&2; exit 2; }
+done
 rm -rf dist "$work"
 
 later=$(build_tools/find_python.sh 3.12 || build_tools/find_python.sh 3.13)
@@ -27,6 +31,9 @@ later=$(build_tools/find_python.sh 3.12 || build_tools/find_python.sh 3.13)
 "$tools/python" -m build --sdist --outdir dist . >"$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 sdist=$(echo dist/*.tar.gz)
 release=${sdist#dist/jax_attn-}
+# Into one folder for all, so that ccache knows the files that later wheels compile again.
+mkdir "$work/source"
+tar -xf "$sdist" -C "$work/source" --strip-components=1
 
 # A wheel that was repaired: its version is that of the sdist, which has no git.
 check() {
@@ -35,49 +42,86 @@ check() {
   "$tools/python" build_tools/check_wheel.py "$1"
 }
 
-build_for() {
-  local python=$1 version=$2 wheel
-  "$python" -m venv "$work/$version"
-  "$work/$version/bin/pip" wheel --quiet --no-deps --wheel-dir "$work/$version.raw" "$sdist"
-  PATH="$tools:$PATH" "$tools/auditwheel" repair --wheel-dir "$work/$version.whl" \
-    "$work/$version.raw"/*.whl >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; exit 1; }
-  wheel=$(echo "$work/$version.whl"/*.whl)
+# try_with PYTHON REQUIREMENT: that Python's pip takes the wheel, and a call succeeds.
+try_with() {
+  rm -rf "$work/try"
+  "$1" -m venv --without-pip "$work/try"
+  "$tools/pip" --python "$work/try/bin/python" install --quiet --no-compile "$2"
+  (cd / && "$work/try/bin/python" "$OLDPWD/build_tools/try_wheel.py")
+}
+
+# try_elsewhere WHEEL VERSION...: on x86-64, with Pythons that this machine need not have.
+try_elsewhere() {
+  local wheel=$1 version=$2 folder=$pythons/$2-old-glibc
+  shift 2
+  if old_python "$folder" "$version"; then
+    run_from_root "$folder" "$version" "$tools/patchelf"
+    try_with "$folder/root/usr/bin/python$version" "$wheel"
+  else
+    echo "NOT TRIED on glibc 2.31: $(basename "$wheel")"
+  fi
+  for version in "$@"; do
+    folder=$pythons/$version-x86_64
+    if debian_python "$folder" amd64 "$version"; then
+      run_from_root "$folder" "$version" "$tools/patchelf"
+      try_with "$folder/root/usr/bin/python$version" "$wheel[serve,test]"
+    else
+      echo "NOT TRIED with Python $version: $(basename "$wheel")"
+    fi
+  done
+}
+
+# build_here VERSION
+build_here() {
+  local version=$1 folder=$work/$(uname -m)-$1 python wheel
+  python=$(build_tools/find_python.sh "$version" ||
+    { [[ $version == 3.12 ]] && build_tools/find_python.sh 3.13; }) ||
+    { echo "no Python $version: no wheel for it"; return; }
+  "$tools/pip" --python "$python" wheel --quiet --no-deps --wheel-dir "$folder/raw" \
+    --config-settings=cmake.define.JAX_ATTN_OLD_GLIBC=ON "$work/source"
+  PATH="$tools:$PATH" "$tools/auditwheel" repair --wheel-dir "$folder/whl" "$folder/raw"/*.whl \
+    >"$folder/auditwheel.log" 2>&1 || { cat "$folder/auditwheel.log"; return 1; }
+  wheel=$(echo "$folder/whl"/*.whl)
   check "$wheel"
-  "$work/$version/bin/pip" install --quiet "$wheel"
-  (cd / && "$work/$version/bin/python" "$OLDPWD/build_tools/try_wheel.py")
+  try_with "$python" "$wheel"
+  if [[ $(uname -m) == x86_64 && $version == 3.11 ]]; then
+    try_elsewhere "$wheel" 3.11
+  elif [[ $(uname -m) == x86_64 ]]; then
+    try_elsewhere "$wheel" 3.13 3.14 3.15
+  fi
   cp "$wheel" dist
 }
 
-# build_for_aarch64 VERSION: by this machine's Python for Debian's of that version.
+# build_for_aarch64 VERSION: by this machine's Python, for Debian's of that version.
 build_for_aarch64() {
-  local version=$1 folder=$work/$1 python wheel emulated
+  local version=$1 folder=$work/aarch64-$1 python wheel emulated emulates later=()
   local host=$folder/host/bin
-  . build_tools/aarch64.sh
+  if [[ $version == 3.12 ]]; then version=3.13 later=(3.14 3.15); fi  # Debian has no 3.12
   python=$(build_tools/find_python.sh "$version") || { echo "no Python $version: no wheel by it"; return; }
   "$python" -m venv "$folder/host"
   "$host/pip" install --quiet --upgrade 'pip>=25.1'
   "$host/pip" install --quiet --group wheels --group build
-  aarch64_get_python "$folder" "$version"
   "$host/python" build_tools/ffi_headers.py "$folder/headers"
-  aarch64_wheel "$host" "$version" "$sdist" "$folder" "$folder/whl" \
+  debian_python "$pythons/$version-aarch64/python" arm64 "$version"
+  aarch64_wheel "$host" "$version" "$work/source" "$pythons/$version-aarch64" "$folder/whl" \
     --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR="$folder/headers/jaxlib/include"
   wheel=$(echo "$folder/whl"/*.whl)
   check "$wheel"
-  aarch64_install "$host" "$version" "$folder" "$wheel"
-  aarch64_python "$version" "$folder"
-  (cd / && "${emulated[@]}" "$OLDPWD/build_tools/try_wheel.py")
+  for version in "$version" "${later[@]}"; do
+    emulates=$pythons/$version-aarch64
+    debian_python "$emulates/python" arm64 "$version" ||
+      { echo "NOT TRIED with Python $version: $(basename "$wheel")"; continue; }
+    rm -rf "$emulates/site"
+    aarch64_install "$host" "$version" "$emulates" "$wheel"
+    aarch64_python "$version" "$emulates"
+    (cd / && "${emulated[@]}" "$OLDPWD/build_tools/try_wheel.py")
+  done
   cp "$wheel" dist
 }
 
-for version in "$@"; do
-  if [[ $crosses ]]; then
-    [[ $version != 3.12 ]] || version=3.13  # of Debian 13; Debian has no 3.12
-    build_for_aarch64 "$version"
-    continue
-  fi
-  python=$(build_tools/find_python.sh "$version" ||
-    { [[ $version == 3.12 ]] && build_tools/find_python.sh 3.13; }) ||
-    { echo "no Python $version: no wheel for it"; continue; }
-  build_for "$python" "$version"
+for arch in "$@"; do
+  build=build_here
+  [[ $arch == "$(uname -m)" ]] || build=build_for_aarch64
+  for version in 3.11 3.12; do $build "$version"; done
 done
 ls -l dist

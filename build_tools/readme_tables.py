@@ -8,8 +8,6 @@ In README.md and docs/**/*.md, a block between these lines:
     NAME             what it holds
     example FILE     examples/FILE, which CI runs
     highlights       ten rows of benchmarks/results/*.json (result_tables.py)
-    results          all rows of the benchmarks of kernels
-    serving          all rows of the benchmarks of the engine and the server
     targets          benchmarks/targets.toml beside benchmarks/results/*.json (targets.py)
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
@@ -29,8 +27,6 @@ import targets
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS: dict[str, Callable[[], str]] = {
     "highlights": result_tables.highlights_table,
-    "results": result_tables.attention_tables,
-    "serving": result_tables.serving_tables,
     "targets": targets.table,
 }
 # Documents without blocks, whose links are checked.

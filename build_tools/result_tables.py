@@ -1,4 +1,8 @@
-"""Markdown tables of benchmarks/results/*.json: ten rows for README, all rows for docs/."""
+"""Markdown tables of benchmarks/results/*.json: result_tables.py prints all of them.
+
+README has ten rows (readme_tables.py). docs/performance.md has all rows where `make docs` builds it
+(docs/conf.py).
+"""
 
 from __future__ import annotations
 
@@ -284,3 +288,7 @@ def _milliseconds(us: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "" if not value else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    print(attention_tables(), serving_tables(), sep="\n\n")

@@ -1,5 +1,8 @@
 """Call an installed jax_attn once: two decodes over pages, beside numpy."""
 
+import os
+import platform
+
 import jax
 import numpy as np
 
@@ -20,4 +23,5 @@ for request, pages in enumerate(([2], [0, 1])):
     weights /= weights.sum(axis=1, keepdims=True)
     want = np.einsum("hk,khd->hd", weights, own_v)
     np.testing.assert_allclose(o[request], want, rtol=1e-4, atol=1e-4)
-print(f"jax_attn {ja.__version__} works with jax {jax.__version__}")
+where = f"Python {platform.python_version()}, {os.confstr('CS_GNU_LIBC_VERSION')}"
+print(f"jax_attn {ja.__version__} works with jax {jax.__version__} on {where}")

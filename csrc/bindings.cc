@@ -11,6 +11,7 @@
 #include "cpu/backward.h"
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
+#include "jit/compile_log.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
@@ -24,8 +25,8 @@ namespace nb = nanobind;
 namespace jax_attn {
 namespace {
 
-// A contiguous numpy array of int32 or uint8. By the buffer protocol alone: nb::ndarray asks for
-// DLPack first, which takes a plan of a few arrays microseconds.
+// A contiguous numpy array of int32 or uint8, through the buffer protocol alone. nb::ndarray asks
+// for DLPack first, which costs a plan of a few arrays microseconds.
 template <typename T>
 class HostArray {
  public:
@@ -54,7 +55,7 @@ void ThrowIfError(const Status& status) {
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
-// jit/ refuses because of what is or is not installed, not because of the caller's arguments.
+// Errors of jit/ come from what is installed, not from the caller's arguments.
 void ThrowIfUnavailable(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
 }
@@ -77,7 +78,7 @@ void ThrowIfBadSpec(const Status& status) {
   if (!status.ok()) throw std::invalid_argument("AttentionSpec: " + status.message);
 }
 
-// Fields named in `overrides` win over what select/ chose.
+// Makes a problem whose configuration is chosen by select/, except for the fields in `overrides`.
 AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
                              const std::vector<int64_t>& program) {
   AttentionProblem problem;
@@ -87,7 +88,7 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
   SettleHeadBlocks(&problem.spec);
   problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
   FromDict(overrides, &problem.config);
-  ThrowIfBadSpec(CheckProblem(problem));  // that FillCapacities may compute with it
+  ThrowIfBadSpec(CheckProblem(problem));  // FillCapacities computes with these fields
   FillCapacities(&problem);
   ThrowIfBadSpec(CheckProblem(problem));
   return problem;
@@ -138,7 +139,7 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
   ThrowIfError(CheckPlan(problem, plan.data(), num_pages));
 }
 
-// [(what, why)] of the configuration that select/ chose.
+// [(choice, reason)] for the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
   SelectAttention(problem.spec, &reasons, &problem.program);
@@ -148,7 +149,7 @@ nb::list ReasonList(const AttentionProblem& problem) {
   return list;
 }
 
-// The operations of programs in order: (word, rule, arguments, types).
+// All operations of programs in order: (word, rule, number of arguments, types).
 nb::list VariantOps() {
   nb::list list;
   for (const VariantOpInfo& info : kVariantOps) {
@@ -157,7 +158,7 @@ nb::list VariantOps() {
   return list;
 }
 
-// The level of each value; refuses words that are no program.
+// The level of each value of a program. Refuses words that are not a program.
 std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
   VariantProgram program;
   ThrowIfError(DecodeProgram(words.data(), words.size(), &program));
@@ -168,7 +169,7 @@ std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
   return levels;
 }
 
-// That of the problem's variant; no words without one.
+// Reads the gradient of the problem's variant; without a variant there are no words.
 VariantGradient ReadGradient(const AttentionProblem& problem, const std::vector<int64_t>& words) {
   VariantGradient gradient;
   ThrowIfError(DecodeGradient(words.data(), words.size(), problem.program, &gradient));
@@ -224,7 +225,7 @@ nb::dict InfoDict(const KernelInfo& info) {
   return dict;
 }
 
-// A compile takes seconds, and other threads may trace, or compile, meanwhile.
+// Releases the GIL: a compile takes seconds, and other threads may trace or compile meanwhile.
 template <typename Prepare>
 nb::dict Prepared(const Prepare& prepare) {
   KernelInfo info;
@@ -258,7 +259,7 @@ nb::dict StatsDict() {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  // Specs live in JAX's caches of compiled functions until the process ends.
+  // Specs stay in JAX's caches of compiled functions until the process ends.
   nb::set_leak_warnings(false);
 
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
@@ -343,6 +344,7 @@ NB_MODULE(_core, m) {
         [](std::vector<std::string> nvrtc, std::vector<std::string> driver, std::string cache_dir) {
           SetJitPaths({std::move(nvrtc), std::move(driver), std::move(cache_dir)});
         });
+  m.def("set_compile_log", &SetCompileLog);
   m.def("prepare_attention", [](const AttentionProblem& problem) {
     return Prepared([&](KernelInfo* info) { return PrepareAttention(problem, info); });
   });

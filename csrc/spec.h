@@ -1,8 +1,7 @@
 // The static description of an attention problem and of the kernel chosen for it.
 //
-// Both travel from Python to the planner (nanobind) and to the handlers (one int64 FFI attribute),
-// so an executable restored in a fresh process finds or rebuilds its kernel from its own
-// attributes.
+// Python gives both to the planner (nanobind) and to the handlers (one int64 FFI attribute). So an
+// executable restored in a fresh process finds or rebuilds its kernel from its own attributes.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +16,25 @@ namespace jax_attn {
 
 enum DType : int64_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
 
-// Families of attention kernels: csrc/cuda/sm80 and the CPU, csrc/cuda/sm90.
+// Families of attention kernels: portable is csrc/cuda/sm80 and the CPU, Hopper is csrc/cuda/sm90.
 enum MainLoop : int64_t { kPortable = 0, kHopper = 1 };
 
 inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 
-// Elements of the last axis of an array of k or v: with codes bytes of a row, scales included.
+// Length of the last axis of an array of k or v: elements in kPlainFormat, else bytes of a
+// quantized row with its scales.
 inline int64_t StoredDim(int64_t format, int64_t head_dim) {
   return format == kPlainFormat ? head_dim : QuantizedRowBytes(format, head_dim);
 }
 
-// What the user asked for. Units: tokens unless said.
+// The problem that the user asked for. Units are tokens unless stated.
 struct AttentionSpec {
   int64_t num_qo_heads = 0;
-  int64_t num_kv_heads = 0;  // mla: the blocks of query heads that read the one latent head
+  int64_t num_kv_heads = 0;  // mla: blocks of query heads; all read the one latent head
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
   int64_t mla = 0;        // 1: v is the first head_dim_vo columns of k, which has one head
-  int64_t dtype = kBF16;  // of o, of k_new and v_new, and of q, k, v in kPlainFormat
+  int64_t dtype = kBF16;  // DType of o, k_new, v_new, and of q, k, v in kPlainFormat
   int64_t q_format = kPlainFormat;
   int64_t kv_format = kPlainFormat;
   int64_t window_left = -1;   // -1: unlimited
@@ -46,57 +46,57 @@ struct AttentionSpec {
   int64_t max_qo_tokens = 0;
   int64_t max_kv_pages = 0;   // paged: capacity of page_indices
   int64_t max_kv_tokens = 0;  // ragged: rows of k, v
-  int64_t num_pages = -1;  // pages of one layer's pool; -1: not told, ids are only checked for sign
+  int64_t num_pages = -1;  // pages of one layer's pool; -1: unknown, ids are only checked for sign
   int64_t schedule = kBalanced;
-  int64_t kv_split = 0;        // kFixedSplit: tokens a chunk
+  int64_t kv_split = 0;        // kFixedSplit: tokens per chunk
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
   int64_t max_steps = 0;       // capacity of step lists; 0: spans of keys instead of lists
   int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
-  int64_t eight_bit_products = 0;  // 1: q and P are rounded to codes of kv_format and multiplied so
+  int64_t eight_bit_products = 0;  // 1: q and P are rounded to kv_format; both products are 8-bit
   int64_t arch = 0;                // 0: cpu; else compute capability, 90 for sm_90
   int64_t num_processors = 0;      // streaming multiprocessors, or cpu threads
 
-  // Query heads of a kv head; of mla's last block, perhaps beyond num_qo_heads.
+  // Query heads per kv head. The last block of mla may reach beyond num_qo_heads.
   int64_t group_size() const { return (num_qo_heads + num_kv_heads - 1) / num_kv_heads; }
-  // Heads that k and v have in memory.
+  // Heads of k and v in memory.
   int64_t num_stored_heads() const { return mla ? 1 : num_kv_heads; }
-  // Bytes of one head's row of k or v.
+  // Bytes of one row of k or v of one head.
   int64_t kv_row_bytes(int64_t head_dim) const {
     return StoredDim(kv_format, head_dim) * (quantized() ? 1 : ElementBytes(dtype));
   }
   bool quantized() const { return kv_format != kPlainFormat; }
   bool paged() const { return page_size > 0; }
   bool causal() const { return window_right == 0; }
-  // Chunks follow from what a queue should have, and there is a bound on their number.
+  // Whether the planner derives chunk lengths from the load per queue. The number of chunks is
+  // bounded then.
   bool balances() const { return schedule == kBalanced || schedule == kAuto; }
 };
 
-// What select/ chose: the shape of the launch and the numbers the planner schedules by.
+// The choices of select/: the shape of the launch and the planner's cost model.
 struct KernelConfig {
   int64_t main_loop = kPortable;
   int64_t num_tiles = 1;                  // entries of tile_q in use, ascending
-  int64_t tile_q[kMaxTiles] = {0, 0, 0};  // rows of a query tile (tokens * group_size)
-  int64_t tile_kv = 0;                    // kv tokens a main-loop step
+  int64_t tile_q[kMaxTiles] = {0, 0, 0};  // tile M: rows of a query tile (tokens * group_size)
+  int64_t tile_kv = 0;                    // kv tokens per main-loop step
   int64_t num_warps = 0;                  // CUDA only
   int64_t num_stages = 0;                 // CUDA only: depth of the kv pipeline
   int64_t num_ctas = 0;                   // queues of the plan = grid of the launch
-  int64_t heads_per_unit = 1;  // kv heads of one tile the planner keeps together in a queue
+  int64_t heads_per_unit = 1;  // kv heads of one tile that the planner keeps in one queue
   int64_t min_chunk = 0;       // shortest kv chunk worth a split, tokens
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
-  int64_t split_cost = 0;      // more for an item whose state goes through the workspace, likewise
-  int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0] has 16
-  int64_t cached_tokens = 0;  // a cache holds so many of a request's, keys and values of all heads
-  int64_t cost_by_rows = 0;   // 1: a tile costs in proportion to its live rows, tile_q[0] at least
-  int64_t max_items = 0;      // capacities of the plan's sections
+  int64_t split_cost = 0;  // extra cost of an item that writes a partial state, in the same unit
+  int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0]: 16
+  int64_t cached_tokens = 0;  // tokens of a request, k and v of all heads, that fit in a cache
+  int64_t cost_by_rows = 0;   // 1: a tile costs by its live rows, at least tile_q[0] of them
+  int64_t max_items = 0;      // capacity of a section of the plan; likewise the next four
   int64_t max_merge_groups = 0;
   int64_t max_partials = 0;
   int64_t max_shared_tokens = 0;
   int64_t max_partial_rows = 0;
-  int64_t record_times = 0;  // 1: the workspace gets begin and end of every item
+  int64_t record_times = 0;  // 1: kernels write begin and end of every item to the workspace
 };
 
-// One place that names every field: dictionaries, attribute words and error messages all come from
-// it.
+// The one list of all fields. Dictionaries, attribute words and error messages are made from it.
 template <typename Visitor>
 void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("num_qo_heads", s.num_qo_heads);
@@ -155,7 +155,7 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("record_times", c.record_times);
 }
 
-// A problem and its kernel: all that a handler or the planner must know besides the data.
+// A problem and its kernel: everything that a handler or the planner needs besides the data.
 struct AttentionProblem {
   AttentionSpec spec;
   KernelConfig config;
@@ -164,12 +164,12 @@ struct AttentionProblem {
 
 inline constexpr int64_t kProblemVersion = 7;
 
-// Words of the FFI attribute "problem": version, then every field in VisitFields order, then the
-// words of the program (variant/words.h), none without a variant.
+// The words of the FFI attribute "problem": the version, every field in the order of VisitFields,
+// and the words of the program (variant/words.h; none without a variant).
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);
 
-// Refuses words that another version of this library wrote, and those of a bad program. Fields may
-// be anything: CheckProblem looks at them.
+// Refuses the words of another version of this library and those of a bad program. Does not check
+// the fields: CheckProblem does.
 Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* problem);
 
 }  // namespace jax_attn

@@ -1,4 +1,4 @@
-// Errors are values: one sentence that says op, argument, expected and got; empty means fine.
+// Errors are values: one sentence with op, argument, expected and got. An empty message is success.
 #pragma once
 
 #include <string>
@@ -13,5 +13,11 @@ struct [[nodiscard]] Status {
   static Status Error(std::string message) { return {std::move(message)}; }
   bool ok() const { return message.empty(); }
 };
+
+// Returns the Status of an expression from a function that returns a Status, unless it is fine.
+#define JAX_ATTN_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                            \
+    if (::jax_attn::Status status_ = (expression); !status_.ok()) return status_; \
+  } while (false)
 
 }  // namespace jax_attn

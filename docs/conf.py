@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "build_tools")]
 import docstrings  # noqa: E402
+import result_tables  # noqa: E402
 
 import jax_attn  # noqa: E402
 
@@ -61,6 +62,19 @@ def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n\n" + navigation(source[0])
 
 
+TABLES = {"results": result_tables.attention_tables, "serving": result_tables.serving_tables}
+
+
+def with_tables(page: str) -> str:
+    """The page with a table of benchmarks/results/ for each `<!-- table: NAME -->`. They are too
+    long to read in the repository. Raises KeyError for a name that TABLES lacks."""
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda found: TABLES[found[1]](), page, flags=re.M)
+
+
+def _add_tables(app: Sphinx, page: str, source: list[str]) -> None:
+    source[0] = with_tables(source[0])
+
+
 def _to_rest(*arguments: Any) -> None:
     lines = arguments[-1]
     lines[:] = docstrings.to_rest(lines)
@@ -83,4 +97,5 @@ def _check_reference(app: Sphinx, env: Any) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("env-updated", _check_reference)
     app.connect("source-read", _add_navigation)
+    app.connect("source-read", _add_tables)
     app.connect("autodoc-process-docstring", _to_rest)

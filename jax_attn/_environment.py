@@ -4,6 +4,9 @@ JAX_ATTN_CHECK=1         before a kernel runs, check all that it follows: the wh
                          against the pool, the layer; on any device, slowly
 JAX_ATTN_POISON=1        fill results and workspaces with 0xFF before a kernel runs, for tests
 JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new AttentionSpec, and why
+JAX_ATTN_LOG_COMPILE=1   print a line for each CUDA kernel that is compiled or read from the disk
+                         cache, and how its key differs from the nearest known one; jax_log_compiles
+                         does so, too
 JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: none; default jax_attn in
                          XDG_CACHE_HOME, which is ~/.cache if not set. One that other users can
                          write, or rename, is not used: kernels are kept in memory then
@@ -49,6 +52,7 @@ def _cache_dir() -> str:
 check: bool = _flag("JAX_ATTN_CHECK")
 poison: bool = _flag("JAX_ATTN_POISON")
 print_config: bool = _flag("JAX_ATTN_PRINT_CONFIG")
+log_compile: bool = _flag("JAX_ATTN_LOG_COMPILE")
 cpu_isa: str = os.environ.get("JAX_ATTN_CPU_ISA", "")
 tuning: str = os.environ.get("JAX_ATTN_TUNING", "")
 cache_dir: str = _cache_dir()

@@ -2,6 +2,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -22,6 +23,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax
 import pytest
 
+from helpers import selection
 from helpers.lowering import lower_quickly
 from jax_attn import _environment
 
@@ -40,6 +42,18 @@ def pytest_addoption(parser):
         type=int,
         metavar="N",
         help="of each test function at most N sets of parameters, spread evenly; default: all",
+    )
+    parser.addoption(
+        "--covering",
+        type=float,
+        metavar="SECONDS",
+        help="a covering selection, of so much processor time (tests/helpers/selection.py)",
+    )
+    parser.addoption(
+        "--rest", action="store_true", help="with --covering: what it leaves out instead"
+    )
+    parser.addoption(
+        "--record-costs", action="store_true", help="write the costs that --covering goes by"
     )
 
 
@@ -79,8 +93,11 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(config, items):
     if (at_most := config.option.at_most) is not None:
-        deselected = thin_out(items, at_most)
-        config.hook.pytest_deselected(items=deselected)
+        keep(config, items, spread(items, at_most))
+    if (seconds := config.option.covering) is not None:
+        runs = [item for item in items if is_run_by_default(item)]
+        selected = selection.covering(runs, seconds, selection.read_costs())
+        keep(config, items, set(runs) - selected if config.option.rest else selected)
     # Those that may take longest come first, so that no worker ends long after the others.
     items.sort(key=seconds_allowed, reverse=True)
     for name, why in ON_REQUEST.items():
@@ -91,19 +108,80 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"{why}; run with -m {name}"))
 
 
-def thin_out(items, at_most):
-    """Takes all but `at_most` of the tests of each function out of items, and returns them."""
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.record_costs:
+        record_costs(terminalreporter)
+    list_skipped(terminalreporter)
+
+
+def list_skipped(terminalreporter):
+    """What was skipped, by what was missing; each test and its reason with `-rs`."""
+    wanted, on_request, num_others = collections.Counter(), collections.Counter(), 0
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if found := re.search(r"run with (-m \w+)$", reason):
+            on_request[found[1]] += 1
+        elif found := MISSING.match(reason):
+            wanted[found[1] or found[2]] += 1
+        else:
+            num_others += 1
+    for why, counts in (
+        ("for want of", wanted),
+        ("unless asked for", on_request),
+        ("as they do not apply", {"": num_others} if num_others else {}),
+    ):
+        if counts:
+            listed = "; ".join(f"{name} {counts[name]:,}".strip() for name in sorted(counts))
+            terminalreporter.write_line(f"skipped {why}: {listed}")
+
+
+# What the reason of a skip says is missing: "no GPU: ...", "needs two GPUs", "X is not installed".
+MISSING = re.compile(r"(?:no|needs|could not import) '?([^:,;'(]*[^:,;'( ])|(.*) is not installed")
+
+
+def keep(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def spread(items, at_most):
+    """At most so many tests of each function, and as many of those that need a GPU."""
     by_function = collections.defaultdict(list)
     for item in items:
         needs_gpu = item.get_closest_marker("cuda") is not None
-        by_function[item.nodeid.partition("[")[0], needs_gpu].append(item)
+        by_function[selection.function_of(item), needs_gpu].append(item)
     kept = set()
     for tests in by_function.values():
         step = max(1, len(tests) / at_most)
         kept |= {tests[int((i + 0.5) * step)] for i in range(min(at_most, len(tests)))}
-    deselected = [item for item in items if item not in kept]
-    items[:] = [item for item in items if item in kept]
-    return deselected
+    return kept
+
+
+def is_run_by_default(item):
+    """On a machine without a GPU, and without -m."""
+    return not any(item.get_closest_marker(name) for name in ("cuda", *ON_REQUEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    item.user_properties.append(("began", selection.processor_seconds()))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    result = yield
+    item.user_properties.append(("ended", selection.processor_seconds()))
+    return result
+
+
+def record_costs(terminalreporter):
+    costs = []
+    for report in terminalreporter.getreports(""):
+        times = dict(report.user_properties)
+        if report.when == "teardown" and "began" in times:
+            costs.append((report.nodeid, times["ended"] - times["began"]))
+    selection.write_costs(costs)
 
 
 def seconds_allowed(item):
@@ -131,13 +209,15 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def browser():
-    """The machine's own, by playwright."""
+    """The machine's own, by playwright, with a profile that is empty."""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
-        pytest.skip("no chromium")
+        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        missing("no browser (apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic"]  # beside those of playwright
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags, timeout=240_000)
         yield browser
         browser.close()

@@ -20,78 +20,75 @@ struct RotatedBuffers {
   ffi::AnyBuffer qkv, cos, sin, q;
 };
 
-struct AppendBuffers {
+// The operands, results and attributes of one call of either.
+struct AppendCall {
+  ffi::Span<const int64_t> problem;
   ffi::AnyBuffer k_pages, plan, layer, k_out;
-  std::optional<ffi::AnyBuffer> v_pages, v_out;  // none of them with mla
-  std::optional<ffi::AnyBuffer> k_new, v_new;    // none of append_rotated, no v_new with mla
-  std::optional<ffi::AnyBuffer> k_scale, v_scale;
-  std::optional<RotatedBuffers> rotated;
+  std::optional<ffi::AnyBuffer> v_pages = {}, v_out = {};  // none of them with mla
+  std::optional<ffi::AnyBuffer> k_new = {}, v_new = {};    // not of append_rotated; mla: no v_new
+  std::optional<ffi::AnyBuffer> k_scale = {}, v_scale = {};
+  std::optional<RotatedBuffers> rotated = {};
 
+  const int32_t* plan_words() const { return static_cast<const int32_t*>(plan.untyped_data()); }
   const char* op() const { return rotated ? "append_rotated" : "append_kv"; }
 };
 
-Status CheckNew(const AttentionSpec& spec, const AppendBuffers& b) {
+Status CheckNew(const AttentionSpec& spec, const AppendCall& call) {
   const ffi::DataType type = ToDataType(spec.dtype);
   const int64_t tokens = spec.max_qo_tokens, heads = spec.num_stored_heads();
-  if (!b.rotated) {
-    Status s = CheckBuffer(b.op(), "k_new", *b.k_new, type, {tokens, heads, spec.head_dim_qk});
-    if (s.ok() && b.v_new) {
-      s = CheckBuffer(b.op(), "v_new", *b.v_new, type, {tokens, heads, spec.head_dim_vo});
-    }
-    return s;
+  const char* op = call.op();
+  if (!call.rotated) {
+    JAX_ATTN_RETURN_IF_ERROR(
+        CheckBuffer(op, "k_new", *call.k_new, type, {tokens, heads, spec.head_dim_qk}));
+    if (!call.v_new) return Status::Ok();
+    return CheckBuffer(op, "v_new", *call.v_new, type, {tokens, heads, spec.head_dim_vo});
   }
-  const RotatedBuffers& r = *b.rotated;
+  const RotatedBuffers& r = *call.rotated;
   const int64_t row_dim = (spec.num_qo_heads + heads) * spec.head_dim_qk + heads * spec.head_dim_vo;
-  Status s = CheckBuffer(b.op(), "qkv", r.qkv, type, {tokens, row_dim});
-  if (s.ok()) s = CheckBuffer(b.op(), "cos", r.cos, ffi::F32, {tokens, spec.head_dim_qk / 2});
-  if (s.ok()) s = CheckBuffer(b.op(), "sin", r.sin, ffi::F32, {tokens, spec.head_dim_qk / 2});
-  if (s.ok()) {
-    s = CheckBuffer(b.op(), "q", r.q, type, {tokens, spec.num_qo_heads, spec.head_dim_qk});
-  }
-  return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(op, "qkv", r.qkv, type, {tokens, row_dim}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(op, "cos", r.cos, ffi::F32, {tokens, spec.head_dim_qk / 2}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(op, "sin", r.sin, ffi::F32, {tokens, spec.head_dim_qk / 2}));
+  return CheckBuffer(op, "q", r.q, type, {tokens, spec.num_qo_heads, spec.head_dim_qk});
 }
 
-Status Check(const AttentionProblem& problem, const AppendBuffers& b, Pool* pool) {
+Status Check(const AttentionProblem& problem, const AppendCall& call, Pool* pool) {
   const AttentionSpec& spec = problem.spec;
-  const std::string op = b.op();
-  auto check_pages = [&](const char* name, const ffi::AnyBuffer& pages, int64_t head_dim) {
-    return CheckPages(b.op(), name, spec, *pool, pages, head_dim);
-  };
-  Status s = ReadPool(b.op(), spec, b.k_pages, pool);
-  if (s.ok()) s = check_pages("k_pages", b.k_pages, spec.head_dim_qk);
-  const bool has_v = b.v_pages && b.v_out;
-  if (s.ok() && (has_v == (spec.mla != 0) || (!b.rotated && b.v_new.has_value() != has_v))) {
-    s = Status::Error(op + ": v_pages, v_new: expected both, or neither with mla.");
+  const char* op = call.op();
+  JAX_ATTN_RETURN_IF_ERROR(ReadPool(op, spec, call.k_pages, pool));
+  JAX_ATTN_RETURN_IF_ERROR(CheckPages(op, "k_pages", spec, *pool, call.k_pages, spec.head_dim_qk));
+  const bool has_v = call.v_pages && call.v_out;
+  if (has_v == (spec.mla != 0) || (!call.rotated && call.v_new.has_value() != has_v)) {
+    return Status::Error(std::string(op) + ": v_pages, v_new: expected both, or neither with mla.");
   }
-  if (s.ok() && has_v) s = check_pages("v_pages", *b.v_pages, spec.head_dim_vo);
-  if (s.ok()) s = CheckNew(spec, b);
-  if (s.ok()) s = CheckFloats(b.op(), "k_scale", b.k_scale, spec.num_stored_heads());
-  if (s.ok()) s = CheckFloats(b.op(), "v_scale", b.v_scale, spec.mla ? 0 : spec.num_kv_heads);
-  if (s.ok()) {
-    s = CheckBuffer(b.op(), "plan", b.plan, ffi::S32, {MakePlanLayout(problem).num_words});
+  if (has_v) {
+    JAX_ATTN_RETURN_IF_ERROR(
+        CheckPages(op, "v_pages", spec, *pool, *call.v_pages, spec.head_dim_vo));
   }
-  if (s.ok()) s = CheckBuffer(b.op(), "layer", b.layer, ffi::S32, {});
-  if (s.ok() && (b.k_out.untyped_data() != b.k_pages.untyped_data() ||
-                 (has_v && b.v_out->untyped_data() != b.v_pages->untyped_data()))) {
-    s = Status::Error(op + ": k_pages, v_pages: expected results that alias them, got copies.");
+  JAX_ATTN_RETURN_IF_ERROR(CheckNew(spec, call));
+  JAX_ATTN_RETURN_IF_ERROR(CheckFloats(op, "k_scale", call.k_scale, spec.num_stored_heads()));
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckFloats(op, "v_scale", call.v_scale, spec.mla ? 0 : spec.num_kv_heads));
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(op, "plan", call.plan, ffi::S32, {MakePlanLayout(problem).num_words}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(op, "layer", call.layer, ffi::S32, {}));
+  if (call.k_out.untyped_data() != call.k_pages.untyped_data() ||
+      (has_v && call.v_out->untyped_data() != call.v_pages->untyped_data())) {
+    return Status::Error(std::string(op) +
+                         ": k_pages, v_pages: expected results that alias them, got copies.");
   }
-  return s;
+  return Status::Ok();
 }
 
-const int32_t* PlanOf(const AppendBuffers& b) {
-  return static_cast<const int32_t*>(b.plan.untyped_data());
-}
-
-AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b, const Pool& pool) {
+AppendParams MakeParams(const AttentionProblem& problem, const AppendCall& call, const Pool& pool) {
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
-  const int32_t* plan = PlanOf(b);
+  const int32_t* plan = call.plan_words();
   AppendParams p = {};
-  p.k_pages = b.k_out.untyped_data();
-  p.v_pages = b.v_out ? b.v_out->untyped_data() : nullptr;
-  p.k_new = b.k_new ? b.k_new->untyped_data() : nullptr;
-  p.v_new = b.v_new ? b.v_new->untyped_data() : nullptr;
-  p.layer = static_cast<const int32_t*>(b.layer.untyped_data());
+  p.k_pages = call.k_out.untyped_data();
+  p.v_pages = call.v_out ? call.v_out->untyped_data() : nullptr;
+  p.k_new = call.k_new ? call.k_new->untyped_data() : nullptr;
+  p.v_new = call.v_new ? call.v_new->untyped_data() : nullptr;
+  p.layer = static_cast<const int32_t*>(call.layer.untyped_data());
   p.header = reinterpret_cast<const PlanHeader*>(plan + layout.header);
   p.qo_indptr = plan + layout.qo_indptr;
   p.kv_lens = plan + layout.kv_lens;
@@ -99,65 +96,63 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendBuffers& b,
   p.page_indices = plan + layout.page_indices;
   static_cast<PlanLimits&>(p) = MakePlanLimits(problem, pool.num_pages);
   p.k_row_bytes = spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_qk);
-  p.v_row_bytes = b.v_pages ? spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_vo) : 0;
+  p.v_row_bytes = call.v_pages ? spec.num_stored_heads() * spec.kv_row_bytes(spec.head_dim_vo) : 0;
   p.page_size = static_cast<i32>(spec.page_size);
-  p.k_scale = FloatsOf(b.k_scale);
-  p.v_scale = FloatsOf(b.v_scale);
+  p.k_scale = FloatsOf(call.k_scale);
+  p.v_scale = FloatsOf(call.v_scale);
   p.kv_format = static_cast<i32>(spec.kv_format);
   p.dtype = static_cast<i32>(spec.dtype);
   p.num_kv_heads = static_cast<i32>(spec.num_stored_heads());
   p.head_dim_qk = static_cast<i32>(spec.head_dim_qk);
   p.head_dim_vo = static_cast<i32>(spec.head_dim_vo);
-  if (b.rotated) {
-    p.qkv = b.rotated->qkv.untyped_data();
-    p.cos = static_cast<const float*>(b.rotated->cos.untyped_data());
-    p.sin = static_cast<const float*>(b.rotated->sin.untyped_data());
-    p.q = b.rotated->q.untyped_data();
+  if (call.rotated) {
+    p.qkv = call.rotated->qkv.untyped_data();
+    p.cos = static_cast<const float*>(call.rotated->cos.untyped_data());
+    p.sin = static_cast<const float*>(call.rotated->sin.untyped_data());
+    p.q = call.rotated->q.untyped_data();
     p.num_qo_heads = static_cast<i32>(spec.num_qo_heads);
   }
   return p;
 }
 
 // Optional operands follow each other: with mla, which has no v, scales come first.
-AppendBuffers InPlace(const AttentionSpec& spec, AppendBuffers b) {
-  if (spec.mla && FormatOf(spec.kv_format).has_head_scale && !b.rotated) {
-    b.k_scale = std::exchange(b.v_pages, std::nullopt);
-    b.v_scale = std::exchange(b.v_new, std::nullopt);
+AppendCall InPlace(const AttentionSpec& spec, AppendCall call) {
+  if (spec.mla && FormatOf(spec.kv_format).has_head_scale && !call.rotated) {
+    call.k_scale = std::exchange(call.v_pages, std::nullopt);
+    call.v_scale = std::exchange(call.v_new, std::nullopt);
   }
-  return b;
+  return call;
 }
 
-Status Unpack(ffi::Span<const int64_t> words, const AppendBuffers& given, AttentionProblem* problem,
-              Pool* pool, AppendParams* params) {
-  if (Status s = ReadProblem(given.op(), words, problem); !s.ok()) return s;
-  const AppendBuffers buffers = InPlace(problem->spec, given);
-  if (Status s = Check(*problem, buffers, pool); !s.ok()) return s;
-  *params = MakeParams(*problem, buffers, *pool);
+Status Unpack(const AppendCall& given, AttentionProblem* problem, Pool* pool,
+              AppendParams* params) {
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblem(given.op(), given.problem, problem));
+  const AppendCall call = InPlace(problem->spec, given);
+  JAX_ATTN_RETURN_IF_ERROR(Check(*problem, call, pool));
+  *params = MakeParams(*problem, call, *pool);
   return Status::Ok();
 }
 
-ffi::Error RunCpu(ffi::ThreadPool threads, ffi::Span<const int64_t> words, const AppendBuffers& b) {
+Status ExecuteCpu(ffi::ThreadPool threads, const AppendCall& call) {
   AttentionProblem problem;
   Pool pool;
   AppendParams params;
-  Status s = Unpack(words, b, &problem, &pool, &params);
-  if (s.ok()) s = Prefixed(b.op(), CheckPlanBatch(problem, PlanOf(b), params.num_pages));
-  if (s.ok()) s = CheckLayer(b.op(), *params.layer, pool.num_layers);
-  if (!s.ok()) return ToFfi(s);
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(call, &problem, &pool, &params));
+  JAX_ATTN_RETURN_IF_ERROR(
+      Prefixed(call.op(), CheckPlanBatch(problem, call.plan_words(), params.num_pages)));
+  JAX_ATTN_RETURN_IF_ERROR(CheckLayer(call.op(), *params.layer, pool.num_layers));
   HelperPool task_pool(threads.num_threads());
-  b.rotated ? AppendRotatedCpu(params, task_pool) : AppendCpu(params, task_pool);
-  return ffi::Error::Success();
+  call.rotated ? AppendRotatedCpu(params, task_pool) : AppendCpu(params, task_pool);
+  return Status::Ok();
 }
 
-ffi::Error RunCuda(CUstream_st* stream, int32_t device_ordinal, ffi::Span<const int64_t> words,
-                   const AppendBuffers& b) {
+Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const AppendCall& call) {
   AttentionProblem problem;
   Pool pool;
   AppendParams params;
-  Status s = Unpack(words, b, &problem, &pool, &params);
-  return ToFfi(s.ok() ? LaunchAppend(MakeAppendKernel(problem.spec, b.rotated.has_value()), params,
-                                     stream, device_ordinal)
-                      : s);
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(call, &problem, &pool, &params));
+  return LaunchAppend(MakeAppendKernel(problem.spec, call.rotated.has_value()), params, stream,
+                      device_ordinal);
 }
 
 template <bool kRotates>
@@ -177,21 +172,23 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
 using OptionalBuffer = std::optional<ffi::AnyBuffer>;
 using OptionalResult = std::optional<ffi::Result<ffi::AnyBuffer>>;
 
-AppendBuffers Buffers(ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new, ffi::AnyBuffer plan,
-                      ffi::AnyBuffer layer, OptionalBuffer v_pages, OptionalBuffer v_new,
-                      OptionalBuffer k_scale, OptionalBuffer v_scale,
-                      ffi::Result<ffi::AnyBuffer> k_out, OptionalResult v_out) {
-  AppendBuffers b{k_pages, plan, layer, *k_out, v_pages};
-  b.k_new = k_new;
-  b.v_new = v_new;
-  b.k_scale = k_scale;
-  b.v_scale = v_scale;
-  if (v_out) b.v_out = **v_out;
-  return b;
+// What BindAppend binds, in its order.
+AppendCall Append(ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new, ffi::AnyBuffer plan,
+                  ffi::AnyBuffer layer, OptionalBuffer v_pages, OptionalBuffer v_new,
+                  OptionalBuffer k_scale, OptionalBuffer v_scale, ffi::Result<ffi::AnyBuffer> k_out,
+                  OptionalResult v_out, ffi::Span<const int64_t> problem) {
+  AppendCall call{problem, k_pages, plan, layer, *k_out};
+  call.v_pages = v_pages;
+  if (v_out) call.v_out = **v_out;
+  call.k_new = k_new;
+  call.v_new = v_new;
+  call.k_scale = k_scale;
+  call.v_scale = v_scale;
+  return call;
 }
 
 template <typename Binding>
-auto BindCall(Binding binding) {
+auto BindAppend(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()          // k_pages
       .template Arg<ffi::AnyBuffer>()          // k_new
@@ -206,17 +203,19 @@ auto BindCall(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("problem");
 }
 
-// The operands of append_rotated: v_pages always, since mla rotates by itself.
-AppendBuffers RotatedAppend(ffi::AnyBuffer qkv, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
-                            ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer plan,
-                            ffi::AnyBuffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,
-                            ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k_out,
-                            ffi::Result<ffi::AnyBuffer> v_out) {
-  AppendBuffers b{k_pages, plan, layer, *k_out, v_pages, *v_out};
-  b.k_scale = k_scale;
-  b.v_scale = v_scale;
-  b.rotated = RotatedBuffers{qkv, cos, sin, *q};
-  return b;
+// What BindRotated binds, in its order: v_pages always, since mla rotates by itself.
+AppendCall Rotated(ffi::AnyBuffer qkv, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
+                   ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer plan,
+                   ffi::AnyBuffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,
+                   ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k_out,
+                   ffi::Result<ffi::AnyBuffer> v_out, ffi::Span<const int64_t> problem) {
+  AppendCall call{problem, k_pages, plan, layer, *k_out};
+  call.v_pages = v_pages;
+  call.v_out = *v_out;
+  call.k_scale = k_scale;
+  call.v_scale = v_scale;
+  call.rotated = RotatedBuffers{qkv, cos, sin, *q};
+  return call;
 }
 
 template <typename Binding>
@@ -238,55 +237,33 @@ auto BindRotated(Binding binding) {
 }
 
 using Words = ffi::Span<const int64_t>;
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCpu,
-    [](ffi::ThreadPool pool, Buffer k_pages, Buffer k_new, Buffer plan, Buffer layer,
-       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
-       Result k_out, OptionalResult v_out, Words words) {
-      return RunCpu(
-          pool, words,
-          Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out));
-    },
-    BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+    [](ffi::ThreadPool pool, auto... bound) { return ToFfi(ExecuteCpu(pool, Append(bound...))); },
+    BindAppend(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCuda,
-    [](CUstream_st* stream, int32_t device, Buffer k_pages, Buffer k_new, Buffer plan, Buffer layer,
-       OptionalBuffer v_pages, OptionalBuffer v_new, OptionalBuffer k_scale, OptionalBuffer v_scale,
-       Result k_out, OptionalResult v_out, Words words) {
-      return RunCuda(
-          stream, device, words,
-          Buffers(k_pages, k_new, plan, layer, v_pages, v_new, k_scale, v_scale, k_out, v_out));
+    [](CUstream_st* stream, int32_t device_ordinal, auto... bound) {
+      return ToFfi(ExecuteCuda(stream, device_ordinal, Append(bound...)));
     },
-    BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
+    BindAppend(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(
     kRotateCpu,
-    [](ffi::ThreadPool pool, Buffer qkv, Buffer cos, Buffer sin, Buffer k_pages, Buffer v_pages,
-       Buffer plan, Buffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale, Result q,
-       Result k_out, Result v_out, Words words) {
-      return RunCpu(pool, words,
-                    RotatedAppend(qkv, cos, sin, k_pages, v_pages, plan, layer, k_scale, v_scale, q,
-                                  k_out, v_out));
-    },
+    [](ffi::ThreadPool pool, auto... bound) { return ToFfi(ExecuteCpu(pool, Rotated(bound...))); },
     BindRotated(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
-XLA_FFI_DEFINE_HANDLER(
-    kRotateCuda,
-    [](CUstream_st* stream, int32_t device, Buffer qkv, Buffer cos, Buffer sin, Buffer k_pages,
-       Buffer v_pages, Buffer plan, Buffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,
-       Result q, Result k_out, Result v_out, Words words) {
-      return RunCuda(stream, device, words,
-                     RotatedAppend(qkv, cos, sin, k_pages, v_pages, plan, layer, k_scale, v_scale,
-                                   q, k_out, v_out));
-    },
-    BindRotated(
-        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kRotateCuda,
+                       [](CUstream_st* stream, int32_t device_ordinal, auto... bound) {
+                         return ToFfi(ExecuteCuda(stream, device_ordinal, Rotated(bound...)));
+                       },
+                       BindRotated(ffi::Ffi::Bind()
+                                       .Ctx<ffi::PlatformStream<CUstream_st*>>()
+                                       .Ctx<ffi::DeviceOrdinal>()),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda<false>,
                        ffi::Ffi::BindInstantiate().Attr<Words>("problem"));

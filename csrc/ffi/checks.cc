@@ -104,9 +104,8 @@ ffi::DataType ToDataType(int64_t dtype, int64_t format) {
 
 Status ReadProblem(const char* op, ffi::Span<const int64_t> words, AttentionProblem* problem) {
   const std::string prefix = std::string(op) + ": attribute problem";
-  Status s = DecodeProblem(words.begin(), words.size(), problem);
-  if (s.ok()) s = CheckProblem(*problem);
-  return Prefixed(prefix, s);
+  JAX_ATTN_RETURN_IF_ERROR(Prefixed(prefix, DecodeProblem(words.begin(), words.size(), problem)));
+  return Prefixed(prefix, CheckProblem(*problem));
 }
 
 Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,
@@ -204,8 +203,7 @@ void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results) {
 
 Status PoisonOnDevice(std::initializer_list<ffi::AnyBuffer> results, CUstream_st* stream) {
   for (const ffi::AnyBuffer& result : results) {
-    Status s = FillBytes(result.untyped_data(), 0xFF, result.size_bytes(), stream);
-    if (!s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(FillBytes(result.untyped_data(), 0xFF, result.size_bytes(), stream));
   }
   return Status::Ok();
 }

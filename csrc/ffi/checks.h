@@ -22,6 +22,11 @@ namespace ffi = xla::ffi;
 
 ffi::Error ToFfi(const Status& status);
 
+// A result, for a record of a call: ffi::Result gives its buffer to no const function.
+struct ResultBuffer : ffi::AnyBuffer {
+  ResultBuffer(ffi::Result<ffi::AnyBuffer> result) : ffi::AnyBuffer(*result) {}  // NOLINT: implicit
+};
+
 // The status of something that does not know the op.
 Status Prefixed(const std::string& prefix, const Status& status);
 

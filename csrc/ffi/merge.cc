@@ -28,29 +28,27 @@ Status CheckDType(int64_t dtype) {
 }
 
 Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
-  if (Status s = CheckDType(dtype); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckDType(dtype));
   const auto dims = b.o_parts.dimensions();
   if (dims.size() != 4) {
     return Status::Error("merge_states: o_parts: expected rank 4, got rank " +
                          std::to_string(dims.size()) + ".");
   }
   const ffi::DataType type = ToDataType(dtype);
-  Status s = CheckBuffer(kOp, "o_parts", b.o_parts, type, {dims[0], dims[1], dims[2], dims[3]});
-  if (s.ok()) {
-    s = CheckBuffer(kOp, "lse_parts", b.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]});
-  }
-  if (s.ok()) s = CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]});
-  if (s.ok()) s = CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]});
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "o_parts", b.o_parts, type, {dims[0], dims[1], dims[2], dims[3]}));
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "lse_parts", b.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]}));
   // Kernels count both in 32 bits, and add to them.
   for (int i : {0, 3}) {
-    if (s.ok() && (dims[i] > 1 << 30 || (i == 3 && dims[i] == 0))) {
-      s = Status::Error(
-          "merge_states: o_parts: expected up to 2^30 states and 1 to 2^30 columns, "
-          "got " +
+    if (dims[i] > 1 << 30 || (i == 3 && dims[i] == 0)) {
+      return Status::Error(
+          "merge_states: o_parts: expected up to 2^30 states and 1 to 2^30 columns, got " +
           std::to_string(dims[i]) + " in dimension " + std::to_string(i) + ".");
     }
   }
-  if (!s.ok()) return s;
   p->o_parts = b.o_parts.untyped_data();
   p->lse_parts = static_cast<const float*>(b.lse_parts.untyped_data());
   p->o = b.o.untyped_data();

@@ -44,21 +44,22 @@ Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::
   p->is_wide = y.element_type() == ffi::F32;
   const int64_t num_panels = (p->columns + kWeightColumns - 1) / kWeightColumns;
   const int64_t steps = WeightSteps(*dtype == kBF16, p->depth);
-  Status s = *dtype == kBF16
-                 ? CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns, 2})
-                 : CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns});
-  if (s.ok()) {
-    s = CheckBuffer(kOp, "y", y, p->is_wide ? ffi::F32 : type, {p->num_rows, p->columns});
-  }
+  const Status s =
+      *dtype == kBF16
+          ? CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns, 2})
+          : CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns});
+  JAX_ATTN_RETURN_IF_ERROR(s);
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "y", y, p->is_wide ? ffi::F32 : type, {p->num_rows, p->columns}));
   p->x = x.untyped_data();
   p->panels = panels.untyped_data();
   p->y = y.untyped_data();
-  return s;
+  return Status::Ok();
 }
 
 ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
                       ffi::Result<ffi::AnyBuffer> y, bool poison) {
-  DType dtype;
+  DType dtype = {};
   ProductParams params = {};
   if (Status s = Unpack(x, panels, *y, &dtype, &params); !s.ok()) return ToFfi(s);
   if (poison) PoisonOnHost({*y});

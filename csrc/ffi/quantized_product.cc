@@ -64,20 +64,17 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   }
   const ffi::DataType type = ToDataType(a.dtype);
   p->is_wide = b.y.element_type() == ffi::F32;
-  Status s = CheckBuffer(kOp, "x", b.x, type, {num_rows, depth});
-  if (s.ok()) {
-    s = CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / WeightsPerByte(a.format), columns});
-  }
-  if (s.ok()) {
-    const ffi::DataType scale_type = a.format == kE2m1Weights ? ffi::U8 : ffi::F32;
-    s = CheckBuffer(kOp, "scales", b.scales, scale_type, {groups, columns});
-  }
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "x", b.x, type, {num_rows, depth}));
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / WeightsPerByte(a.format), columns}));
+  const ffi::DataType scale_type = a.format == kE2m1Weights ? ffi::U8 : ffi::F32;
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "scales", b.scales, scale_type, {groups, columns}));
   const bool has_zeros = b.zeros.element_count() > 0;
-  if (s.ok() && has_zeros) s = CheckBuffer(kOp, "zeros", b.zeros, ffi::U8, {groups, columns});
-  if (s.ok()) {
-    s = CheckBuffer(kOp, "y", b.y, p->is_wide ? ffi::F32 : type, {num_splits, num_rows, columns});
+  if (has_zeros) {
+    JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "zeros", b.zeros, ffi::U8, {groups, columns}));
   }
-  if (!s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "y", b.y, p->is_wide ? ffi::F32 : type, {num_splits, num_rows, columns}));
   p->x = b.x.untyped_data();
   p->codes = static_cast<const unsigned char*>(b.codes.untyped_data());
   p->scales = b.scales.untyped_data();

@@ -88,7 +88,7 @@ class Finder {
     statements_ += "    const float " + name + " = " + text + ";\n";
     return Named(name);
   }
-  // A row's f32 value.
+  // The f32 value of a row.
   RowNumber Of(i32 value) const {
     if (At(value).op != kOpConst) return Named("row.v" + std::to_string(value));
     float x;
@@ -138,7 +138,7 @@ class Finder {
   }
 
   static AffineValue Opaque(i32 value) { return {true, {}, {}, {}, {{value, Constant(1.0f)}}}; }
-  // A position with kv_pos in it as f32: the first key's, which is exact, and the place.
+  // A position that contains kv_pos, as f32: exact for the first key, plus the key's offset.
   AffineValue Distance(i32 value) {
     const KeyPosition position = FindKeyPosition(p_, value);
     if (position.sign == 0) return {};
@@ -185,7 +185,7 @@ class Finder {
       default:
         break;
     }
-    // What a key computes once is not worth taking apart, but for what is of its place.
+    // A value computed once per key is split only if all of it follows from the key's offset.
     if (x.level == kPerKey && !result.rest.empty()) return Opaque(value);
     return result.is_affine ? result : WithoutScore(value, values);
   }
@@ -194,7 +194,7 @@ class Finder {
     return Name("Div(1.0f, " + Text(x) + ")");
   }
 
-  // As a whole, if it has no score in it.
+  // The value as one term of `rest`, if it does not depend on the score.
   AffineValue WithoutScore(i32 value, const std::vector<AffineValue>& values) const {
     const Instruction& x = At(value);
     for (i32 i = 0; i < NumValueArgs(p_, x); ++i) {

@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kMaxLogInError = 4000;
 
-// Length before contents, so that different lists never read the same.
+// Writes the length before the contents, so that different lists never give the same text.
 void AddField(std::string* all, const std::string& field) {
   *all += std::to_string(field.size()) + ":" + field;
 }
@@ -34,8 +34,9 @@ const std::string& EmbeddedDigest() {
   return digest;
 }
 
-// Held by every compile, and by a fork, which so waits for them: a child would find NVRTC's own
-// locks taken by threads that it does not have. It gets a mutex for which none of those waits.
+// Compiles share this lock, and a fork takes it alone, so a fork waits for running compiles.
+// Otherwise threads that the child does not have could hold NVRTC's own locks. The child gets a new
+// mutex, which no thread of the parent waits for.
 std::shared_mutex& CompilesOrForks() {
   static std::atomic<std::shared_mutex*> mutex{new std::shared_mutex};
   [[maybe_unused]] static const int at_fork =
@@ -44,7 +45,7 @@ std::shared_mutex& CompilesOrForks() {
   return *mutex.load(std::memory_order_acquire);
 }
 
-// Frees the program at the end of its scope.
+// An NVRTC program, destroyed at the end of the scope.
 class Program {
  public:
   Program(const Nvrtc& nvrtc, const KernelSource& source) : nvrtc_(nvrtc) {
@@ -92,7 +93,7 @@ class Program {
   nvrtcResult created_;
 };
 
-// A sentence if this NVRTC cannot compile for the architecture among the options.
+// Refuses if this NVRTC cannot compile for the architecture in the options.
 Status CheckArch(const Nvrtc& nvrtc, const KernelSource& source) {
   const std::string prefix = "--gpu-architecture=sm_";
   int num_archs = 0;
@@ -112,20 +113,26 @@ Status CheckArch(const Nvrtc& nvrtc, const KernelSource& source) {
 
 }  // namespace
 
-std::string CacheKeyFor(const KernelSource& source, const std::string& nvrtc) {
+KernelIdentity IdentityFor(const KernelSource& source, const std::string& nvrtc) {
   std::string all;
   AddField(&all, EmbeddedDigest());
   AddField(&all, source.text);
   for (const std::string& option : source.options) AddField(&all, option);
-  AddField(&all, nvrtc);
-  return Sha256Hex(all);
+  return {source.name.substr(0, source.name.find('-')), source.fields, Sha256Hex(all), nvrtc};
 }
 
-Status CacheKey(const KernelSource& source, std::string* key) {
+Status Identify(const KernelSource& source, KernelIdentity* identity) {
   const Nvrtc* nvrtc = nullptr;
   if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
-  *key = CacheKeyFor(source, nvrtc->version + " " + nvrtc->build);
+  *identity = IdentityFor(source, nvrtc->version + " " + nvrtc->build);
   return Status::Ok();
+}
+
+std::string CacheKey(const KernelIdentity& identity) {
+  std::string all;
+  AddField(&all, identity.sources);
+  AddField(&all, identity.nvrtc);
+  return Sha256Hex(all);
 }
 
 Status Compile(const KernelSource& source, std::string* cubin, std::string* log) {

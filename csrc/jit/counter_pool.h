@@ -1,4 +1,4 @@
-// Counters of arrivals at merge groups that no launch has to zero first.
+// Counters of arrivals at merge groups. No launch has to zero them first.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,21 @@
 
 namespace jax_attn {
 
-// Words of one device. A call has two arrays of counters, and its launches alternate: each counts
-// in one, which is zero, and zeroes the other for the next (params.h: counter_parity). So a call
-// needs no memset, which takes 1.5 us of a CUDA graph, as long as nobody else counts with its
-// counters at the same time, and a launch of a damaged plan, whatever it leaves in its array,
-// does no harm to the next. What a call has for itself while it runs, in whatever stream or branch
-// of a graph, is its workspace: counters are found by its address.
+// The counters of one device. A call has two arrays of counters, and its launches alternate: each
+// launch counts in one array, which is 0, and zeroes the other for the next launch (counter_parity
+// in params.h). So a call needs no memset, which takes 1.5 us in a CUDA graph. A launch of a
+// damaged plan may leave anything in its array without harm to the next launch.
 //
-// Nothing is ever given back, because a captured graph may count again at any time. Addresses
-// recur, as allocators have it; a call that finds the pool used up zeroes counters in its workspace
-// instead.
+// No two calls may count with the same counters at the same time. While a call runs, in any stream
+// or branch of a graph, its workspace is its own. So counters are found by the workspace's address.
+//
+// Counters are never given back, because a captured graph may count again at any time. Allocators
+// return the same addresses again, so few workspaces are seen. If the pool is used up, a call
+// zeroes counters in its workspace instead.
 class CounterPool {
  public:
-  // In the current context, not while this thread captures. Null: no memory, or no stream.
+  // Allocates in the current context. Must not be called while this thread captures. Null if there
+  // is no memory or no stream.
   static std::unique_ptr<CounterPool> Make(const CudaDriver& driver) {
     CUdeviceptr counters = 0;
     CUstream stream = nullptr;
@@ -43,12 +45,12 @@ class CounterPool {
     return std::unique_ptr<CounterPool>(new CounterPool(reinterpret_cast<i32*>(counters)));
   }
 
-  // As AttentionParams has them.
+  // The pointers of AttentionParams.
   struct Counters {
     i32* merge_counters = nullptr;  // [2, num_counters]
     i32* parity = nullptr;          // [num_ctas]
   };
-  // Of calls with this workspace; null: there are none left.
+  // The counters of calls with this workspace. Null pointers if the pool has too few left.
   Counters Find(const void* workspace, int64_t num_counters, int64_t num_ctas) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto [it, is_new] = found_.try_emplace({workspace, num_counters, num_ctas});
@@ -59,10 +61,10 @@ class CounterPool {
     return it->second;
   }
 
-  static constexpr int64_t kNumCounters = 1 << 19;  // of 250 to 1,200 for a workspace
+  static constexpr int64_t kNumCounters = 1 << 19;  // a workspace takes 250 to 1,200
 
  private:
-  static constexpr int64_t kLine = 32;  // of a cache, 128 bytes
+  static constexpr int64_t kLine = 32;  // words of a cache line of 128 bytes
 
   explicit CounterPool(i32* counters) : next_(counters) {}
 

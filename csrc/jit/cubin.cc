@@ -33,7 +33,7 @@ bool FindInt(std::string_view file, const ElfHeader& elf, const ElfSection& symb
     if (!Read(file, symbols.offset, i, &entry)) return false;
     if (!NameIs(file, strings, entry.name, symbol)) continue;
     if (!Read(file, elf.section_offset, entry.section, &section)) return false;
-    if (section.type == kElfNoBits) {  // an initialiser of zero has no bytes in the file
+    if (section.type == kElfNoBits) {  // the file has no bytes of a variable that begins as 0
       *value = 0;
       return true;
     }

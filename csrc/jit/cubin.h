@@ -1,4 +1,4 @@
-// Reading of cubins (64-bit little-endian ELF files) without a GPU.
+// Reads cubins (64-bit little-endian ELF files) without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace jax_attn {
 
-// The records of such a file that are read here; <elf.h> is not everywhere.
+// The ELF records that are read here. <elf.h> does not exist on every platform.
 struct ElfHeader {
   unsigned char ident[16];  // begins with kElf64Magic
   uint16_t type, machine;
@@ -39,7 +39,7 @@ struct ElfSymbol {
 };
 static_assert(sizeof(ElfSymbol) == 24, "ELF-64");
 
-// The initial value of `int symbol`, a __device__ variable with an initialiser.
+// Reads the initial value of `int symbol`, a __device__ variable with an initialiser.
 Status ReadCubinInt(std::string_view cubin, const std::string& symbol, int* value);
 
 }  // namespace jax_attn

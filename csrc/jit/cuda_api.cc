@@ -20,14 +20,15 @@ struct Libraries {
 };
 Libraries& GetLibraries() {
   static auto& libraries = *new Libraries;  // never destroyed: handlers may outlive static objects
-  // A fork waits for a library that is being opened: the child finds nothing half done.
+  // A fork waits until no library is being opened, so the child finds nothing half done.
   [[maybe_unused]] static const int at_fork =
       pthread_atfork([] { libraries.mutex.lock(); }, [] { libraries.mutex.unlock(); },
                      [] { libraries.mutex.unlock(); });
   return libraries;
 }
 
-// The first candidate that opens, a copy already in the process first. `tried` collects reasons.
+// Opens a copy that is already in the process, or else the first candidate that opens. `tried`
+// collects the reasons of the others.
 void* Open(const std::vector<std::string>& sonames, const std::vector<std::string>& candidates,
            std::string* tried) {
   for (const std::string& name : sonames) {
@@ -93,8 +94,9 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
   return Status::Error("CUDA kernels need a working NVIDIA GPU: " + d->Describe("cuInit", error));
 }
 
-// NVRTC opens its table of built-ins by name alone, and the wheel of CUDA 13.0 does not tell the
-// linker to look beside NVRTC itself. Opened from there first, it is found in the process.
+// NVRTC opens its library of built-ins by name alone, and the wheel of CUDA 13.0 does not tell the
+// linker to look in NVRTC's own folder. This opens it from that folder first, so that NVRTC finds
+// it in the process.
 void OpenNvrtcBuiltins(void* nvrtc_version, int major, int minor) {
   Dl_info info;
   if (dladdr(nvrtc_version, &info) == 0 || info.dli_fname == nullptr) return;
@@ -106,7 +108,7 @@ void OpenNvrtcBuiltins(void* nvrtc_version, int major, int minor) {
   dlopen((path.substr(0, slash + 1) + name).c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
-// The linker's ID of a loaded file, or where that was left out its name and length in memory.
+// The linker's build ID of a loaded file. If the file has none, its name and its length in memory.
 std::string BuildId(const dl_phdr_info& file) {
   std::string id;
   size_t end = 0;
@@ -135,8 +137,8 @@ std::string BuildId(const dl_phdr_info& file) {
   return !id.empty() ? id : std::string(file.dlpi_name) + ":" + std::to_string(end);
 }
 
-// Of the file that `function` is in and of NVRTC's table of built-ins, if that is loaded: both make
-// a cubin what it is, and wheels of one minor version have several of each.
+// The build IDs of the file that contains `function` and of NVRTC's library of built-ins, if that
+// is loaded. Both change cubins, and wheels of one minor version have several of each.
 std::string NvrtcBuild(void* function) {
   struct Search {
     const void* base;
@@ -195,7 +197,7 @@ Status OpenNvrtc(const std::vector<std::string>& candidates, Nvrtc* n) {
   return Status::Ok();
 }
 
-// Opens `Library` once. Never closed.
+// Opens `Library` once and never closes it.
 template <typename Library, typename OpenFunction>
 Status GetOnce(const Library*& slot, OpenFunction open, const std::vector<std::string>& candidates,
                const Library** library) {

@@ -1,5 +1,5 @@
-// The few types, values and functions of the CUDA driver and of NVRTC that this library uses,
-// declared by hand and found at run time, so that one build serves machines with and without CUDA.
+// The few types, values and functions of the CUDA driver and of NVRTC that this library uses. They
+// are declared here and looked up at run time, so one build runs with and without CUDA.
 #pragma once
 
 #include <cstddef>
@@ -101,14 +101,14 @@ struct Nvrtc {
   nvrtcResult (*nvrtcGetProgramLog)(nvrtcProgram program, char* log);
 
   std::string version;  // "13.5"
-  std::string build;    // which of all libraries of that version: the build IDs of its files
+  std::string build;    // the build IDs of its files, which tell libraries of one version apart
 };
 
-// Libraries to try, in order. Ignored for a library that is already in use.
+// Sets the files to try, in order. Has no effect on a library that is already in use.
 void SetCudaLibraries(std::vector<std::string> nvrtc, std::vector<std::string> driver);
 
-// Opened and checked on first use; a failure is not remembered, so installing or configuring the
-// library in a running process helps. The driver comes back initialised (cuInit).
+// Open and check the library on first use. A failure is not remembered, so it helps to install or
+// configure the library while the process runs. The driver is initialised (cuInit).
 Status GetCudaDriver(const CudaDriver** driver);
 Status GetNvrtc(const Nvrtc** nvrtc);
 

@@ -29,8 +29,8 @@ constexpr char kTemporary[] = ".tmp-";
 constexpr char kTrash[] = ".trash-";
 constexpr int kMaxPublishAttempts = 20;
 constexpr off_t kMaxFileBytes = off_t{1} << 28;  // many times the largest cubin
-constexpr time_t kDeadAfterSeconds = 3600;       // a writer takes milliseconds
-// Whatever the umask adds to it: root fills a cache in an image, others read it.
+constexpr time_t kDeadAfterSeconds = 3600;       // a living writer takes milliseconds
+// Others may read: root fills the cache of an image. The umask may take bits away.
 constexpr mode_t kFolderMode = 0755, kFileMode = 0644;
 constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH, kOthersEnter = S_IXGRP | S_IXOTH;
 
@@ -53,10 +53,10 @@ class Fd {
   int fd_;
 };
 
-// ---- whom to trust ----------------------------------------------------------------------------
+// ---- who is trusted ----------------------------------------------------------------------------
 
-// Whoever has the root of the file system has everything: in a user namespace that maps no root,
-// that is not user 0.
+// The owner of the file system's root can do everything anyway. In a user namespace that maps no
+// root, that owner is not user 0.
 bool IsTrusted(uid_t owner) {
   struct stat root;
   return owner == geteuid() || owner == 0 || (stat("/", &root) == 0 && owner == root.st_uid);
@@ -66,9 +66,9 @@ bool OnlyOursToWrite(const struct stat& s) {
   return IsTrusted(s.st_uid) && (s.st_mode & kOthersWrite) == 0;
 }
 
-// As sshd has it of a home: other users write neither `folder` nor what it lies in. But folders of
-// which they can only rename what is theirs (sticky, as /tmp) do, and so does whatever lies in a
-// folder that they cannot enter.
+// Refuses a folder if other users can write it or a folder above it, as sshd does with homes. Two
+// exceptions: a folder above may be sticky like /tmp, where users rename only what is theirs, and
+// nothing below a folder that others cannot enter matters.
 Status CheckFolder(const fs::path& folder) {
   if (!folder.is_absolute()) {
     return Status::Error(folder.string() + " is no absolute path (is HOME set?)");
@@ -98,7 +98,7 @@ Status CheckFolder(const fs::path& folder) {
   return others_write.empty() ? Status::Ok() : Status::Error(others_write);
 }
 
-// mkdir -p, for nobody else to write whatever the umask.
+// mkdir -p. Other users cannot write the new folders, whatever the umask is.
 Status MakeFolders(const fs::path& folder) {
   fs::path made;
   for (const fs::path& part : folder) {
@@ -113,7 +113,16 @@ Status MakeFolders(const fs::path& folder) {
 
 // ---- reading ----------------------------------------------------------------------------------
 
-// A regular file in an open folder. No links, and no waiting for what turns out to be a pipe.
+// The folder of an entry; not ok() if it is a link or other users can write it.
+Fd OpenEntry(const fs::path& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  struct stat s;
+  if (fd < 0 || (fstat(fd, &s) == 0 && OnlyOursToWrite(s))) return Fd(fd);
+  close(fd);
+  return Fd(-1);
+}
+
+// Reads a regular file in an open folder. Follows no link and does not wait at a pipe.
 bool ReadFile(const Fd& folder, const char* name, std::string* contents) {
   const Fd file(openat(folder.get(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   struct stat s;
@@ -143,7 +152,7 @@ std::string CubinLines(const std::string& cubin) {
 
 // ---- writing ----------------------------------------------------------------------------------
 
-// A name in the same folder that nobody else uses, on whatever machine that shares it.
+// A name in the same folder that no other process uses, also on machines that share the folder.
 fs::path RandomSibling(const fs::path& path, const char* prefix) {
   std::random_device random;
   char digits[17];
@@ -167,7 +176,8 @@ Status WriteFile(const fs::path& path, const std::string& contents) {
 Status WriteFiles(const fs::path& folder, const CacheEntry& entry) {
   std::ostringstream meta;
   meta << KeyLines(entry.key) << CubinLines(entry.cubin) << "options " << entry.options
-       << "\ncompile_ms " << entry.compile_ms << "\n";
+       << "\ncompile_ms " << entry.compile_ms << "\n"
+       << entry.description;
   Status status = WriteFile(folder / kCubinFile, entry.cubin);
   if (status.ok()) status = WriteFile(folder / kSourceFile, entry.source);
   if (status.ok()) status = WriteFile(folder / kMetaFile, meta.str());
@@ -177,8 +187,7 @@ Status WriteFiles(const fs::path& folder, const CacheEntry& entry) {
 // Renames a finished folder into place.
 Status Publish(const fs::path& finished, const fs::path& path, const std::string& key) {
   std::error_code error;
-  // One round more than needed for each other writer that replaces the same corrupt entry
-  // meanwhile.
+  // Each writer that replaces the same corrupt entry meanwhile can cost one more round.
   for (int attempt = 0; attempt < kMaxPublishAttempts; ++attempt) {
     fs::rename(finished, path, error);
     if (!error) return Status::Ok();
@@ -193,15 +202,15 @@ Status Publish(const fs::path& finished, const fs::path& path, const std::string
   return Status::Error("cannot publish " + path.string() + ": " + error.message());
 }
 
-// A living writer locks its folder.
+// Locks a writer's folder, which tells others that the writer lives.
 Fd LockFolder(const fs::path& folder, bool* is_taken) {
   const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   *is_taken = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   return Fd(fd);
 }
 
-// Removes what killed writers left: old, and locked by nobody. Where the file system has no locks,
-// age alone tells.
+// Removes what killed writers left: folders that are old and not locked. If the file system has no
+// locks, only the age decides.
 void SweepDead(const fs::path& folder) {
   std::error_code error;
   for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
@@ -224,14 +233,13 @@ CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry) {
   if (!CheckFolder(folder.parent_path()).ok()) return CacheLookup::kMiss;
   std::error_code error;
   if (!fs::exists(fs::symlink_status(folder, error))) return CacheLookup::kMiss;
-  const Fd fd(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  struct stat s;
+  const Fd fd = OpenEntry(folder);
   std::string meta, cubin;
-  if (!fd.ok() || fstat(fd.get(), &s) != 0 || !OnlyOursToWrite(s) ||
-      !ReadFile(fd, kMetaFile, &meta) || !ReadFile(fd, kCubinFile, &cubin) || cubin.empty()) {
+  if (!fd.ok() || !ReadFile(fd, kMetaFile, &meta) || !ReadFile(fd, kCubinFile, &cubin) ||
+      cubin.empty()) {
     return CacheLookup::kCorrupt;
   }
-  // Keys are of one length.
+  // All keys have the same length.
   const std::string key_lines = KeyLines(entry->key), cubin_lines = CubinLines(cubin);
   if (meta.size() < key_lines.size() ||
       meta.compare(key_lines.size(), cubin_lines.size(), cubin_lines) != 0) {
@@ -240,6 +248,19 @@ CacheLookup ReadCacheEntry(const std::string& path, CacheEntry* entry) {
   if (meta.compare(0, key_lines.size(), key_lines) != 0) return CacheLookup::kMiss;
   entry->cubin = std::move(cubin);
   return CacheLookup::kHit;
+}
+
+std::vector<std::string> ReadDescriptions(const std::string& cache, const std::string& prefix) {
+  std::vector<std::string> descriptions;
+  if (!CheckFolder(cache).ok()) return descriptions;
+  std::error_code error;
+  for (fs::directory_iterator it(cache, error), end; !error && it != end; it.increment(error)) {
+    if (it->path().filename().string().rfind(prefix, 0) != 0) continue;
+    const Fd fd = OpenEntry(it->path());
+    std::string meta;
+    if (fd.ok() && ReadFile(fd, kMetaFile, &meta)) descriptions.push_back(std::move(meta));
+  }
+  return descriptions;
 }
 
 Status WriteCacheEntry(const std::string& path, const CacheEntry& entry) {
@@ -255,7 +276,7 @@ Status WriteCacheEntry(const std::string& path, const CacheEntry& entry) {
   status = WriteFiles(folder, entry);
   if (status.ok()) status = Publish(folder, path, entry.key);
   std::error_code ignored;
-  fs::remove_all(folder, ignored);  // gone already if it was published
+  fs::remove_all(folder, ignored);  // already renamed if it was published
   return status;
 }
 

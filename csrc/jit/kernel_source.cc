@@ -1,6 +1,7 @@
 #include "jit/kernel_source.h"
 
 #include <sstream>
+#include <utility>
 
 #include "jit/sha256.h"
 #include "jit/variant_source.h"
@@ -9,12 +10,18 @@
 namespace jax_attn {
 namespace {
 
+// A field whose value is a code with a name; kPlainFormat has none.
+struct Named {
+  int64_t value;
+  const char* name;
+};
+
 const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
 
-// A visitor of fields that writes `struct Traits`, one readable member a line, and ahead of it the
-// struct of a variant.
+// A visitor of fields that writes `struct Traits`, one member per line, after the struct of a
+// variant if there is one.
 class TraitsWriter {
  public:
   void operator()(const char* name, int64_t value, const char* comment = "") {
@@ -22,6 +29,9 @@ class TraitsWriter {
   }
   void operator()(const char* name, bool value, const char* comment = "") {
     Line("bool", name, value ? "true" : "false", comment);
+  }
+  void operator()(const char* name, Named named) {
+    Line("int", name, std::to_string(named.value), named.name);
   }
   void operator()(const char* name, const VariantProgram& program) {
     if (program.present) variant_ = InNamespace(VariantText(program, "Given"));
@@ -52,18 +62,19 @@ class TraitsWriter {
   std::string variant_;
 };
 
-// 16 hex digits, for names.
+// A hash of 16 hex digits, for names.
 std::string HashOf(const std::vector<int64_t>& words) {
   std::string text;
   for (int64_t word : words) text += std::to_string(word) + " ";
   return Sha256Hex(text).substr(0, 16);
 }
 
-// A visitor of fields that writes the words of a key behind the operation's.
+// A visitor of fields that appends their words to a key, which begins with the operation.
 class KeyWriter {
  public:
   explicit KeyWriter(int64_t op) : key_{op} {}
   void operator()(const char*, int64_t value, const char* = "") { key_.push_back(value); }
+  void operator()(const char*, Named named) { key_.push_back(named.value); }
   void operator()(const char*, const VariantProgram& program) { Append(EncodeProgram(program)); }
   void operator()(const char*, const VariantGradient& gradient) {
     Append(EncodeGradient(gradient));
@@ -77,15 +88,53 @@ class KeyWriter {
   KernelKey key_;
 };
 
-// One place that names every field of a kernel: its key and its Traits come from it, so that
-// neither can miss one. visit(name in Traits, value[, comment]).
+// "has_window_left" for the name kHasWindowLeft.
+std::string FieldName(const std::string& traits_name) {
+  std::string name;
+  for (const char c : traits_name.substr(traits_name[0] == 'k' ? 1 : 0)) {
+    const bool is_upper = c >= 'A' && c <= 'Z';
+    if (is_upper && !name.empty()) name += '_';
+    name += is_upper ? static_cast<char>(c - 'A' + 'a') : c;
+  }
+  return name;
+}
+
+// A visitor of fields that writes them as text, for people.
+class FieldWriter {
+ public:
+  void operator()(const char* name, int64_t value, const char* = "") {
+    Add(name, std::to_string(value));
+  }
+  void operator()(const char* name, bool value, const char* = "") {
+    Add(name, value ? "true" : "false");
+  }
+  void operator()(const char* name, Named named) {
+    Add(name, *named.name != 0 ? named.name : "plain");
+  }
+  void operator()(const char* name, const VariantProgram& program) {
+    Add(name, program.present ? HashOf(EncodeProgram(program)) : "none");
+  }
+  void operator()(const char* name, const VariantGradient& gradient) {
+    Add(name, gradient.program.present ? HashOf(EncodeGradient(gradient)) : "none");
+  }
+  const std::vector<KeyField>& fields() const { return fields_; }
+
+ private:
+  void Add(const char* name, std::string value) {
+    fields_.push_back({FieldName(name), std::move(value)});
+  }
+  std::vector<KeyField> fields_;
+};
+
+// The one list of a kernel's fields: its key, its Traits and the text of its key come from it, so
+// none of them can miss a field. visit(name in Traits, value or Named[, comment]).
 template <typename Visitor>
 void VisitFields(const AttentionKernel& k, Visitor& visit) {
   constexpr const char* kTileNames[kMaxTiles] = {"kTileQ0", "kTileQ1", "kTileQ2"};
   visit("kArch", k.arch);
-  visit("kDtype", k.dtype, DTypeName(k.dtype));
-  visit("kQFormat", k.q_format, FormatOf(k.q_format).name);
-  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kQFormat", Named{k.q_format, FormatOf(k.q_format).name});
+  visit("kKvFormat", Named{k.kv_format, FormatOf(k.kv_format).name});
   visit("kHeadDimQk", k.head_dim_qk);
   visit("kHeadDimVo", k.head_dim_vo);
   visit("kIsMla", k.mla, "v is the first columns of k");
@@ -97,15 +146,15 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kPositiveScale", k.positive_scale, "sm_scale > 0");
   visit("kHasFreshKv", k.fresh_kv, "the query tokens' k and v are k_new, v_new");
   visit("kFp8Matmul", k.eight_bit_products, "Q K^T and P V of e4m3");
-  visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
+  visit("kMainLoop", Named{k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80"});
   visit("kNumTiles", k.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {
     visit(kTileNames[i], k.tile_q[i], i < k.num_tiles ? "rows" : "unused");
   }
-  visit("kTileKv", k.tile_kv, "kv tokens a main-loop step");
+  visit("kTileKv", k.tile_kv, "kv tokens per main-loop step");
   visit("kNumWarps", k.num_warps);
   visit("kNumStages", k.num_stages, "depth of the kv pipeline");
-  visit("kRecordsTimes", k.record_times, "of items");
+  visit("kRecordsTimes", k.record_times, "begin and end of each item");
   visit("kHasSteps", k.steps, "items are ranges of step lists");
   visit("Variant", k.variant);
 }
@@ -113,7 +162,7 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
 template <typename Visitor>
 void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
   visit("kHeadDimQk", k.head_dim_qk);
   visit("kHeadDimVo", k.head_dim_vo);
   visit("kGroupSize", k.group_size);
@@ -121,26 +170,27 @@ void VisitFields(const BackwardKernel& k, Visitor& visit) {
   visit("kHasWindowLeft", k.window_left);
   visit("kHasWindowRight", k.window_right, "causal is window_right 0");
   visit("kHasSoftCap", k.logits_soft_cap);
-  visit("kMainLoop", k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80");
-  visit("kStepKeys", k.step_keys, k.step_keys == 0 ? "no step lists" : "of step lists");
+  visit("kMainLoop", Named{k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80"});
+  visit("kStepKeys", k.step_keys,
+        k.step_keys == 0 ? "no step lists" : "keys per step of step lists");
   visit("Variant", k.variant);
 }
 
-// Whether bytes are copied, whatever their type.
+// Whether the kernel copies bytes, so that their type does not matter.
 bool CopiesBytes(const AppendKernel& k) { return k.kv_format == kPlainFormat && !k.rotates; }
 
 template <typename Visitor>
 void VisitFields(const AppendKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kKvFormat", k.kv_format, FormatOf(k.kv_format).name);
-  visit("kDtype", k.dtype, CopiesBytes(k) ? "any" : DTypeName(k.dtype));
+  visit("kKvFormat", Named{k.kv_format, FormatOf(k.kv_format).name});
+  visit("kDtype", Named{k.dtype, CopiesBytes(k) ? "any" : DTypeName(k.dtype)});
   visit("kRotates", k.rotates);
 }
 
 template <typename Visitor>
 void VisitFields(const MergeKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kDtype", k.dtype, DTypeName(k.dtype));
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
 }
 
 const char* WeightName(int64_t format) {
@@ -150,11 +200,11 @@ const char* WeightName(int64_t format) {
 template <typename Visitor>
 void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
-  visit("kDtype", k.dtype, DTypeName(k.dtype));
-  visit("kFormat", k.format, WeightName(k.format));
-  visit("kTileRows", k.tile_rows, "of x");
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kFormat", Named{k.format, WeightName(k.format)});
+  visit("kTileRows", k.tile_rows, "rows of x");
   visit("kTileColumns", k.tile_columns);
-  visit("kScaleRows", k.scale_rows, "groups that a step may have");
+  visit("kScaleRows", k.scale_rows, "most groups in a step");
 }
 
 template <typename Visitor>
@@ -171,13 +221,20 @@ KernelKey KeyOf(int64_t op, const Kernel& kernel) {
 }
 
 template <typename Kernel>
+std::vector<KeyField> FieldsOf(const Kernel& kernel) {
+  FieldWriter fields;
+  VisitFields(kernel, fields);
+  return fields.fields();
+}
+
+template <typename Kernel>
 TraitsWriter TraitsOf(const Kernel& kernel) {
   TraitsWriter traits;
   VisitFields(kernel, traits);
   return traits;
 }
 
-// The kernel is a thin shell: the body, its thread count and its shared memory are the header's.
+// The kernel is a thin shell. The header has the body, its thread count and its shared memory.
 std::string TranslationUnit(const std::string& header, const std::string& traits,
                             const std::string& body_template, const std::string& op,
                             const std::string& entry) {
@@ -205,7 +262,7 @@ std::vector<std::string> Options(int64_t arch) {
 
 std::string ArchName(int64_t arch) {
   // From Hopper on, the fast instructions (wgmma, tcgen05, setmaxnreg) exist only in the
-  // architecture-specific target, whose cubins run on exactly this capability: all we need.
+  // architecture-specific target. Its cubins run on exactly this capability, which is all we need.
   return "sm_" + std::to_string(arch) + (arch >= 90 ? "a" : "");
 }
 
@@ -267,7 +324,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
-  // As select/cuda.cc has it: tiles that do not fill a wgmma with rows.
+  // Tiles with fewer rows than one wgmma has, as in select/cuda.cc.
   const bool mla_decode = kernel.mla && hopper && kernel.tile_q[0] < 64;
   const std::string header =
       std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") + (mla_decode   ? "mla_decode.cuh"
@@ -278,7 +335,7 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
                                                                                : "AttentionBody");
   return {name.str(), entry,
           TranslationUnit(header, TraitsOf(kernel).str(), body, "Attention", entry),
-          Options(kernel.arch)};
+          Options(kernel.arch), FieldsOf(kernel)};
 }
 
 BackwardKernel MakeBackwardKernel(const AttentionProblem& problem,
@@ -327,7 +384,7 @@ KernelSource MakeSource(const BackwardKernel& kernel) {
           TranslationUnit(hopper ? "cuda/sm90/backward.cuh" : "cuda/sm80/backward.cuh",
                           TraitsOf(kernel).str(), hopper ? "HopperBackwardBody" : "BackwardBody",
                           "BackwardCuda", entry),
-          Options(kernel.arch)};
+          Options(kernel.arch), FieldsOf(kernel)};
 }
 
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates) {
@@ -350,7 +407,7 @@ KernelSource MakeSource(const AppendKernel& kernel) {
   return {name, entry,
           TranslationUnit("cuda/any/" + op + ".cuh", TraitsOf(kernel).str(),
                           kernel.rotates ? "AppendRotatedBody" : "AppendBody", "Append", entry),
-          Options(kernel.arch)};
+          Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelSource MakeSource(const MergeKernel& kernel) {
@@ -358,7 +415,7 @@ KernelSource MakeSource(const MergeKernel& kernel) {
   return {
       "merge-" + ArchName(kernel.arch) + "-" + DTypeName(kernel.dtype), entry,
       TranslationUnit("cuda/any/merge.cuh", TraitsOf(kernel).str(), "MergeBody", "Merge", entry),
-      Options(kernel.arch)};
+      Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelSource MakeSource(const QuantizedProductKernel& kernel) {
@@ -370,18 +427,18 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
   return {name.str(), entry,
           TranslationUnit("cuda/sm80/quantized_product.cuh", TraitsOf(kernel).str(),
                           "QuantizedProductBody", "QuantizedProduct", entry),
-          Options(kernel.arch)};
+          Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
-  traits("kNumThreads", int64_t{512}, "a chunk each, for a few hundred requests");
-  traits("kSmemBytes", int64_t{96 * 1024}, "what every architecture has");
+  traits("kNumThreads", int64_t{512}, "one chunk each, for a few hundred requests");
+  traits("kSmemBytes", int64_t{96 * 1024}, "every architecture has that much");
   const std::string entry = "plan_kernel";
   return {"plan-" + ArchName(kernel.arch) + (kernel.general ? "-general" : ""), entry,
           TranslationUnit("cuda/plan/plan.cuh", traits.str(),
                           kernel.general ? "GeneralPlanBody" : "PlanBody", "Plan", entry),
-          Options(kernel.arch)};
+          Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelKey MakeKey(const AttentionKernel& kernel) { return KeyOf(0, kernel); }

@@ -1,6 +1,6 @@
-// From a problem to the translation unit that NVRTC compiles.
+// Makes the translation unit that NVRTC compiles for a problem.
 //
-// A kernel struct holds everything that changes the binary and nothing else: head counts, scales,
+// A kernel struct holds everything that changes the binary and nothing else. Head counts, scales,
 // capacities and page counts are arguments of the launch.
 #pragma once
 
@@ -20,7 +20,7 @@ struct AttentionKernel {
   int64_t kv_format = kPlainFormat;
   int64_t head_dim_qk = 0;
   int64_t head_dim_vo = 0;
-  bool mla = false;  // v is columns of k
+  bool mla = false;  // v is the first columns of k
   int64_t group_size = 0;
   int64_t page_size = 0;      // 0: ragged
   bool window_left = false;   // is limited
@@ -28,7 +28,7 @@ struct AttentionKernel {
   bool logits_soft_cap = false;
   bool positive_scale = true;       // sm_scale > 0
   bool fresh_kv = false;            // the query tokens' k and v are k_new, v_new
-  bool eight_bit_products = false;  // of codes of q and P with those of k and v
+  bool eight_bit_products = false;  // q and P are rounded to kv_format; both products are 8-bit
   int64_t main_loop = kPortable;
   int64_t num_tiles = 0;
   std::array<int64_t, kMaxTiles> tile_q{};
@@ -41,7 +41,7 @@ struct AttentionKernel {
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
-// Of the backward pass.
+// A kernel of the backward pass.
 struct BackwardKernel {
   int64_t arch = 0;
   int64_t dtype = kBF16;
@@ -53,47 +53,54 @@ struct BackwardKernel {
   bool window_right = false;  // is limited, as causal is
   bool logits_soft_cap = false;
   int64_t main_loop = kPortable;
-  int64_t step_keys = 0;  // of a step of step lists; 0: there are none
+  int64_t step_keys = 0;  // keys per step of the step lists; 0: no step lists
   VariantGradient variant = {};
 };
 BackwardKernel MakeBackwardKernel(const AttentionProblem& problem, const VariantGradient& gradient);
-// The one that goes first where RunsHopperBackward.
+// The kernel that runs before the portable one if RunsHopperBackward.
 BackwardKernel MakeHopperBackwardKernel(const AttentionProblem& problem);
 
 struct AppendKernel {
-  int64_t arch = 0;                  // 0: that of device 0
-  int64_t kv_format = kPlainFormat;  // plain: bytes are copied, whatever their type
-  int64_t dtype = kBF16;             // of k_new and v_new, where elements are computed with
+  int64_t arch = 0;                  // 0: the capability of device 0
+  int64_t kv_format = kPlainFormat;  // plain: bytes are copied; their type does not matter
+  int64_t dtype = kBF16;             // DType of k_new and v_new, unless bytes are copied
   bool rotates = false;              // append_rotated
 };
 AppendKernel MakeAppendKernel(const AttentionSpec& spec, bool rotates);
 
 struct MergeKernel {
-  int64_t arch = 0;  // 0: that of device 0
+  int64_t arch = 0;  // 0: the capability of device 0
   int64_t dtype = kBF16;
 };
 
 struct QuantizedProductKernel {
-  int64_t arch = 0;  // 0: that of device 0
+  int64_t arch = 0;  // 0: the capability of device 0
   int64_t dtype = kBF16;
   int64_t format = kInt4Weights;
-  int64_t tile_rows = 0;     // of x
-  int64_t tile_columns = 0;  // of the matrix
-  int64_t scale_rows = 0;    // groups that kProductStep rows may have: 1 or 2
+  int64_t tile_rows = 0;     // rows of x per tile
+  int64_t tile_columns = 0;  // columns of the matrix per tile
+  int64_t scale_rows = 0;    // most groups in kProductStep rows: 1 or 2
 };
 
 struct PlanKernel {
-  int64_t arch = 0;      // 0: that of device 0
-  bool general = false;  // may be told which prefixes are shared, may plan kAuto and step lists
+  int64_t arch = 0;      // 0: the capability of device 0
+  bool general = false;  // takes prefix levels, kAuto and step lists
 };
 
-// One translation unit with one kernel. Beside `entry` it defines two ints, <entry>_smem_bytes and
-// <entry>_num_threads, which the launch reads from the cubin.
+// A field of a kernel struct as text, such as {"head_dim_qk", "128"}.
+struct KeyField {
+  std::string name;
+  std::string value;
+};
+
+// A translation unit with one kernel. It also defines two ints, <entry>_smem_bytes and
+// <entry>_num_threads, which the loader reads from the cubin.
 struct KernelSource {
   std::string name;   // readable, unique within one version of the sources
   std::string entry;  // extern "C" name of the kernel
   std::string text;
-  std::vector<std::string> options;  // of NVRTC
+  std::vector<std::string> options;  // NVRTC's
+  std::vector<KeyField> fields;      // every field of the kernel struct
 };
 KernelSource MakeSource(const AttentionKernel& kernel);
 KernelSource MakeSource(const BackwardKernel& kernel);
@@ -102,7 +109,7 @@ KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const QuantizedProductKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
-// The fields of a kernel struct, operation first: equal keys, equal binaries.
+// The operation and the fields of a kernel struct. Kernels with equal keys have equal binaries.
 using KernelKey = std::vector<int64_t>;
 KernelKey MakeKey(const AttentionKernel& kernel);
 KernelKey MakeKey(const BackwardKernel& kernel);
@@ -111,8 +118,7 @@ KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const QuantizedProductKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);
 
-// "sm_90a" for 90: the architecture whose cubin runs on this compute capability with every
-// instruction it has.
+// The NVRTC target for a compute capability, with every instruction that it has: "sm_90a" for 90.
 std::string ArchName(int64_t arch);
 
 }  // namespace jax_attn

@@ -11,11 +11,11 @@
 namespace jax_attn {
 namespace {
 
-// Of the backward pass: as many as share a multiprocessor at best. They take units until none is
-// left, so those that come late do no harm.
+// CTAs of the backward pass: at best this many share an SM. They take units until none is left, so
+// a CTA that starts late does no harm.
 constexpr int64_t kBackwardCtasPerSm = 2;
-// Append moves memory: threads enough for all of it, but no more than a few waves of the device;
-// the kernel walks the rest in strides of the grid.
+// Append moves memory. It launches enough threads for all rows, but at most a few waves; the kernel
+// loops over the rest in strides of the grid.
 constexpr int64_t kCtasPerSm = 8;
 constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k or of v
 constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes of a row
@@ -29,7 +29,7 @@ std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> quantized_product_launches{0};
 std::atomic<int64_t> plan_launches{0};
 
-// Makes `context` current for its scope, at no cost if it is already (XLA's usual case).
+// Makes `context` current in its scope. Free if it is current already, which is usual under XLA.
 class ScopedContext {
  public:
   ScopedContext(const CudaDriver& driver, CUcontext context) : driver_(driver) {
@@ -187,7 +187,7 @@ Status NotLoaded(const char* op, int device_ordinal) {
                        "; the handler's initialize stage did not run there");
 }
 
-// Already loaded: one lookup. Otherwise Prepare (again) and load.
+// One lookup if the kernel is loaded. Otherwise prepares and loads it.
 template <typename KernelSpec>
 Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
   const KernelKey key = MakeKey(kernel);
@@ -196,7 +196,7 @@ Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
   return status.ok() ? LoadKernel(key, device_ordinal) : status;
 }
 
-// The portable kernel always: the Hopper kernel leaves batches to it.
+// Always contains the portable kernel, because the Hopper kernel leaves some batches to it.
 std::vector<BackwardKernel> BackwardKernels(const AttentionProblem& problem,
                                             const VariantGradient& gradient) {
   std::vector<BackwardKernel> kernels = {MakeBackwardKernel(problem, gradient)};
@@ -209,7 +209,7 @@ int64_t GridFor(int64_t work, int64_t work_per_cta, const LoadedKernel& kernel) 
                              kCtasPerSm * kernel.num_sms);
 }
 
-// Replaces arch 0 by the capability of device 0, which is asked once.
+// Replaces arch 0 by the capability of device 0, which is queried once.
 template <typename KernelSpec>
 Status ResolveArch(KernelSpec* kernel) {
   static std::atomic<int> device_arch{0};
@@ -323,7 +323,8 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
   }
   void* const results[] = {params.d_q, params.d_k, params.d_v};
   for (int i = 0; i < 3; ++i) {
-    if (hopper != nullptr && (i == 0 || !spec.paged())) continue;  // the kernel writes all of it
+    if (hopper != nullptr && (i == 0 || !spec.paged()))
+      continue;  // the kernel writes all of this result
     const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
     if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
   }
@@ -386,7 +387,7 @@ Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* s
   if (Status s = FindResolved("merge_states", kernel, device_ordinal, &loaded); !s.ok()) return s;
   if (params.num_rows == 0) return Status::Ok();
   Launch launch;
-  // All at once: CTAs that are waiting balance better than strides of the grid do.
+  // One CTA for each part: waiting CTAs balance the load better than strides of the grid.
   const int64_t bytes = params.num_rows * params.head_dim_vo * ElementBytes(kernel.dtype);
   const int64_t cta_bytes = kBytesPerThread * MergeRows(params) * loaded->num_threads;
   launch.num_ctas = std::min<int64_t>((bytes + cta_bytes - 1) / cta_bytes, kMaxGrid);
@@ -433,7 +434,7 @@ Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t nu
                             ? std::min(params.rules.max_kv, params.inputs.num_page_indices)
                             : 0;
   Launch launch;
-  launch.num_ctas = 1;  // schedules; the others take page ids
+  launch.num_ctas = 1;  // the one that schedules; the others copy page ids
   if (pages > 0) {
     const int64_t most = std::max<int64_t>(1, loaded->num_sms - 1);
     const int64_t wanted = (pages + kPagesPerThread * loaded->num_threads - 1) /

@@ -10,7 +10,9 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "jit/compile_log.h"
 #include "jit/compiler.h"
 #include "jit/cubin.h"
 #include "jit/disk_cache.h"
@@ -20,11 +22,11 @@ namespace {
 
 constexpr size_t kHashDigitsInName = 20;
 
-// One specialisation. `mutex` makes a second Prepare or Load of it wait for the first.
+// One specialisation. A second Prepare or Load of it waits at `mutex` for the first.
 struct Kernel {
   std::mutex mutex;
   std::string entry;
-  std::string cubin;  // empty: not prepared
+  std::string cubin;  // empty: not prepared yet
   KernelInfo info;
 };
 
@@ -46,25 +48,26 @@ struct KeyHash {
 };
 
 struct Device {
-  bool is_retained = false;  // its primary context, once, for as long as the process lives
+  bool is_retained = false;  // whether its primary context is retained, until the process ends
   std::unique_ptr<CounterPool> counters;
 };
 
 struct Registry {
-  std::shared_mutex mutex;  // guards the maps and cache_dir; never held during a compile or a load
+  std::shared_mutex mutex;  // guards what follows; never held during a compile or a load
   std::unordered_map<KernelKey, std::unique_ptr<Kernel>, KeyHash> kernels;
   std::unordered_map<DeviceKey, std::unique_ptr<const LoadedKernel>, KeyHash> loaded;
+  std::vector<KernelIdentity> identities;  // of kernels with a cubin
   std::string cache_dir;
   bool cache_trouble_told = false;
 
   std::mutex devices_mutex;
-  std::unordered_map<int, Device> devices;  // that have kernels
+  std::unordered_map<int, Device> devices;  // devices with kernels
 
   std::mutex stats_mutex;
   JitStats stats;
 };
-// Never destroyed: handlers may outlive static objects. A forked child begins with an empty one,
-// because threads that are not there may hold locks of the parent's.
+// Never destroyed, because handlers may outlive static objects. A forked child begins with an empty
+// registry: threads that the child does not have may hold locks of the parent's.
 std::atomic<Registry*> current_registry{nullptr};
 
 Registry& GetRegistry() {
@@ -86,7 +89,7 @@ void UpdateStats(Update update) {
   update(registry.stats);
 }
 
-// An unusable cache folder costs time in every process but no result, so it is told once.
+// Prints once why the cache folder cannot be used. That costs time in every process, but no result.
 void TellCacheTrouble(const std::string& reason) {
   Registry& registry = GetRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);
@@ -96,6 +99,18 @@ void TellCacheTrouble(const std::string& reason) {
       "jax_attn: compiled kernels are kept in memory only: %s. Set JAX_ATTN_CACHE_DIR to a "
       "folder that you, and no other user, can write.\n",
       reason.c_str());
+}
+
+double MillisecondsSince(std::chrono::steady_clock::time_point start) {
+  const std::chrono::duration<double, std::milli> elapsed =
+      std::chrono::steady_clock::now() - start;
+  return elapsed.count();
+}
+
+void AddIdentity(KernelIdentity identity) {
+  Registry& registry = GetRegistry();
+  std::unique_lock<std::shared_mutex> lock(registry.mutex);
+  registry.identities.push_back(std::move(identity));
 }
 
 Kernel* FindOrAddKernel(const KernelKey& key) {
@@ -113,17 +128,36 @@ Kernel* FindKernel(const KernelKey& key) {
   return it == registry.kernels.end() ? nullptr : it->second.get();
 }
 
-// Compiles and publishes. A cache that cannot be written is told, not returned.
+// Why a kernel is compiled: what the disk cache said, and how the kernel differs from those that
+// are known.
+std::string WhyCompiled(const KernelIdentity& identity, CacheLookup lookup) {
+  if (lookup == CacheLookup::kCorrupt) return "disk cache: damaged entry, replaced";
+  std::vector<KernelIdentity> cached;
+  std::string cache_dir;
+  {
+    Registry& registry = GetRegistry();
+    std::shared_lock<std::shared_mutex> lock(registry.mutex);
+    cached = registry.identities;
+    cache_dir = registry.cache_dir;
+  }
+  if (!cache_dir.empty()) {
+    for (const std::string& description : ReadDescriptions(cache_dir, identity.op + "-")) {
+      cached.push_back(ParseIdentity(description));
+    }
+  }
+  return (cache_dir.empty() ? "disk cache: none; " : "disk cache: miss; ") +
+         DescribeNearest(identity, cached);
+}
+
+// Compiles and publishes. A cache that cannot be written is reported on stderr and is no error.
 Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelInfo* info) {
   const auto start = std::chrono::steady_clock::now();
   std::string log;
   if (Status status = Compile(source, &entry->cubin, &log); !status.ok()) return status;
-  const std::chrono::duration<double, std::milli> elapsed =
-      std::chrono::steady_clock::now() - start;
-  entry->compile_ms = elapsed.count();
+  entry->compile_ms = MillisecondsSince(start);
   UpdateStats([&](JitStats& stats) {
     ++stats.compiled;
-    stats.compile_ms += elapsed.count();
+    stats.compile_ms += entry->compile_ms;
   });
   info->origin = KernelOrigin::kCompiled;
   if (info->cache_path.empty()) return Status::Ok();
@@ -138,8 +172,9 @@ Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelIn
 
 // Fills `cubin` and `info` from the disk cache or by a compile.
 Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* info) {
-  std::string hash;
-  if (Status status = CacheKey(source, &hash); !status.ok()) return status;
+  KernelIdentity identity;
+  if (Status status = Identify(source, &identity); !status.ok()) return status;
+  const std::string hash = CacheKey(identity);
   info->name = source.name + "-" + hash.substr(0, kHashDigitsInName);
   {
     Registry& registry = GetRegistry();
@@ -149,19 +184,26 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
   CacheEntry entry;
   entry.key = hash;
   CacheLookup lookup = CacheLookup::kMiss;
+  const auto start = std::chrono::steady_clock::now();
   if (!info->cache_path.empty()) lookup = ReadCacheEntry(info->cache_path, &entry);
   if (lookup == CacheLookup::kHit) {
     info->origin = KernelOrigin::kDisk;
     UpdateStats([](JitStats& stats) { ++stats.disk_hits; });
+    if (CompileLogIsOn()) LogDiskHit(info->name, MillisecondsSince(start));
   } else {
     if (lookup == CacheLookup::kCorrupt) UpdateStats([](JitStats& stats) { ++stats.corrupt; });
+    std::string why;  // before it is published: then the cache has it
+    if (CompileLogIsOn()) why = WhyCompiled(identity, lookup);
+    entry.description = DescribeIdentity(identity);
     if (Status status = CompileAndPublish(source, &entry, info); !status.ok()) return status;
+    if (!why.empty()) LogCompiled(info->name, entry.compile_ms, why);
   }
+  AddIdentity(std::move(identity));
   *cubin = std::move(entry.cubin);
   return Status::Ok();
 }
 
-// What the kernel says about its own launch.
+// Reads from the cubin what the launch needs.
 Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, KernelInfo* info) {
   int smem_bytes = 0, num_threads = 0;
   if (Status s = ReadCubinInt(cubin, entry + "_smem_bytes", &smem_bytes); !s.ok()) return s;
@@ -172,13 +214,14 @@ Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, Ker
   return Status::Ok();
 }
 
-// The module's function, ready to be launched; on an error, `call` says by whom.
+// Gets the module's function and makes it ready to launch. On an error, `call` is the driver call
+// that failed.
 CUresult SetUpFunction(const Kernel& kernel, CUmodule module, LoadedKernel* loaded,
                        const char** call) {
   const CudaDriver& d = *loaded->driver;
   *call = "cuModuleGetFunction";
   CUresult r = d.cuModuleGetFunction(&loaded->function, module, kernel.entry.c_str());
-  // Under lazy loading the code would reach the device at the first launch, which may be captured.
+  // Lazy loading would copy the code to the device at the first launch, which may be captured.
   if (r == CUDA_SUCCESS && d.cuFuncLoad != nullptr) {
     *call = "cuFuncLoad";
     r = d.cuFuncLoad(loaded->function);
@@ -189,12 +232,12 @@ CUresult SetUpFunction(const Kernel& kernel, CUmodule module, LoadedKernel* load
     r = d.cuFuncSetAttribute(loaded->function, attribute, static_cast<int>(value));
   };
   set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.info.smem_bytes);
-  // A kernel that uses shared memory was sized to fill a multiprocessor with its CTAs.
+  // A kernel with shared memory is sized so that its CTAs fill an SM.
   if (kernel.info.smem_bytes > 0) set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
   return r;
 }
 
-// Loads `kernel` into the current context of `device`. An error leaves nothing loaded.
+// Loads `kernel` into the current context of `device`. After an error nothing is loaded.
 Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   const CudaDriver& d = *loaded->driver;
   auto error = [&](const char* call, CUresult result) {
@@ -227,7 +270,7 @@ Status LoadHere(const Kernel& kernel, CUdevice device, LoadedKernel* loaded) {
   return Status::Ok();
 }
 
-// Leaves the device's primary context as it was, unless a kernel is in it.
+// Releases the device's primary context at the end of the scope, unless Keep was called.
 class RetainedContext {
  public:
   RetainedContext(const CudaDriver& driver, CUdevice device) : driver_(driver), device_(device) {}
@@ -250,8 +293,8 @@ class RetainedContext {
   bool is_retained_ = false;
 };
 
-// A kernel is in the device's context, which is current: it stays retained, once. Whoever loads the
-// first also makes the counters.
+// Called with the device's context current, after a kernel was loaded into it. The first call keeps
+// the context retained and makes the counters.
 CounterPool* KeepDevice(const CudaDriver& driver, int device_ordinal, RetainedContext* context) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.devices_mutex);
@@ -314,11 +357,7 @@ Status PrepareKernel(const KernelKey& key, const std::function<KernelSource()>& 
       info->origin = KernelOrigin::kMemory;
     }
   }
-  if (info != nullptr) {
-    const std::chrono::duration<double, std::milli> elapsed =
-        std::chrono::steady_clock::now() - start;
-    info->milliseconds = elapsed.count();
-  }
+  if (info != nullptr) info->milliseconds = MillisecondsSince(start);
   return Status::Ok();
 }
 

@@ -1,4 +1,4 @@
-// The kernels of this process: each specialisation is compiled once and loaded once a device.
+// The kernels of this process. Each specialisation is compiled once and loaded once per device.
 #pragma once
 
 #include <functional>
@@ -12,31 +12,31 @@
 
 namespace jax_attn {
 
-// A function on one device. Never unloaded: executables that launch it may live as long as the
-// process.
+// A function on one device. It is never unloaded, because executables that launch it may live as
+// long as the process.
 struct LoadedKernel {
   const CudaDriver* driver = nullptr;
   CUcontext context = nullptr;
   CUfunction function = nullptr;
   unsigned num_threads = 0;
   unsigned smem_bytes = 0;
-  int num_sms = 0;                  // of the device
-  CounterPool* counters = nullptr;  // of the device; null: it had no memory left
+  int num_sms = 0;                  // SMs of the device
+  CounterPool* counters = nullptr;  // the device's pool; null: the device had no memory left
 };
 
 void SetCacheDir(const std::string& cache_dir);
 
-// Puts the cubin in memory. `make_source` runs only if no Prepare of this key succeeded before.
+// Brings the cubin into memory. Calls `make_source` only if no Prepare of this key has succeeded.
 Status PrepareKernel(const KernelKey& key, const std::function<KernelSource()>& make_source,
                      KernelInfo* info);
 
-// Loads a prepared kernel on the device, into its primary context, which is the one XLA uses.
+// Loads a prepared kernel into the primary context of the device, which is the one that XLA uses.
 Status LoadKernel(const KernelKey& key, int device_ordinal);
 
-// Null if it is not loaded there. The pointer stays valid. Costs about 0.1 us.
+// Null if the kernel is not loaded there. The pointer stays valid. Costs about 0.1 us.
 const LoadedKernel* FindLoadedKernel(const KernelKey& key, int device_ordinal);
 
-// The fields of JitStats that this file counts; launches stay zero.
+// Counts everything but launches, which stay 0.
 JitStats GetRegistryStats();
 
 }  // namespace jax_attn

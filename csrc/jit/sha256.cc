@@ -52,7 +52,7 @@ std::string Sha256Hex(std::string_view data) {
   size_t done = 0;
   for (; done + 64 <= data.size(); done += 64) AddBlock(bytes + done, state);
 
-  // The tail: the rest of the message, a one bit, zeros, and the length in bits.
+  // The tail is the rest of the message, a one bit, zeros and the length in bits.
   unsigned char tail[128] = {};
   const size_t rest = data.size() - done;
   if (rest > 0) std::memcpy(tail, bytes + done, rest);

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) of a byte string, as 64 lower-case hex digits.
+// SHA-256 (FIPS 180-4) of a byte string as 64 lower-case hex digits.
 #pragma once
 
 #include <string>

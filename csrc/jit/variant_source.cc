@@ -11,9 +11,9 @@
 namespace jax_attn {
 namespace {
 
-// Where values are computed. Those of the call, of which there are few, are with rows, which keep
-// them for logits, and again with keys, where these need them.
-enum Place { kConstant, kOfCall, kOfRow, kOfKey, kOfLogit };
+// Where a value is computed. The few values of the call are computed with rows, which keep them for
+// logits, and once more with keys that need them.
+enum Scope { kConstant, kOfCall, kOfRow, kOfKey, kOfLogit };
 
 const char* TypeText(i32 type) {
   return type == kVariantF32 ? "float" : type == kVariantI32 ? "int" : "bool";
@@ -33,7 +33,7 @@ const char* OpText(i32 op) {
 
 class Writer {
  public:
-  // gradient: of the program; null: none.
+  // gradient: the program's; null: none.
   Writer(const VariantProgram& program, const VariantGradient* gradient, std::string name)
       : p_(program), gradient_(gradient), name_(std::move(name)), used_(program.num_instructions) {
     for (i32 result : {p_.logits, p_.visible}) MarkUsed(result);
@@ -84,11 +84,11 @@ class Writer {
 
   const Instruction& At(i32 value) const { return p_.instructions[value]; }
 
-  Place PlaceOf(i32 value) const {
+  Scope ScopeOf(i32 value) const {
     const Instruction& x = At(value);
     if (x.op == kOpConst) return kConstant;
-    static constexpr Place kPlaces[] = {kOfCall, kOfRow, kOfKey, kOfLogit};
-    return kPlaces[x.level];
+    static constexpr Scope kScopes[] = {kOfCall, kOfRow, kOfKey, kOfLogit};
+    return kScopes[x.level];
   }
 
   void MarkUsed(i32 value) {
@@ -111,8 +111,8 @@ class Writer {
     return value >= 0 && depends[value];
   }
 
-  // The value, where values of `place` are computed.
-  std::string Value(i32 value, Place place) const {
+  // The expression for the value in code of `scope`.
+  std::string Value(i32 value, Scope scope) const {
     const Instruction& x = At(value);
     if (x.op == kOpConst) {
       if (x.type == kVariantF32) return "F32(" + HexText(x.args[0]) + ")";
@@ -120,80 +120,80 @@ class Writer {
       return "static_cast<int>(" + HexText(x.args[0]) + ")";
     }
     if (x.op == kOpScore) return "score";
-    const Place at = PlaceOf(value);
-    const bool is_here = at == place || (at == kOfCall && place != kOfLogit);
+    const Scope at = ScopeOf(value);
+    const bool is_here = at == scope || (at == kOfCall && scope != kOfLogit);
     return (is_here ? "" : at == kOfKey ? "key." : "row.") + Number("v", value);
   }
 
-  // --- distances: a value of rows plus or minus the key's position, as f32 ---
+  // --- distances: a row's value plus or minus the key's position, as f32 ---
 
-  // Whether the instruction makes such a value f32. A conversion is as slow as an exponential, so
-  // one a row does, to which the key's offset is added.
+  // Whether the instruction converts such a value to f32. A conversion is as slow as an
+  // exponential, so a row converts once and adds the key's offset.
   bool IsDistance(const Instruction& x) const {
     return x.op == kOpCast && x.type == kVariantF32 && FindKeyPosition(p_, x.args[0]).other >= 0;
   }
 
-  // The argument of a product that is such a value, where the other one is of the row; else -1. A
-  // row has its product with the first key's, to which that with the key's place, a constant, is
-  // added in one operation. Its error is that of the product itself. A factor that is not finite
-  // makes NaN of the row.
+  // For a product of a distance and a value of the row, the argument that is the distance; else -1.
+  // The row keeps its product with the first key's distance. One fma adds the factor times the
+  // key's offset, which is a constant. The error is no larger than the product's own. A factor that
+  // is not finite makes the row NaN.
   i32 DistanceOfProduct(const Instruction& x) const {
     if (x.op != kOpMul || x.type != kVariantF32) return -1;
     for (i32 i : {1, 0}) {
-      if (IsDistance(At(x.args[i])) && PlaceOf(x.args[1 - i]) <= kOfRow) return i;
+      if (IsDistance(At(x.args[i])) && ScopeOf(x.args[1 - i]) <= kOfRow) return i;
     }
     return -1;
   }
 
   // --- values ---
 
-  std::string Expression(i32 value, Place place) const {
+  std::string Expression(i32 value, Scope scope) const {
     const Instruction& x = At(value);
     switch (kVariantOps[x.op].rule) {
       case kRuleConst:
-        return Value(value, place);
+        return Value(value, scope);
       case kRuleAt:
         return std::string("at.") + kVariantOps[x.op].word + "()";
       case kRuleDim:
         return "Dim<" + std::to_string(x.args[0]) + ">(p, " + std::to_string(x.args[1]) + ")";
       case kRuleLoad:
-        return LoadText(value, place);
+        return LoadText(value, scope);
       case kRuleCast: {
         const char* to = x.type == kVariantF32   ? "ToFloat"
                          : x.type == kVariantI32 ? "ToInt"
                                                  : "ToBool";
-        return std::string(to) + "(" + Value(x.args[0], place) + ")";
+        return std::string(to) + "(" + Value(x.args[0], scope) + ")";
       }
       default:
         break;
     }
     if (x.op == kOpDiv && x.type == kVariantF32 && At(x.args[1]).op == kOpConst) {
-      // By a power of two, whose inverse is exact.
+      // Division by a power of two becomes a multiplication, because the inverse is exact.
       float divisor;
       std::memcpy(&divisor, &At(x.args[1]).args[0], sizeof(divisor));
       int exponent;
       const float inverse = 1.0f / divisor;
       if (std::abs(std::frexp(divisor, &exponent)) == 0.5f && std::isnormal(inverse)) {
-        return "Mul(" + Value(x.args[0], place) + ", " + FloatText(inverse) + ")";
+        return "Mul(" + Value(x.args[0], scope) + ", " + FloatText(inverse) + ")";
       }
     }
     std::string text = std::string(OpText(x.op)) + "(";
     for (i32 i = 0; i < kVariantOps[x.op].num_args; ++i) {
-      text += (i > 0 ? ", " : "") + Value(x.args[i], place);
+      text += (i > 0 ? ", " : "") + Value(x.args[i], scope);
     }
     return text + ")";
   }
 
-  // What indices of `of` add to the place of an element; "" if there are none.
-  std::string PlaceOfIndices(const Instruction& x, Place of, bool* only_last) const {
+  // The part of an element's offset that comes from indices computed in `of`; "" if there are none.
+  std::string OffsetOfIndices(const Instruction& x, Scope of, bool* only_last) const {
     const i32 rank = p_.operands[x.args[0]].rank;
     std::string text;
     *only_last = true;
     for (i32 axis = 0; axis < rank; ++axis) {
       const i32 index = x.args[1 + axis];
-      Place place = PlaceOf(index);
-      if (place <= kOfCall) place = x.level == kPerKey ? kOfKey : kOfRow;
-      if (place != of) continue;
+      Scope scope = ScopeOf(index);
+      if (scope <= kOfCall) scope = x.level == kPerKey ? kOfKey : kOfRow;
+      if (scope != of) continue;
       const std::string arguments = std::to_string(axis) + ", " + Value(index, of) + ")";
       const std::string operand = std::to_string(x.args[0]);
       if (!text.empty()) text += " + ";
@@ -210,20 +210,20 @@ class Writer {
     return "Elements<" + std::to_string(x.args[0]) + ", " +
            ElementText(p_.operands[x.args[0]].type) + ">(p, ";
   }
-  std::string LoadText(i32 value, Place place) const {
+  std::string LoadText(i32 value, Scope scope) const {
     const Instruction& x = At(value);
     const std::string load = std::string("Load<") + ElementText(p_.operands[x.args[0]].type) + ">(";
     bool only_last;
-    const std::string mine = PlaceOfIndices(x, place, &only_last);
-    if (PlaceOf(value) == kOfCall || place == kOfRow) {
+    const std::string mine = OffsetOfIndices(x, scope, &only_last);
+    if (ScopeOf(value) == kOfCall || scope == kOfRow) {
       bool ignored;
-      const std::string all = PlaceOfIndices(x, kOfRow, &ignored);
+      const std::string all = OffsetOfIndices(x, kOfRow, &ignored);
       return load + Elements(x) + (all.empty() ? "0" : all) + "), 0)";
     }
-    if (place == kOfKey) return load + Elements(x) + "0), " + mine + ")";
+    if (scope == kOfKey) return load + Elements(x) + "0), " + mine + ")";
     std::string elements = "row." + Number("elements", value);
     std::string rest = mine;
-    if (place == kOfLogit && !PlaceOfIndices(x, kOfKey, &only_last).empty()) {
+    if (scope == kOfLogit && !OffsetOfIndices(x, kOfKey, &only_last).empty()) {
       rest = "key." + Number("place", value) + (mine.empty() ? "" : " + " + mine);
     }
     return load + elements + ", " + rest + ")";
@@ -235,13 +235,14 @@ class Writer {
     *out << "    " << of << "." << name << " = " << text << ";\n";
   }
 
-  // The statements of all values of `place`, and the members that keep them for others.
-  void WriteValues(Place place, std::ostringstream* out, std::ostringstream* members) const {
-    const char* const of = place == kOfRow ? "row" : "key";
+  // Writes the statements of all values of `scope`, and the members that keep them for other
+  // scopes.
+  void WriteValues(Scope scope, std::ostringstream* out, std::ostringstream* members) const {
+    const char* const of = scope == kOfRow ? "row" : "key";
     std::vector<bool> for_keys(p_.num_instructions);
     for (i32 i = p_.num_instructions - 1; i >= 0; --i) {
       const Instruction& x = At(i);
-      const bool needs = used_[i] && (PlaceOf(i) == kOfKey || for_keys[i]);
+      const bool needs = used_[i] && (ScopeOf(i) == kOfKey || for_keys[i]);
       for (i32 a = 0; needs && a < NumValueArgs(p_, x); ++a) {
         for_keys[x.args[FirstValueArg(x) + a]] = true;
       }
@@ -249,36 +250,36 @@ class Writer {
     for (i32 i = 0; i < p_.num_instructions; ++i) {
       if (!used_[i]) continue;
       const Instruction& x = At(i);
-      const Place at = PlaceOf(i);
+      const Scope at = ScopeOf(i);
       bool only_last;
-      // What loads further in can have ahead.
-      if (x.op == kOpLoad && at == kOfLogit && place == kOfRow) {
-        const std::string text = PlaceOfIndices(x, kOfRow, &only_last);
+      // The part of a load's address that this scope can compute ahead.
+      if (x.op == kOpLoad && at == kOfLogit && scope == kOfRow) {
+        const std::string text = OffsetOfIndices(x, kOfRow, &only_last);
         Member("const char*", Number("elements", i),
                Elements(x) + (text.empty() ? "0" : text) + ")", of, out, members);
       }
-      if (x.op == kOpLoad && at == kOfLogit && place == kOfKey) {
-        const std::string text = PlaceOfIndices(x, kOfKey, &only_last);
+      if (x.op == kOpLoad && at == kOfLogit && scope == kOfKey) {
+        const std::string text = OffsetOfIndices(x, kOfKey, &only_last);
         if (!text.empty()) {
           Member(only_last ? "int" : "i64", Number("place", i), text, of, out, members);
         }
       }
-      if (IsDistance(x) && place == kOfRow) {
+      if (IsDistance(x) && scope == kOfRow) {
         const KeyPosition position = FindKeyPosition(p_, x.args[0]);
         Member("float", Number("distance", i),
-               "ToFloat(" + TextAtKey(position, Value(position.other, place), "first") + ")", of,
+               "ToFloat(" + TextAtKey(position, Value(position.other, scope), "first") + ")", of,
                out, members);
       }
-      if (const i32 d = DistanceOfProduct(x); d >= 0 && place == kOfRow) {
+      if (const i32 d = DistanceOfProduct(x); d >= 0 && scope == kOfRow) {
         Member(
             "float", Number("scaled", i),
-            "Mul(" + Value(x.args[1 - d], place) + ", row." + Number("distance", x.args[d]) + ")",
+            "Mul(" + Value(x.args[1 - d], scope) + ", row." + Number("distance", x.args[d]) + ")",
             of, out, members);
       }
-      if (at != place && (at != kOfCall || (place == kOfKey && !for_keys[i]))) continue;
+      if (at != scope && (at != kOfCall || (scope == kOfKey && !for_keys[i]))) continue;
       *out << "    const " << TypeText(x.type) << " " << Number("v", i) << " = "
-           << Expression(i, place) << ";\n";
-      if (at == kOfCall && place == kOfKey) continue;
+           << Expression(i, scope) << ";\n";
+      if (at == kOfCall && scope == kOfKey) continue;
       Member(TypeText(x.type), Number("v", i), Number("v", i), of, out, members);
     }
   }
@@ -308,8 +309,8 @@ class Writer {
     }
     *row << affine.statements;
     const AffineValue& x = affine.value;
-    // What all rows have in common waits for the exponent, if it neither turns logits around nor
-    // comes near the end of f32.
+    // A factor that is the same for all rows is applied in the exponent, if it is positive and far
+    // from the limits of f32.
     const bool is_common = x.factor.kind == RowNumber::kConstant && x.factor.constant > 0x1p-60f &&
                            x.factor.constant < 0x1p60f;
     const bool is_line = is_common && x.rest.empty();
@@ -352,7 +353,7 @@ class Writer {
   static std::string NumberText(const RowNumber& x) {
     return x.kind == RowNumber::kConstant ? FloatText(x.constant) : x.name;
   }
-  // kHas<name>, and the number of a row that has it.
+  // Writes kHas<name> and the function that gives a row's number.
   static std::string RowNumberText(const std::string& name, const RowNumber& x,
                                    std::ostringstream* row, std::ostringstream* row_members) {
     if (x) Member("float", "of" + name, NumberText(x), "row", row, row_members);
@@ -363,8 +364,8 @@ class Writer {
 
   // --- masks ---
 
-  // Whether the mask is known to show all keys of a range to a row, by its comparisons of
-  // positions.
+  // Writes ShowsAll, which proves from the mask's comparisons of positions that a row sees all keys
+  // of a range.
   std::string ShowsAll() const {
     const std::string proof = p_.visible < 0 ? "true" : Proof(p_.visible, true);
     return std::string("  static constexpr bool kMayShowAll = ") +
@@ -374,11 +375,11 @@ class Writer {
            proof + ";\n  }\n";
   }
 
-  // Text of a condition of rows on which the bool is `wanted` for all keys of [first, last];
-  // "false" where none is known.
+  // The text of a condition on the row under which the bool is `wanted` for all keys of [first,
+  // last]; "false" if no condition is known.
   std::string Proof(i32 value, bool wanted) const {
     const Instruction& x = At(value);
-    if (PlaceOf(value) <= kOfRow) {
+    if (ScopeOf(value) <= kOfRow) {
       return std::string(wanted ? "" : "!") + Value(value, kOfLogit);
     }
     switch (x.op) {
@@ -391,7 +392,7 @@ class Writer {
       case kOpLt:
       case kOpLe: {
         if (At(x.args[0]).type != kVariantI32) return "false";
-        // The largest one on the left against the smallest one on the right, or the opposite.
+        // Compares the largest value on the left with the smallest on the right, or the opposite.
         const std::string left = Extreme(x.args[0], wanted);
         const std::string right = Extreme(x.args[1], !wanted);
         if (left.empty() || right.empty()) return "false";
@@ -406,12 +407,12 @@ class Writer {
     if (all && (x == "false" || y == "false")) return "false";
     if (!all && x == "false") return y;
     if (!all && y == "false") return x;
-    if (x.size() + y.size() > 2000) return "false";  // values that are used again and again
+    if (x.size() + y.size() > 2000) return "false";  // else texts could grow exponentially
     return "(" + x + (all ? " && " : " || ") + y + ")";
   }
-  // The largest, or smallest, that the i32 is for keys of [first, last]; "" if that is not known.
+  // The largest or smallest value of the i32 over keys of [first, last]; "" if it is not known.
   std::string Extreme(i32 value, bool largest) const {
-    if (PlaceOf(value) <= kOfRow) return Value(value, kOfLogit);
+    if (ScopeOf(value) <= kOfRow) return Value(value, kOfLogit);
     const KeyPosition position = FindKeyPosition(p_, value);
     if (position.sign == 0) return "";
     const bool at_last = (position.sign > 0) == largest;
@@ -419,7 +420,7 @@ class Writer {
                      at_last ? "last" : "first");
   }
 
-  // Whether a derivative is 1 of every logit; -1 says so, too.
+  // Whether a derivative is 1 for every logit. The value -1 means so, too.
   bool IsOne(i32 value) const {
     const float one = 1.0f;
     return value < 0 || (At(value).op == kOpConst && std::memcmp(&At(value).args[0], &one, 4) == 0);
@@ -438,7 +439,7 @@ class Writer {
     return out.str();
   }
 
-  // Elements of operands that a logit reads, and its derivatives by them.
+  // Writes the operand elements that a logit reads and its derivatives by them.
   void WriteElements(std::ostringstream* to) const {
     std::ostringstream& out = *to;
     const i32 num = gradient_->num_elements;
@@ -453,16 +454,16 @@ class Writer {
       const std::string operand = std::to_string(x.args[0]),
                         to_i = "[" + std::to_string(i) + "] = ";
       needed.push_back(partial);
-      std::string place;
+      std::string offset;
       for (i32 axis = 0; axis < rank; ++axis) {
         needed.push_back(x.args[1 + axis]);
-        place += (axis > 0 ? " + " : "") +
-                 (axis == rank - 1 ? "InLastAxis<" + operand
-                                   : "InAxis<" + operand + ", " + std::to_string(rank)) +
-                 ">(p, " + std::to_string(axis) + ", " + Value(x.args[1 + axis], kOfLogit) + ")";
+        offset += (axis > 0 ? " + " : "") +
+                  (axis == rank - 1 ? "InLastAxis<" + operand
+                                    : "InAxis<" + operand + ", " + std::to_string(rank)) +
+                  ">(p, " + std::to_string(axis) + ", " + Value(x.args[1 + axis], kOfLogit) + ")";
       }
       operands += (i > 0 ? ", " : "") + operand;
-      results += "    places" + to_i + (place.empty() ? "0" : place) + ";\n";
+      results += "    places" + to_i + (offset.empty() ? "0" : offset) + ";\n";
       results += "    partials" + to_i + Value(partial, kOfLogit) + ";\n";
     }
     out << "  __device__ static constexpr int OperandOf(int element) {\n"
@@ -476,7 +477,7 @@ class Writer {
     out << results << "  }\n";
   }
 
-  // The statements of all that results compute for each logit. -1: no result.
+  // Writes the statements of all values that the results need per logit. -1: no result.
   void WriteNeeded(const std::vector<i32>& results, std::ostringstream* to) const {
     std::ostringstream& out = *to;
     std::vector<bool> needed(p_.num_instructions);
@@ -500,10 +501,10 @@ class Writer {
       }
     }
   }
-  // Values that a result computes for each logit.
+  // Marks the values that a result needs per logit.
   void MarkNeeded(i32 value, std::vector<bool>* needed) const {
     const Instruction& x = At(value);
-    if (PlaceOf(value) != kOfLogit || x.op == kOpScore || (*needed)[value]) return;
+    if (ScopeOf(value) != kOfLogit || x.op == kOpScore || (*needed)[value]) return;
     (*needed)[value] = true;
     if (IsDistance(x) || DistanceOfProduct(x) >= 0) return;
     for (i32 i = 0; i < NumValueArgs(p_, x); ++i) {

@@ -1,4 +1,4 @@
-// A variant's program as CUDA C++.
+// Writes a variant's program as CUDA C++.
 #pragma once
 
 #include <string>
@@ -7,32 +7,31 @@
 
 namespace jax_attn {
 
-// Text of `struct <name>`, of cuda/common/variant.cuh's operations, one a line:
-//   struct Row, struct Key          what is computed once for a row, or a key, of a tile
-//   OfRow(params, facts, first)     first: kv position of the tile's first key
-//   OfKey(params, facts)
+// Returns the text of `struct <name>`, with one operation of cuda/common/variant.cuh per line:
+//   struct Row, struct Key          values computed once per row, or per key, of a tile
+//   OfRow(params, facts, first)     computes a Row; first: kv position of the tile's first key
+//   OfKey(params, facts)            computes a Key
 //   Logit(params, row, key, facts of the key, score)
 //   IsVisible(params, row, key, facts of the key)
-//   ShowsAll(row, first, last)      whether the row is known to see all keys from first to last, kv
-//                                  positions; kMayShowAll: not false of all rows
-// kIsAffine: there are, in place of Logit, the parts of
-//   (kFactor * Factor(row)) * score + (Term(row) + Slope(row) * place of the key) + rest
-//   kHasFactor, kHasTerm ...        which of them there are; Factor counts as 1 otherwise
+//   ShowsAll(row, first, last)      whether the row is known to see all kv positions from first to
+//                                  last; kMayShowAll: this can be true
+// With kIsAffine there is no Logit, but the parts of
+//   (kFactor * Factor(row)) * score + (Term(row) + Slope(row) * offset of the key) + rest
+//   kHasFactor, kHasTerm ...        which parts exist; a Factor that does not counts as 1
 //   Rest(params, row, key, facts of the key, x)
-//                                  x + rest, what depends on keys otherwise
-//   LineAt(row, first)             Term and Slope where `first` is another one; there is neither
-//                                  Factor nor rest
-// The place is counted from `first`. present is 1.
+//                                  x + rest; rest is all else that depends on the key
+//   LineAt(row, first)             Term and Slope for another `first`, without Factor and rest
+// The offset of a key is its position minus `first`. The program's `present` must be 1.
 std::string VariantText(const VariantProgram& program, const std::string& name);
 
-// The same for the backward pass, with, in place of Logit,
+// The same for the backward pass. Instead of Logit it has
 //   Differentiate(params, row, key, facts of the key, score, slope)
-//                                  the logit, and its derivative by the score
-//   kHasSlope                      whether that is not 1 everywhere
-//   kNumElements                   of operands that a logit reads, and has derivatives by
-//   OperandOf(element)
+//                                  the logit; slope: its derivative by the score
+//   kHasSlope                      whether that derivative may differ from 1
+//   kNumElements                   operand elements that a logit reads and has derivatives by
+//   OperandOf(element)             the operand of such an element
 //   Partials(params, row, key, facts of the key, score, places, partials)
-//                                  of each its place in the operand, and the derivative
+//                                  each element's index in its operand, and the derivative by it
 std::string VariantText(const VariantGradient& gradient, const std::string& name);
 
 }  // namespace jax_attn

@@ -1,8 +1,9 @@
 // A user's logits and mask functions as a program: a list of scalar operations in which every value
-// is written once (jax_attn/_variant/trace.py traces them to it).
+// is written once. jax_attn/_variant/trace.py traces the functions to it.
 //
-// A plain struct of fixed size, for host code and the CPU kernels of every instruction set, so this
-// file includes no C++ standard header. words.cc reads and checks the words of one.
+// A program is a plain struct of fixed size for host code and for the CPU kernels of every
+// instruction set, so this file includes no C++ standard header. words.cc reads and checks
+// programs.
 #pragma once
 
 #include "params.h"
@@ -11,7 +12,8 @@ namespace jax_attn {
 
 enum VariantType : i32 { kVariantF32 = 0, kVariantI32 = 1, kVariantBool = 2 };
 
-// What an operand is in memory; f32, bf16 and f16 load as f32, i32 and u8 as i32, bool as bool.
+// Element type of an operand in memory. f32, bf16 and f16 load as f32, i32 and u8 as i32, bool as
+// bool.
 enum OperandType : i32 {
   kOperandF32 = 0,
   kOperandBF16 = 1,
@@ -21,30 +23,30 @@ enum OperandType : i32 {
   kOperandBool = 5,
 };
 
-// What a value depends on besides the call, as bits: an executor computes it that often.
+// How often a value is computed: once per call, or per row, key or both that it depends on. Bits.
 enum VariantLevel : i32 { kPerCall = 0, kPerRow = 1, kPerKey = 2, kPerLogit = 3 };
 
-// What an operation takes and gives.
+// The arguments and the result of an operation.
 enum VariantRule : i32 {
   kRuleConst,    // args[0]: the bits of the value, bool 0 or 1
   kRuleAt,       // no arguments: a fact about the logit
-  kRuleLoad,     // args[0]: an operand, args[1 ...]: as many i32 indices as it has axes
-  kRuleDim,      // args[0]: an operand, args[1]: an axis; gives its length, i32
-  kRuleSame,     // arguments and result of one type
-  kRuleCompare,  // two arguments of one type, gives bool
-  kRuleSelect,   // bool, yes, no
+  kRuleLoad,     // args[0]: an operand, args[1 ...]: one i32 index per axis
+  kRuleDim,      // args[0]: an operand, args[1]: an axis; the result is its length, i32
+  kRuleSame,     // arguments and result have one type
+  kRuleCompare,  // two arguments of one type; the result is bool
+  kRuleSelect,   // bool, value if true, value if false
   kRuleCast,     // one argument of any type
 };
 
-// Types that a rule's arguments may have, as bits (1 << VariantType).
+// Types that arguments may have, as bits (1 << VariantType).
 enum : i32 { kF = 1, kI = 2, kFI = 3, kB = 4, kIB = 6, kAny = 7 };
 
-// The one table of operations: X(name, word, rule, arguments, types).
-// f32 is IEEE; min and max give NaN if either is NaN. i32 wraps around; division truncates, x / 0
-// is -1 and x rem 0 is x; shifts by 32 bits or more leave 0, or the sign (sar). A cast to i32
-// truncates and saturates, of NaN it is 0; a cast to bool is x != 0.
-// A load's indices are clamped to [0, length): nothing outside is read; an operand with an axis of
-// length 0 is refused before anything runs.
+// The one table of operations: X(name, word, rule, number of arguments, types).
+// f32 is IEEE; min and max give NaN if either argument is NaN. i32 wraps around; division
+// truncates, x / 0 is -1 and x rem 0 is x; shifts by 32 bits or more leave 0, or the sign (sar). A
+// cast to i32 truncates and saturates, and NaN becomes 0; a cast to bool is x != 0. The indices of
+// a load are clamped to [0, length), so nothing outside is read. An operand with an axis of length
+// 0 is refused before anything runs.
 #define JAX_ATTN_VARIANT_OPS(X)                 \
   X(Const, "const", kRuleConst, 0, kAny)        \
   X(Score, "score", kRuleAt, 0, kF)             \
@@ -104,7 +106,7 @@ enum VariantOp : i32 {
 struct VariantOpInfo {
   const char* word;
   VariantRule rule;
-  i32 num_args;  // values that kRuleSame, kRuleCompare, kRuleSelect, kRuleCast take
+  i32 num_args;  // arguments that are values, of kRuleSame, kRuleCompare, kRuleSelect, kRuleCast
   i32 types;
 };
 
@@ -118,13 +120,13 @@ inline constexpr i32 kMaxInstructions = 128;
 inline constexpr i32 kMaxOperandRank = 4;
 inline constexpr i32 kMaxInstructionArgs = 1 + kMaxOperandRank;
 
-// Value i of a program is what instruction i gives. Arguments are values before it, unless the rule
-// says otherwise; those that are not used are 0.
+// Value i of a program is the result of instruction i. Arguments are earlier values unless the rule
+// says otherwise. Unused arguments are 0.
 struct Instruction {
   i32 op;    // a VariantOp
-  i32 type;  // of the result, a VariantType
+  i32 type;  // VariantType of the result
   i32 args[kMaxInstructionArgs];
-  i32 level;  // a VariantLevel; follows from the rest
+  i32 level;  // a VariantLevel, derived from the other fields
 };
 
 struct ProgramOperand {
@@ -133,29 +135,29 @@ struct ProgramOperand {
 };
 
 struct VariantProgram {
-  i32 present;     // 0: no variant, and all else is 0
-  i32 normalizes;  // 1: softmax; 0: o is the sum of logits times values
+  i32 present;     // 0: no variant, and all other fields are 0
+  i32 normalizes;  // 1: softmax; 0: o is the sum of logits times v
   i32 logits;      // the value that becomes the logit (normalizes 0: the weight); -1: the score
-  i32 visible;     // the value, bool, that says whether the row sees the key; -1: true
+  i32 visible;     // the bool value that says whether the row sees the key; -1: true
   i32 num_operands;
   ProgramOperand operands[kMaxVariantOperands];
   i32 num_instructions;
   Instruction instructions[kMaxInstructions];
 };
 
-// What the backward pass needs of a program: derivatives of its logit, which are values of it, too.
+// A program with the derivatives of its logit, for the backward pass. Derivatives are values, too.
 inline constexpr i32 kMaxDerivatives = 16;
 struct VariantGradient {
-  VariantProgram program;  // gives the logit and the mask as before
-  i32 score;               // the value that is d logit / d score; -1: 1
+  VariantProgram program;  // with the same logit and mask
+  i32 score;               // the value that is d logit / d score; -1: it is 1
   i32 num_elements;
   struct {
-    i32 load;     // an instruction that loads an element of an operand of floats
+    i32 load;     // an instruction that loads an element of a float operand
     i32 partial;  // the value that is d logit / d element
   } elements[kMaxDerivatives];
 };
 
-// Arguments of an instruction that are values: args[first_value_arg ... + num_value_args).
+// The arguments of an instruction that are values: args[FirstValueArg ... + NumValueArgs).
 constexpr i32 FirstValueArg(const Instruction& x) {
   return kVariantOps[x.op].rule == kRuleLoad ? 1 : 0;
 }
@@ -164,8 +166,8 @@ constexpr i32 NumValueArgs(const VariantProgram& program, const Instruction& x) 
                                              : kVariantOps[x.op].num_args;
 }
 
-// Whether an operation is one that the rows of a shared prefix do not have in common, and their
-// items do not say: positions, rows and lengths of the queries.
+// Whether the result differs between the rows of a shared prefix. Items of shared prefixes do not
+// have these facts: positions, rows and lengths of the queries.
 constexpr bool IsOfOwnRows(i32 op) {
   return op == kOpRequest || op == kOpQPos || op == kOpQRow || op == kOpQLen || op == kOpKvLen;
 }
@@ -176,7 +178,7 @@ constexpr bool NeedsOwnRows(const VariantProgram& program) {
   return false;
 }
 
-// Whether the logits do, which is all that counts where the mask hides nothing.
+// The same for the logits alone. Nothing else counts where the mask hides nothing.
 constexpr bool LogitsNeedOwnRows(const VariantProgram& program) {
   bool is_read[kMaxInstructions] = {};
   for (i32 i = program.num_instructions - 1; i >= 0; --i) {

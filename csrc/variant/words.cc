@@ -82,7 +82,7 @@ class Reader {
     }
     if (!s.ok()) return s;
     const VariantOpInfo& info = kVariantOps[x.op];
-    i32 used = info.num_args;  // of args
+    i32 used = info.num_args;  // entries of args in use
     switch (info.rule) {
       case kRuleConst:
         used = 1;
@@ -149,7 +149,7 @@ class Reader {
     return CheckType(name, x.type, info.rule == kRuleCompare ? i32{kVariantBool} : type);
   }
 
-  // That `value` comes before instruction i, and its type; -1: any.
+  // Checks that `value` comes before instruction i and has the type; -1: any type.
   Status CheckValue(const std::string& name, i32 i, i32 value, i32 type) {
     if (value < 0 || value >= i) {
       return Refuse(name, "an argument that is a value before it", value);

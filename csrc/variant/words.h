@@ -1,8 +1,9 @@
-// The words of a program: how it travels through attributes, files and Python.
+// The words of a program, its form in attributes, files and Python:
 //
 //   kProgramVersion, normalizes, logits, visible, num_operands, (type, rank) of each operand,
 //   num_instructions, (op, type, args[0 ... kMaxInstructionArgs)) of each instruction
-// No words at all: no variant.
+//
+// No words mean no variant.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +17,14 @@ namespace jax_attn {
 
 inline constexpr int64_t kProgramVersion = 1;
 
-// Words from anywhere: of a program that is accepted, every index is in range, every type is right,
-// and EncodeProgram gives the same words back.
+// Accepts words from any source. In an accepted program every index is in range and every type is
+// right, and EncodeProgram returns the same words.
 Status DecodeProgram(const int64_t* words, size_t num_words, VariantProgram* program);
 std::vector<int64_t> EncodeProgram(const VariantProgram& program);
 
-// Those of a gradient: score, num_elements, (load, partial) of each, and the words of its program.
-// of: the program that it must be the gradient of, as far as operands and softmax go; without one
-// there are no words.
+// The words of a gradient: score, num_elements, (load, partial) of each element, and the words of
+// its program. of: the program of the gradient; its operands and `normalizes` must match. Without a
+// variant there are no words.
 Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgram& of,
                       VariantGradient* gradient);
 std::vector<int64_t> EncodeGradient(const VariantGradient& gradient);

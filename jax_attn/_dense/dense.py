@@ -18,6 +18,7 @@ from jax_attn._dense import blocks_jnp
 from jax_attn._dense.blocks_jnp import Operand, Problem
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
+from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._plan.plan import AttentionPlan, plan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._spec.target import default_target, largest_head_dim
@@ -74,10 +75,10 @@ def dot_product_attention(
 
     Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
     any number of times; lse may be part of the loss. The backward pass is that of FlashAttention-2
-    (arXiv 2307.08691, Algorithm 2): on CPUs kernels; on CUDA, and with a bias, a mask or a traced
-    scale, in jnp, block by block of keys. Its memory grows with T + S and with the bias, not with
-    T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a mask
-    hides from all queries, have gradient 0 and no influence, whatever they hold.
+    (arXiv 2307.08691, Algorithm 2): kernels on CPUs and on CUDA; with a bias, a mask or a traced
+    scale, jnp over one block of keys at a time. Its memory grows with T + S and with the bias, not
+    with T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a
+    mask hides from all queries, have gradient 0 and no influence, whatever they hold.
 
     On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
     A bias or mask is split as the rows are, or has one part for all. With lengths that are known
@@ -567,10 +568,13 @@ def _second_derivatives(problem: Problem, primals: Any, tangents: Any) -> Any:
 
 def _gradients_flat(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
     *inputs, lse, d, d_o, buffer = arrays
-    operands = (*inputs[:3], lse, d, d_o)
-    q, k, v, lse, d, d_o = (x.reshape(-1, *x.shape[2:]) for x in operands)
-    of_all = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
-    return tuple(x.reshape(like.shape) for x, like in zip(of_all, operands, strict=False))
+    rows = (*inputs[:3], lse, d, d_o)
+    q, k, v, lse, d, d_o = (x.reshape(-1, *x.shape[2:]) for x in rows)
+    operands = BackwardOperands(
+        q=q, k=k, v=v, plan_buffer=buffer, layer=jnp.int32(0), lse=lse, d=d, d_o=d_o
+    )
+    of_all = gradients.gradients(operands, spec)
+    return tuple(x.reshape(like.shape) for x, like in zip(of_all, rows, strict=False))
 
 
 def _gradients_part(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jax_attn._ops import gradients
+from jax_attn._ops.attention_operands import AttentionOperands, split_by_head
 from jax_attn._ops.operands import (
     check_array,
     check_cache,
@@ -21,11 +22,11 @@ from jax_attn._ops.operands import (
     layer_operand,
     of_parts,
     spec_of,
-    split_of,
 )
 from jax_attn._plan.plan import AttentionPlan
+from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
-from jax_attn._xla.transforms import check_split
+from jax_attn._xla.transforms import HeadSplit, check_split
 
 
 @overload
@@ -135,26 +136,24 @@ def attention(
     >>> jnp.exp(lse[:, 0] - 8).round().tolist()  # row i sees i + 1 logits of 64 / sqrt(64)
     [1.0, 2.0, 3.0, 0.0]
     """
-    operands = _operands(
-        "attention",
-        q,
-        k,
-        v,
-        plan,
-        k_new,
-        v_new,
-        layer,
-        sinks,
-        q_scale,
-        k_scale,
-        v_scale,
-        variant_operands,
+    given = AttentionOperands[Any](
+        q=q,
+        k=k,
+        v=v,
+        layer=layer,
+        k_new=k_new,
+        v_new=v_new,
+        sinks=sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+    operands, split = _checked("attention", plan, given, variant_operands)
     if return_lse and (variant := plan.spec.variant) is not None and not variant.normalizes:
         raise ValueError(
             "attention: return_lse: expected False with a variant of normalize='none', got True."
         )
-    o, lse = gradients.attention(*operands)
+    o, lse = gradients.attention(operands, split)
     return (o, lse) if return_lse else o
 
 
@@ -184,68 +183,99 @@ def item_times(
     their rows and keys. On CUDA a kernel of its own is compiled, and the clock is %globaltimer;
     loads for an item may have begun while the one before it ran.
     """
-    *operands, split = _operands(
-        "item_times",
-        q,
-        k,
-        v,
-        plan,
-        k_new,
-        v_new,
-        layer,
-        sinks,
-        q_scale,
-        k_scale,
-        v_scale,
-        variant_operands,
+    given = AttentionOperands[Any](
+        q=q,
+        k=k,
+        v=v,
+        layer=layer,
+        k_new=k_new,
+        v_new=v_new,
+        sinks=sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+    operands, split = _checked("item_times", plan, given, variant_operands)
     if split.num_parts > 1:
         raise NotImplementedError(
             "item_times: q: arrays on one device are supported, got heads of"
             f" {split.num_parts}; time the part of one device."
         )
-    operands.append(split.spec)
-    if any(isinstance(x, jax.core.Tracer) for x in operands):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
         raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
-    timed = jax.jit(
-        functools.partial(ffi.attention, record_times=True), static_argnums=len(operands) - 1
-    )
+    timed = jax.jit(functools.partial(ffi.attention, spec=split.spec, record_times=True))
     for _ in range(2):
-        workspace = np.asarray(timed(*operands)[2])
+        workspace = np.asarray(timed(operands)[2])
     times = workspace[plan.spec.workspace_words :].view(np.int64).reshape(-1, 2)
     return times[: plan.header()["num_items"]] * 1e-9
 
 
-def _operands(
+def _checked(
     op: str,
-    q: Any,
-    k: Any,
-    v: Any,
     plan: AttentionPlan,
-    k_new: Any,
-    v_new: Any,
-    layer: Any,
-    sinks: Any,
-    q_scale: Any,
-    k_scale: Any,
-    v_scale: Any,
+    given: AttentionOperands[Any],
     variant_operands: Mapping[str, Any] | None,
-) -> tuple[Any, ...]:
-    """The operands of ffi.attention, checked, and how their heads are split."""
+) -> tuple[AttentionOperands[jax.Array], HeadSplit]:
+    """The operands of a call as its kernels want them, and how their heads are split.
+
+    given: as the caller gave them, without what the plan and variant_operands hold.
+    """
     one = spec_of(op, plan)
-    num_parts = count_parts(one, q, one.num_qo_heads)
+    num_parts = count_parts(one, given.q, one.num_qo_heads)
     spec = of_parts(one, num_parts)
-    q = check_array(op, "q", q, spec.q_shape, spec.dtype_of_q)
+    q = check_array(op, "q", given.q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
-        k, v, num_layers = check_cache(op, spec, k, v, layer)
+        k, v, num_layers = check_cache(op, spec, given.k, given.v, given.layer)
     else:
-        if layer is not None:
-            raise ValueError(f"{op}: layer: expected None with a ragged spec, got {layer}.")
+        if given.layer is not None:
+            raise ValueError(f"{op}: layer: expected None with a ragged spec, got {given.layer}.")
         num_layers = 1
         assert spec.max_kv_tokens is not None
         k_shape, v_shape = spec.kv_shapes(spec.max_kv_tokens)
-        k = check_array(op, "k", k, k_shape, spec.dtype_of_kv)
-        v = check_values(op, "v", v, v_shape, spec.dtype_of_kv)
+        k = check_array(op, "k", given.k, k_shape, spec.dtype_of_kv)
+        v = check_values(op, "v", given.v, v_shape, spec.dtype_of_kv)
+    k_new, v_new = _checked_new(op, spec, given.k_new, given.v_new)
+    sinks = given.sinks
+    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
+        raise ValueError(
+            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
+        )
+    if sinks is not None:
+        sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
+    scales = {name: getattr(given, name) for name in ("q_scale", "k_scale", "v_scale")}
+    q_scale, k_scale, v_scale = check_scales(op, spec, scales)
+    variant = check_variant_operands(op, spec, variant_operands)
+    layer = layer_operand(op, given.layer, num_layers)
+    plan_buffer, layer = check_data(op, plan, layer, k, num_layers)
+    if spec.variant is not None and num_parts > 1 and spec.variant.reads_heads:
+        raise NotImplementedError(  # a device numbers its own from 0
+            f"{op}: variant: one that reads head or kv_head is supported where a device has all"
+            f" heads of the arrays, got heads split {num_parts} ways; use jax.shard_map, with"
+            " the part of its operands that each device's heads read."
+        )
+    operands = AttentionOperands(
+        q=q,
+        k=k,
+        v=v,
+        plan_buffer=plan_buffer,
+        layer=layer,
+        k_new=k_new,
+        v_new=v_new,
+        sinks=sinks,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        variant=tuple(variant),
+    )
+    split = split_by_head(operands, one, num_parts)
+    check_split(op, split, operands)
+    return operands, split
+
+
+def _checked_new(
+    op: str, spec: AttentionSpec, k_new: Any, v_new: Any
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The keys and values of the query tokens, of a spec with fresh_kv."""
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         if (new is not None) != spec.fresh_kv:
             expected = "the keys or values of the query tokens" if spec.fresh_kv else "None"
@@ -253,46 +283,8 @@ def _operands(
                 f"{op}: {name}: expected {expected} with a spec of fresh_kv={spec.fresh_kv}, got"
                 f" {'None' if new is None else 'an array'}."
             )
-    if spec.fresh_kv:
-        k_shape, v_shape = spec.new_kv_shapes
-        k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
-        v_new = check_values(op, "v_new", v_new, v_shape, spec.dtype)
-    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
-        raise ValueError(
-            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
-        )
-    if sinks is not None:
-        sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
-    scales = check_scales(op, spec, {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale})
-    read = check_variant_operands(op, spec, variant_operands)
-    layer_index = layer_operand(op, layer, num_layers)
-    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
-    qo_heads, kv_heads = one.num_qo_heads, one.num_kv_heads
-    by_name: dict[str, tuple[Any, int | None, int]] = {
-        "q": (q, 1, qo_heads),
-        "k_pages" if spec.is_paged else "k": (k, -2, kv_heads),
-        "v_pages" if spec.is_paged else "v": (v, -2, kv_heads),
-        "plan": (buffer, None, 0),
-        "layer": (layer_index, None, 0),
-        "k_new": (k_new, 1, kv_heads),
-        "v_new": (v_new, 1, kv_heads),
-        "sinks": (sinks, 0, qo_heads),
-        "q_scale": (scales[0], 0, qo_heads),
-        "k_scale": (scales[1], 0, kv_heads),
-        "v_scale": (scales[2], 0, kv_heads),
-    }
-    if spec.variant is not None:
-        by_name |= {
-            f"variant_operands[{name!r}]": (array, None, 0)
-            for name, array in zip(spec.variant.names, read, strict=True)
-        }
-        if num_parts > 1 and spec.variant.reads_heads:  # a device numbers its own from 0
-            raise NotImplementedError(
-                f"{op}: variant: one that reads head or kv_head is supported where a device has all"
-                f" heads of the arrays, got heads split {num_parts} ways; use jax.shard_map, with"
-                " the part of its operands that each device's heads read."
-            )
-    split = split_of(one, num_parts, by_name, {"o": (3, 1, qo_heads), "lse": (2, 1, qo_heads)})
-    operands = [array for array, *_ in by_name.values()]
-    check_split(op, split, operands)
-    return *operands, split
+    if not spec.fresh_kv:
+        return None, None
+    k_shape, v_shape = spec.new_kv_shapes
+    k_new = check_array(op, "k_new", k_new, k_shape, spec.dtype)
+    return k_new, check_values(op, "v_new", v_new, v_shape, spec.dtype)

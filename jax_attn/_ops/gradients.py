@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
 from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing
@@ -20,7 +21,6 @@ from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing
 # jax.checkpoint.
 O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
 
-_NUM_OPERANDS = 11  # of ffi.attention, before those of a variant
 _LANES = 16  # that a row is cut into where a CPU adds it up: a vector of AVX-512
 
 _VMAP = "put the batch into the plan, one request per element"
@@ -28,12 +28,14 @@ _BACKWARD = "attention's backward pass"
 _NO_SECOND = "jax_attn.dot_product_attention has second derivatives"
 
 
-def _states(*operands: Any) -> tuple[jax.Array, ...]:
-    return ffi.attention(*operands)[:2]
+def _states(operands: AttentionOperands[jax.Array], spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    return ffi.attention(operands, spec)[:2]
 
 
-def _products(*operands: Any, wanted: tuple[int, ...] = ()) -> tuple[jax.Array, ...]:
-    d_q, d_k, d_v, _, *of_operands = ffi.backward(*operands, wanted=wanted)
+def _products(
+    operands: BackwardOperands[jax.Array], spec: AttentionSpec, *, wanted: tuple[int, ...] = ()
+) -> tuple[jax.Array, ...]:
+    d_q, d_k, d_v, _, *of_operands = ffi.backward(operands, spec, wanted=wanted)
     return d_q, d_k, d_v, *of_operands
 
 
@@ -50,8 +52,8 @@ def _backward(wanted: tuple[int, ...]) -> Callable[..., Any]:
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
-def _call(split: HeadSplit, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    o, lse = _forward(*operands, split)
+def _call(split: HeadSplit, operands: AttentionOperands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    o, lse = _forward(operands, split)
     return o, lse
 
 
@@ -61,14 +63,11 @@ _attention = jax.custom_vjp(_call, nondiff_argnums=(0,))
 _attention_of_operands = jax.custom_vjp(_call, nondiff_argnums=(0,))
 
 
-def attention(*operands: Any) -> tuple[jax.Array, jax.Array]:
-    """o and lse of ffi.attention, differentiable in q, k, v, sinks and a variant's operands.
-
-    operands: those of ffi.attention, but for the last one, which is a HeadSplit.
-    """
-    *arrays, split = operands
-    has_operands = len(arrays) > _NUM_OPERANDS
-    return (_attention_of_operands if has_operands else _attention)(split, *arrays)
+def attention(
+    operands: AttentionOperands[jax.Array], split: HeadSplit
+) -> tuple[jax.Array, jax.Array]:
+    """o and lse, differentiable in q, k, v, sinks and a variant's operands."""
+    return (_attention_of_operands if operands.variant else _attention)(split, operands)
 
 
 @jax.tree_util.register_static
@@ -77,14 +76,14 @@ class _Wanted:
     operands: tuple[int, ...]  # of a variant, by number
 
 
-def _forward_of_operands(split: HeadSplit, *primals: Any) -> tuple[Any, Any]:
-    arrays = [None if x is None else x.value for x in primals]
-    wanted = [i for i, x in enumerate(primals[_NUM_OPERANDS:]) if x.perturbed]
-    return _attention_forward(split, *arrays, wanted=wanted)
+def _forward_of_operands(split: HeadSplit, primals: AttentionOperands[Any]) -> tuple[Any, Any]:
+    operands = jax.tree.map(lambda primal: primal.value, primals)
+    wanted = [i for i, x in enumerate(primals.variant) if x.perturbed]
+    return _attention_forward(split, operands, wanted=wanted)
 
 
 def _attention_forward(
-    split: HeadSplit, *arrays: Any, wanted: Sequence[int] = ()
+    split: HeadSplit, operands: AttentionOperands[jax.Array], wanted: Sequence[int] = ()
 ) -> tuple[Any, Any]:
     check_differentiable(split.spec)
     if wanted and split.num_parts > 1:
@@ -93,46 +92,64 @@ def _attention_forward(
             f" arrays, got heads split {split.num_parts} ways; use jax.shard_map, and add up what"
             " its devices have."
         )
-    o, lse = _forward(*arrays, split)
+    o, lse = _forward(operands, split)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
-    q, k, v, buffer, layer, _, _, sinks = arrays[:8]
-    read = tuple(arrays[_NUM_OPERANDS:])
-    return (o, lse), (q, k, v, buffer, layer, sinks, read, o, lse, _Wanted(tuple(wanted)))
+    return (o, lse), (operands, o, lse, _Wanted(tuple(wanted)))
 
 
-def _attention_backward(split: HeadSplit, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, buffer, layer, sinks, read, o, lse, wanted = saved
+def _attention_backward(
+    split: HeadSplit, saved: Any, cotangents: Any
+) -> tuple[AttentionOperands[Any]]:
+    operands, o, lse, wanted = saved
     d_o, d_lse = (
         jnp.zeros_like(x) if isinstance(d_x, jax.custom_derivatives.SymbolicZero) else d_x
         for x, d_x in zip((o, lse), cotangents, strict=True)
     )
     d = row_sums(o, d_o, d_lse, split.spec.target)
-    operands = (q, k, v, buffer, layer, lse, d, d_o, *read)
-    split = _split_backward(split, [read[i].ndim for i in wanted.operands])
-    d_q, d_k, d_v, *of_operands = _backward(wanted.operands)(*operands, split)
-    d_sinks = None
+    split = _split_backward(split, wanted)
+    d_q, d_k, d_v, *of_wanted = _backward(wanted.operands)(
+        _backward_operands(operands, lse, d, d_o), split
+    )
+    sinks, d_sinks = operands.sinks, None
     if sinks is not None:
         # The sink has value 0, and no weight in a row without a key.
         d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
         if any(jax.typeof(d_sinks).sharding.spec):  # as the rows' heads are, on a mesh in the types
             d_sinks = jax.sharding.reshard(d_sinks, jax.typeof(sinks).sharding)
-    found = dict(zip(wanted.operands, of_operands, strict=True))
-    d_read = [found.get(i) for i in range(len(read))]
-    return d_q, d_k, d_v, *[None] * 4, d_sinks, *[None] * 3, *d_read
+    found = dict(zip(wanted.operands, of_wanted, strict=True))
+    d_variant = tuple(found.get(i) for i in range(len(operands.variant)))
+    return (AttentionOperands(q=d_q, k=d_k, v=d_v, sinks=d_sinks, variant=d_variant),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 _attention_of_operands.defvjp(_forward_of_operands, _attention_backward, symbolic_zeros=True)
 
 
-def _split_backward(split: HeadSplit, wanted_ndims: list[int]) -> HeadSplit:
+def _backward_operands(
+    operands: AttentionOperands[Any], lse: Any, d: Any, d_o: Any
+) -> BackwardOperands[Any]:
+    """The operands of the backward pass from those of the forward pass, or what describes them."""
+    return BackwardOperands(
+        q=operands.q,
+        k=operands.k,
+        v=operands.v,
+        plan_buffer=operands.plan_buffer,
+        layer=operands.layer,
+        lse=lse,
+        d=d,
+        d_o=d_o,
+        variant=operands.variant,
+    )
+
+
+def _split_backward(split: HeadSplit, wanted: _Wanted) -> HeadSplit:
     """How the arrays of the backward pass are split by head, from those of the forward pass."""
-    of_o, of_lse = split.results
-    products = [x for x in split.operands[:3] if x is not None]  # q, k, v; their gradients
-    products += [Operand("d_operand", ndim, None, 0) for ndim in wanted_ndims]
-    of_rows = of_lse._replace(name="d"), of_o._replace(name="d_o")
-    arrays = (*split.operands[:5], of_lse, *of_rows, *split.operands[_NUM_OPERANDS:])
-    return HeadSplit(split.spec, arrays, tuple(products), split.num_parts)
+    forward, (of_o, of_lse) = split.operands, split.results
+    d, d_o = dataclasses.replace(of_lse, name="d"), dataclasses.replace(of_o, name="d_o")
+    products = [forward.q, forward.k, forward.v]  # as their gradients
+    products += [Operand("d_operand", forward.variant[i].ndim, None, 0) for i in wanted.operands]
+    operands = _backward_operands(forward, of_lse, d, d_o)
+    return HeadSplit(split.spec, operands, tuple(products), split.num_parts)
 
 
 def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array, target: str | None) -> jax.Array:
@@ -151,21 +168,10 @@ def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array, target: str | None)
 
 
 def gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    buffer: jax.Array,
-    layer: jax.Array,
-    lse: jax.Array,
-    d: jax.Array,
-    d_o: jax.Array,
-    spec: AttentionSpec,
+    operands: BackwardOperands[jax.Array], spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """d_q, d_k, d_v of an attention call, in the shapes and dtypes of q, k and v.
-
-    buffer, layer, spec: of the call. lse: its result. d: what row_sums returns. d_o: as o.
-    """
-    d_q, d_k, d_v = _backward_of_one(q, k, v, buffer, layer, lse, d, d_o, spec)
+    """d_q, d_k, d_v of an attention call, in the shapes and dtypes of q, k and v."""
+    d_q, d_k, d_v = _backward_of_one(operands, spec)
     return d_q, d_k, d_v
 
 

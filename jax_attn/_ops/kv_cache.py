@@ -20,23 +20,26 @@ from jax_attn._ops.operands import (
     split_of,
 )
 from jax_attn._plan.plan import AttentionPlan
+from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
 from jax_attn._xla.transforms import check_split, over_heads, refusing
 
 _INSTEAD = {
     "vmap": "put the batch into the plan, one request per element",
-    "gradients": "the paged cache is for inference; train on jax_attn.dot_product_attention",
+    "gradients": "in a loss, pass k and v to attention or dot_product_attention (docs/training.md)",
 }
 
 
-def _written(*operands: Any) -> tuple[jax.Array, ...]:
-    return tuple(pages for pages in ffi.append_kv(*operands) if pages is not None)
+def _written(operands: tuple[Any, ...], spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    return tuple(pages for pages in ffi.append_kv(*operands, spec=spec) if pages is not None)
+
+
+def _rotated(operands: tuple[Any, ...], spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    return ffi.append_rotated(*operands, spec=spec)
 
 
 _append_kv = refusing("append_kv", over_heads("append_kv", _written), **_INSTEAD)
-_append_rotated = refusing(
-    "append_rotated", over_heads("append_rotated", ffi.append_rotated), **_INSTEAD
-)
+_append_rotated = refusing("append_rotated", over_heads("append_rotated", _rotated), **_INSTEAD)
 
 
 @overload
@@ -140,9 +143,9 @@ def append_kv(
     if v_pages is not None:
         results["v_pages"] = results["k_pages"]
     split = split_of(one, num_parts, by_name, results)
-    operands = [array for array, *_ in by_name.values()]
+    operands = tuple(array for array, *_ in by_name.values())
     check_split("append_kv", split, operands)
-    k_out, *v_out = _append_kv(*operands, split)
+    k_out, *v_out = _append_kv(operands, split)
     return k_out, v_out[0] if v_out else None
 
 
@@ -204,6 +207,6 @@ def append_rotated(
     pages = (k.ndim, k.ndim - 2, heads)
     results = {"q": (3, 1, one.num_qo_heads), "k_pages": pages, "v_pages": pages}
     split = split_of(one, num_parts, by_name, results)
-    operands = [array for array, *_ in by_name.values()]
+    operands = tuple(array for array, *_ in by_name.values())
     check_split(op, split, operands)
-    return _append_rotated(*operands, split)
+    return _append_rotated(operands, split)

@@ -16,7 +16,7 @@ import numpy as np
 from jax_attn import _environment
 from jax_attn._plan.plan import AttentionPlan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
-from jax_attn._xla.transforms import HeadSplit, Operand, has_mesh
+from jax_attn._xla.transforms import HeadSplit, Operand, has_mesh, operand_of
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
@@ -52,6 +52,8 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
             advice = f" Cast it: {name}.astype({dtype!r})."
         elif array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
             advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
+        elif array.dtype == dtype and array.ndim == len(shape) + 1:
+            advice = " There is no batch axis: the tokens of all requests are packed."
         elif sorted(array.shape) == sorted(shape):
             advice = " These are the same axes in another order: transpose it."
         raise ValueError(
@@ -95,18 +97,13 @@ def split_of(
     operands: by name (array or None, axis of its heads or None, heads of one device). The axis may
         be negative. Results: (ndim, axis, heads).
     """
-
-    def operand(name: str, array: Any, axis: int | None, heads: int) -> Operand | None:
-        if array is None:
-            return None
-        is_whole = axis is None or not array.size or (spec.mla and heads == spec.num_kv_heads)
-        return Operand(
-            name, array.ndim, None if is_whole or axis is None else axis % array.ndim, heads
-        )
-
+    described = (
+        None if array is None else operand_of(spec, name, array, head_axis, heads)
+        for name, (array, head_axis, heads) in operands.items()
+    )
     return HeadSplit(
         spec,
-        tuple(operand(name, *about) for name, about in operands.items()),
+        tuple(described),
         tuple(Operand(name, *about) for name, about in results.items()),
         num_parts,
     )

@@ -76,10 +76,14 @@ def operands_of(what: str, function: Callable[..., Any], operands: Mapping[str, 
     named = [p for p in parameters[len(first) :] if p.kind in keyword]
     missing = [p.name for p in named if p.name not in operands and p.default is p.empty]
     if what and (not has_room or (missing and not takes_all)):
-        wanted = (
-            f"fn({', '.join(first)}, ...), then of its operands ({', '.join(operands) or 'none'})"
+        advice = ""
+        if has_room:
+            arrays = ", ".join(f"{name!r}: array" for name in missing)
+            advice = f"; declare the arrays that it reads, operands={{{arrays}}}"
+        raise ValueError(
+            f"{OP}: {what}: expected fn({', '.join(first)}, ...), then of its operands"
+            f" ({', '.join(operands) or 'none'}), got fn{signature}{advice}."
         )
-        refuse(what, wanted, f"fn{signature}")
     return list(operands) if takes_all else [p.name for p in named if p.name in operands]
 
 
@@ -197,8 +201,8 @@ def _run(
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         if isinstance(const, jax.core.Tracer) or np.shape(const):
             raise NotImplementedError(
-                f"{OP}: {what}: closing over {jax.typeof(const)} is not supported; make it one"
-                " of the operands."
+                f"{OP}: {what}: closing over {jax.typeof(const)} is not supported; make it an"
+                " operand, operands={name: array}, and an argument of the function."
             )
         known[var] = builder.constant(np.asarray(const), _kind(what, var.aval, None))
 
@@ -218,6 +222,12 @@ def _run(
             results = _run(builder, what, closed.jaxpr, closed.consts, arguments)
         else:
             (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
+            if out is not None and out.aval.shape:
+                raise NotImplementedError(
+                    f"{OP}: {what}: the array {out.aval.str_short()} at"
+                    f" {source_info_util.summarize(eqn.source_info)} is not supported; make arrays"
+                    " operands, operands={name: array}, and index them, name[i]."
+                )
             rule = _RULES.get(eqn.primitive.name)
             if rule is None or out is None:
                 _unsupported(what, f"the primitive {eqn.primitive.name}", eqn)

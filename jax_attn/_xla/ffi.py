@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -12,6 +13,7 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
+from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
@@ -79,35 +81,20 @@ def plan(
         operands += (block_map.classes,)
     attributes = {name: np.int64(tokens) for name, tokens in blocks.items()}
 
-    def plan_batch(*operands_and_levels: Any) -> Any:
-        *operands, has_levels = operands_and_levels
+    def plan_batch(operands: tuple[jax.Array, ...], has_levels: bool) -> Any:
         return call(*operands, problem=spec.problem_words, levels=has_levels, **attributes)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
-        *operands, num_levels > 0
+        operands, num_levels > 0
     )
     return buffer
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
-    plan_buffer: jax.Array,
-    layer: jax.Array,
-    k_new: jax.Array | None,
-    v_new: jax.Array | None,
-    sinks: jax.Array | None,
-    q_scale: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-    *variant_operands_and_spec: Any,
-    record_times: bool = False,
+    operands: AttentionOperands[jax.Array], spec: AttentionSpec, *, record_times: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o, lse and the workspace, at whose end are, with record_times, the times of the items:
-    int64 nanoseconds [max_items, 2], as int32 words. Optional operands are the last ones that are
-    given: before one, others are arrays without elements."""
-    *variant_operands, spec = variant_operands_and_spec
+    int64 nanoseconds [max_items, 2], as int32 words."""
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         config_words = spec.kernel_config | {"record_times": 1}
@@ -123,30 +110,21 @@ def attention(
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    if sinks is None and (q_scale is not None or variant_operands):
+    # Only the last operands of a call may be left out: before others, an array without elements.
+    sinks, v = operands.sinks, operands.k if operands.v is None else operands.v
+    if sinks is None and (operands.q_scale is not None or operands.variant):
         sinks = jnp.zeros((0,), jnp.float32)
-    optional = [x for x in (k_new, v_new, sinks, q_scale, k_scale, v_scale) if x is not None]
-    optional += variant_operands
-    operands = (q, k, k if v is None else v, plan_buffer, layer, *optional)
-    o, lse, workspace = call(*operands, problem=problem_words, poison=_environment.poison)
+    arrays = jax.tree.leaves(dataclasses.replace(operands, v=v, sinks=sinks))
+    o, lse, workspace = call(*arrays, problem=problem_words, poison=_environment.poison)
     return o, lse, workspace
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    plan_buffer: jax.Array,
-    layer: jax.Array,
-    lse: jax.Array,
-    d: jax.Array,
-    d_o: jax.Array,
-    *variant_operands_and_spec: Any,
-    wanted: tuple[int, ...] = (),
+    operands: BackwardOperands[jax.Array], spec: AttentionSpec, *, wanted: tuple[int, ...] = ()
 ) -> tuple[jax.Array, ...]:
     """d_q, d_k, d_v, a workspace, which on CPUs has the f32 sums of what is not f32, and gradients
     of the operands `wanted` of a variant, in their dtypes."""
-    *variant_operands, spec = variant_operands_and_spec
+    q, k, v = operands.q, operands.k, operands.v
     words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
     jit.compile_ahead("backward", spec, words)
     num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
@@ -155,16 +133,17 @@ def backward(
         (
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
             jax.ShapeDtypeStruct((num_words,), jnp.float32),
-            *(_sums_of(variant_operands[i], q, spec) for i in summed),
+            *(_sums_of(operands.variant[i], q, spec) for i in summed),
         ),
     )
-    operands = (q, k, v, plan_buffer, layer, lse, d, d_o, *variant_operands)
-    gradient = np.asarray(words, np.int64)
     results = call(
-        *operands, problem=spec.problem_words, gradient=gradient, poison=_environment.poison
+        *jax.tree.leaves(operands),
+        problem=spec.problem_words,
+        gradient=np.asarray(words, np.int64),
+        poison=_environment.poison,
     )
     sums = dict(zip(summed, (_whole(x, spec) for x in results[4:]), strict=True))
-    like = [variant_operands[i] for i in wanted]
+    like = [operands.variant[i] for i in wanted]
     of_operands = (
         sums.get(i, jnp.zeros(x.shape)).astype(x.dtype) for i, x in zip(wanted, like, strict=True)
     )
@@ -194,6 +173,7 @@ def append_kv(
     layer: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array | None]:
     jit.compile_ahead("append", spec)
@@ -220,6 +200,7 @@ def append_rotated(
     layer: jax.Array,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    *,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     jit.compile_ahead("append_rotated", spec)

@@ -50,6 +50,7 @@ def precompile(
     """
     if isinstance(specs, AttentionSpec):
         specs = [specs]
+    _follow_log_switches()
     jobs: dict[str, Callable[[], dict[str, Any]]] = {}
     for spec in specs:
         jobs |= jobs_of(spec if target is None else dataclasses.replace(spec, target=target))
@@ -66,6 +67,7 @@ def compile_ahead(operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
     gradient: of "backward": the words of the gradient of the spec's variant.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
+        _follow_log_switches()
         _start(operation, spec, gradient)
 
 
@@ -127,6 +129,12 @@ def jobs_of(
     return jobs
 
 
+def _follow_log_switches() -> None:
+    """Let kernels that are compiled from now on be logged if either switch is on."""
+    with_jax: bool = jax.config.jax_log_compiles  # type: ignore[attr-defined]
+    _core.set_compile_log(_environment.log_compile or with_jax)
+
+
 def nvrtc_candidates() -> list[str]:
     """Where libnvrtc may be, best first; a copy already in the process goes before all of them."""
     folders: list[pathlib.Path] = []
@@ -144,3 +152,4 @@ def nvrtc_candidates() -> list[str]:
 
 
 _core.set_jit_paths(nvrtc_candidates(), [], _environment.cache_dir)
+_follow_log_switches()

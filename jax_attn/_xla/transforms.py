@@ -21,31 +21,28 @@ from jax.sharding import PartitionSpec as P
 def refusing(
     op: str, call: Callable[..., Any], *, vmap: str, gradients: str | None = None
 ) -> Callable[..., Any]:
-    """`call(*arrays, static)` that raises NotImplementedError under vmap and differentiation.
+    """`call(operands, static)` that raises NotImplementedError under vmap and differentiation.
 
     op: the name of the operation in the message.
     vmap, gradients: the end of the message: what to do instead. gradients None: nothing to refuse,
         because no result is a float.
-    Arrays may be None. Those without elements are made inside: as operands they crash the compiler
-    of jax 0.11 in a shard_map that is not under jit.
+    operands: any tree of arrays. Those without elements are made inside: as operands they crash the
+    compiler of jax 0.11 in a shard_map that is not under jit.
     """
 
     def refuse(transformation: str, advice: str) -> Any:
         raise NotImplementedError(f"{op}: {transformation}: not supported; {advice}.")
 
-    def wrapped(*args: Any) -> Any:
-        *arrays, static = args
-        types = [None if a is None else jax.typeof(a) for a in arrays]
-        present = [a for a, t in zip(arrays, types, strict=True) if t is not None and t.size]
+    def wrapped(operands: Any, static: Any) -> Any:
+        arrays, tree = jax.tree.flatten(operands)
+        types = [jax.typeof(a) for a in arrays]
+        present = [a for a, t in zip(arrays, types, strict=True) if t.size]
 
         @jax.custom_batching.custom_vmap
-        def flat(*operands: jax.Array) -> Any:
-            rest = iter(operands)
-            given = [
-                t if t is None else next(rest) if t.size else jnp.zeros(t.shape, t.dtype)
-                for t in types
-            ]
-            return call(*given, static)
+        def flat(*present: jax.Array) -> Any:
+            rest = iter(present)
+            given = [next(rest) if t.size else jnp.zeros(t.shape, t.dtype) for t in types]
+            return call(jax.tree.unflatten(tree, given), static)
 
         flat.def_vmap(lambda *_: refuse("vmap", vmap))
         if gradients is None:
@@ -171,7 +168,8 @@ def on_explicit_mesh(
     return call
 
 
-class Operand(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Operand:
     """An array of a call that runs on each device of a mesh for the heads that are there."""
 
     name: str
@@ -180,18 +178,28 @@ class Operand(NamedTuple):
     heads: int  # of one device, along head_axis
 
 
+def operand_of(spec: Any, name: str, array: Any, head_axis: int | None, heads: int) -> Operand:
+    """What describes an array of a call.
+
+    spec: an AttentionSpec of one device. head_axis: may be negative.
+    """
+    if not array.size or (spec.mla and heads == spec.num_kv_heads):
+        head_axis = None
+    return Operand(name, array.ndim, None if head_axis is None else head_axis % array.ndim, heads)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
     """How the arrays of a call are split by head. A plan is of one part, and serves all."""
 
     spec: Any  # of one part
-    operands: tuple[Operand | None, ...]  # None: not given
+    operands: Any  # a tree of Operand, as that of the arrays
     results: tuple[Operand, ...]
     num_parts: int
 
     @property
     def given(self) -> tuple[Operand, ...]:
-        return tuple(x for x in self.operands if x is not None)
+        return tuple(jax.tree.leaves(self.operands))
 
     def partition_specs(self, operands: tuple[Operand, ...], over: Any) -> tuple[P, ...]:
         """With the heads split over mesh axes `over`, or over none."""
@@ -262,9 +270,10 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(*operands, spec)` as a function (*operands, split) for arrays whose heads may be split.
+    """`call(operands, spec)` as a function (operands, split) for arrays whose heads may be split.
 
-    call: operands may be None; returns a tuple of arrays, split.results.
+    operands: a tree of arrays, as that of split.operands. call: returns a tuple of arrays,
+        split.results.
 
     Without a mesh, and inside shard_map, it is `call` of all heads. On a mesh each device
     runs it for its own part of them. Arrays that are split otherwise raise NotImplementedError, in
@@ -272,8 +281,8 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def one_part(split: HeadSplit, *arrays: jax.Array) -> Any:
-        rest = iter(arrays)
-        return call(*(None if x is None else next(rest) for x in split.operands), split.spec)
+        operands = jax.tree.unflatten(jax.tree.structure(split.operands), arrays)
+        return call(operands, split.spec)
 
     def all_parts(split: HeadSplit, *arrays: jax.Array) -> Any:
         """What XLA splits. One part after the other, where it does not."""
@@ -325,18 +334,16 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
             check_vma=False,
         )(*arrays)
 
-    def wrapped(*args: Any) -> Any:
-        *operands, split = args
-        arrays = [x for x in operands if x is not None]
+    def wrapped(operands: Any, split: HeadSplit) -> Any:
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        return (one_part if is_manual else on_mesh)(split, *arrays)
+        return (one_part if is_manual else on_mesh)(split, *jax.tree.leaves(operands))
 
     return wrapped
 
 
-def check_split(op: str, split: HeadSplit, operands: Iterable[Any]) -> None:
+def check_split(op: str, split: HeadSplit, operands: Any) -> None:
     """Raises NotImplementedError for arrays, none of them traced, that are split otherwise."""
-    arrays = [x for x in operands if x is not None]
+    arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return  # over_heads sees how they are split, or XLA
     shardings = [x.sharding for x in arrays]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax_attn._dense.dense import window_of
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
+from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._ops.operands import check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
@@ -511,7 +512,10 @@ def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple
         d_q, *d_keys = carry
         d_keys = _shift(shards, d_keys, hop)
         k, v = keys
-        more = gradients.gradients(q, k, v, buffer, jnp.int32(0), lse, d, d_o, spec)
+        operands = BackwardOperands(
+            q=q, k=k, v=v, plan_buffer=buffer, layer=jnp.int32(0), lse=lse, d=d, d_o=d_o
+        )
+        more = gradients.gradients(operands, spec)
         return tuple(x + y for x, y in zip((d_q, *d_keys), more, strict=True))
 
     nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))

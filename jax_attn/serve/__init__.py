@@ -2,31 +2,53 @@
 
     python -m jax_attn.serve --model DIR --host 127.0.0.1 --port 8000
 
-| module | holds |
-| --- | --- |
-| `request`, `events`, `step_plan` | a sequence, what is new of it, a scheduled step; plain data |
-| `pages`, `prefix_cache`, `kv_memory` | free pages; which hold which tokens; who has which |
-| `tenants`, `admission` | whose turn it is; which waiting sequences get in |
-| `scheduler` | what the next step computes, and whom it preempts |
-| `engine`, `engine_config` | the life of a step; what it is configured by |
-| `device`, `buckets`, `sampling` | its half on the device, in static shapes |
-| `draft_model`, `drafts` | speculative decoding |
-| `grammar`, `masks`, `detokenizer` | constrained decoding; from tokens to text |
-| `async_engine`, `live_view` | the thread that steps the engine, for asyncio; a picture of it |
-| `streams` | events of sequences until their readers take them |
-| `wire`, `remote_engine` | messages between processes; the engine in one, HTTP in another |
-| `protocols` | what HTTP needs of an engine and a model |
-| `server`, `gate`, `lanes`, `bodies` | routes; limits of a key; from bytes to a checked body |
-| `schemas`, `fields`, `prepare` | bodies; how fields are read; from a body to sequences |
-| `answers`, `styles`, `scores` | from events to answers |
-| `responses_api`, `embeddings` | /v1/responses; /v1/embeddings |
-| `chat`, `messages`, `tools`, `reasoning` | what of these depends on the model's chat template |
-| `text_encoder`, `token_bytes` | from texts to tokens; the bytes of a token |
-| `auth`, `connection`, `errors`, `openapi`, `metrics` | what every route has in common |
-| `http_server`, `http_process` | uvicorn and its limits; the process that it has to itself |
-| `options`, `sizing` | the command line; how many pages the memory holds |
-| `processes`, `replay` | several processes that are one server |
+| folder | holds | imports of the server |
+| --- | --- | --- |
+| `_scheduling` | which sequence computes what in a step; its pages | |
+| `_text` | from tokens to text and bytes; stop strings | |
+| `_chat` | what depends on a model's chat template | `_text` |
+| `_grammar` | constrained decoding: compiled grammars, token masks | |
+| `_engine` | the life of a step: device, sampling, drafts, outputs | `_grammar _scheduling _text` |
+| `_openai` | OpenAI's protocol: bodies, answers, errors, limits | `_chat _grammar _scheduling` |
+| `_ipc` | messages between the processes of HTTP and engine | `_engine _scheduling` |
+| `_http` | routes, connections, keys; the HTTP process | `_engine _ipc _openai _scheduling _text` |
 
-Arrows only go down: HTTP knows `protocols`, the engine knows the scheduler, and the scheduler with
-all that it imports is pure Python that does not import jax.
+Beside them `__main__` and `_options` are the command line, and `_sizing` says how many pages fit.
+A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
+`_scheduling` is pure Python: none of its modules imports JAX or numpy.
+
+The modules of each folder:
+
+| folder | module | holds |
+| --- | --- | --- |
+| `_scheduling` | `request`, `events`, `step_plan` | a sequence; its news; a scheduled step |
+| | `scheduler` | what the next step computes, and which sequences it preempts |
+| | `admission`, `tenants` | which waiting sequences get in; fair shares of tenants |
+| | `kv_memory`, `pages`, `prefix_cache` | whose pages; free pages; shared prefixes |
+| | `drafts` | speculative decoding: drafts from a sequence's own text |
+| | `streams`, `protocols` | events until their readers take them; what HTTP needs of an engine |
+| `_text` | `detokenizer`, `stop_strings`, `token_bytes` | from tokens to text and bytes |
+| `_chat` | `chat`, `tools`, `reasoning` | chat templates; tool calls; thoughts before the answer |
+| | `harmony`, `gemma_tool_calls` | the formats of gpt-oss and of Gemma |
+| `_grammar` | `grammar`, `token_masks` | compiled grammars; masks, made by other threads |
+| | `compiler`, `trial` | compiles what clients send; a process that tries it first |
+| `_engine` | `engine`, `engine_config` | the life of a step, its timeline; configuration |
+| | `outputs` | from tokens to events: where a stop string or token ends a text; logprobs |
+| | `constrained_decoding` | grammars of a step: masks, forced tokens, late masks |
+| | `speculation`, `draft_model` | which drafts are right; a smaller model makes them |
+| | `counters`, `records`, `snapshot` | numbers; plain data; a picture of the engine |
+| | `device`, `buckets`, `sampling` | the device's half of a step, in static shapes |
+| | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
+| | `processes`, `leading_device` | several processes that are one server |
+| `_openai` | `schemas`, `response_schemas`, `fields` | bodies, and how their fields are read |
+| | `prepare`, `messages`, `text_encoder` | from a body to sequences |
+| | `answers`, `response_format`, `logprobs` | from events to answers |
+| | `responses_api`, `response_store` | /v1/responses, and what it keeps |
+| | `embeddings`, `served_models` | /v1/embeddings; what HTTP needs of models |
+| | `limits`, `errors`, `metrics`, `access_log` | limits of a key; what every route has in common |
+| `_ipc` | `wire`, `remote_engine` | messages; the engine's two ends |
+| `_http` | `server`, `openapi`, `debug_state` | routes; /openapi.json; /debug/state |
+| | `bodies`, `body_threads` | from bytes to a checked body; threads for that |
+| | `auth`, `connection` | API keys; a connection and its limits |
+| | `http_server`, `http_process` | uvicorn; the process that HTTP has to itself |
 """

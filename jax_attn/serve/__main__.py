@@ -103,8 +103,8 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
     """process: None: HTTP is answered in this one, where an embedding model runs."""
     try:
         keys = auth.checked_keys(args.api_key, "--api-key")
-        keys += auth.read_keys(args.api_key_file) if args.api_key_file else ()
-        operator_keys = auth.read_keys(args.operator_key_file) if args.operator_key_file else ()
+        keys += _keys_of("--api-key-file", args.api_key_file)
+        operator_keys = _keys_of("--operator-key-file", args.operator_key_file)
         name, *aliases = args.served_model_name or [_name_of(args.model or args.embedding_model)]
         engine = model = None
         if args.model is None:
@@ -164,6 +164,18 @@ def _serve_here(
         part.on_failure = server.stop
     asyncio.run(server.serve())
     return 0 if server.started and all(part.failure is None for part in parts) else 1
+
+
+def _keys_of(option: str, path: Path | None) -> tuple[str, ...]:
+    """The keys in the file of an option; () without one. A ValueError names the option."""
+    if path is None:
+        return ()
+    try:
+        return auth.read_keys(path)
+    except OSError as error:
+        raise ValueError(
+            f"{option}: expected a file with one key a line, got {path}: {error.strerror}"
+        ) from None
 
 
 def _name_of(model: str) -> str:

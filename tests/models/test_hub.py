@@ -107,7 +107,7 @@ for args in json.loads(sys.argv[1]):
         env=os.environ | named | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()

@@ -19,7 +19,7 @@ import jax_attn as ja
 from helpers import model_cases
 from helpers.paths import DATA, ROOT
 from jax_attn import models
-from jax_attn.models._layers import experts, latent
+from jax_attn.models._layers import decoder, experts, latent
 
 pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
@@ -355,7 +355,7 @@ def test_chunks_over_latent_rows_of_e4m3_equal_the_reference_of_rounded_rows(mon
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-3), ("bfloat16", 0.5)])
 def test_shipped_model_chunks_equal_reference(dtype, atol):
     model = models.load(SHIPPED, dtype)
-    ids = [0, *model.tokenizer.encode(Path(models.decoder.__file__).read_text()).ids]
+    ids = [0, *model.tokenizer.encode(Path(decoder.__file__).read_text()).ids]
     sequences = [np.array(ids[:n]) for n in (3, 40, 233)]
     specs = small_specs(model.config, page_size=16, dtype=dtype)
     rng = np.random.default_rng(0)

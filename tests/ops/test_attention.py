@@ -25,6 +25,7 @@ from helpers.attention_cases import (
 from helpers.attention_checks import attend, check, make_plan, run
 from helpers.backends import Backend, on_every_backend, on_every_platform
 from helpers.checking import assert_close_state, assert_same_bits
+from jax_attn._ops.attention_operands import AttentionOperands
 from jax_attn._xla import ffi
 
 
@@ -491,8 +492,10 @@ def test_poison_shows_a_row_that_nobody_writes(backend):
     batch = build(case)
     plan = make_plan(case, backend, batch)
     if backend.platform == "cpu":
-        operands = (batch.q, batch.k, batch.v, plan.buffer, np.int32(0), *[None] * 6)
-        *_, workspace = ffi.attention(*operands, plan.spec)
+        operands = AttentionOperands(
+            q=batch.q, k=batch.k, v=batch.v, plan_buffer=plan.buffer, layer=np.int32(0)
+        )
+        *_, workspace = ffi.attention(operands, plan.spec)
         assert (np.asarray(workspace) == -1).any()
         return
     layout, buffer = plan.spec.layout, plan.buffer.copy()

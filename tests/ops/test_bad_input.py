@@ -305,6 +305,7 @@ _CACHE = (2, 9, 16, 2, 64)
 @table(
     ("q_rows", {"q": _ones((4, 4, 64))}, "q", "[8, 4, 64]", *_EG, "[4, 4, 64]"),
     ("q_heads", {"q": _ones((8, 2, 64))}, "q", *_EG),
+    ("q_batch_axis", {"q": _ones((1, 8, 4, 64))}, "q", *_EG, "no batch axis", "are packed"),
     ("q_dtype", {"q": np.ones((8, 4, 64), np.float16)}, "q", *_EG, "float16", "astype('float32')"),
     ("no_q", {"q": None}, "q", "an array", *_EG, "None"),
     ("q_text", {"q": "q"}, "q", "an array", *_EG, "str"),
@@ -614,7 +615,7 @@ def test_environment(name, value):
         env=os.environ | {name: value},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

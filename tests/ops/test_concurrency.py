@@ -84,7 +84,7 @@ def run_python(code, timeout, **env):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_many_independent_calls_in_one_jit(threads):
-    run_python(MANY_CALLS, timeout=120, PJRT_NPROC=str(threads), NPROC=str(threads))
+    run_python(MANY_CALLS, timeout=240, PJRT_NPROC=str(threads), NPROC=str(threads))
 
 
 @on_every_platform
@@ -116,7 +116,7 @@ def test_calls_from_many_python_threads(backend):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
         assert not thread.is_alive(), "hangs"
     assert not errors, errors[0]
 

@@ -22,6 +22,7 @@ from helpers.prefixes import num_shared, one_document
 from jax_attn import _core, reference
 from jax_attn._dense import dense
 from jax_attn._ops import gradients
+from jax_attn._ops.attention_operands import BackwardOperands
 
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]
@@ -173,8 +174,10 @@ def test_pages_that_nobody_shares_have_the_bits_of_rows(head_dim, backend):
     _, lse = ja.attention(q, k, v, ragged, return_lse=True)
 
     def run(k, v, plan):
-        operands = q, k, v, plan.buffer, jnp.int32(0), lse, d, d_o
-        return jax.jit(lambda *x: gradients.gradients(*x, plan.spec))(*operands)[:3]
+        operands = BackwardOperands(
+            q=q, k=k, v=v, plan_buffer=plan.buffer, layer=jnp.int32(0), lse=lse, d=d, d_o=d_o
+        )
+        return jax.jit(lambda x: gradients.gradients(x, plan.spec))(operands)
 
     def in_pages(x):
         pool = jnp.full((16 * sum(tables), 2, head_dim), jnp.nan, x.dtype)
@@ -403,9 +406,10 @@ def test_a_plan_of_another_batch_is_refused():
         return ja.attention(q, pages, pages, plan)
 
     def backward(buffer):
-        return gradients.gradients(
-            q, pages, pages, buffer, jnp.int32(0), rows, rows, q, good.spec
-        )  # fmt: skip
+        operands = BackwardOperands(
+            q=q, k=pages, v=pages, plan_buffer=buffer, layer=jnp.int32(0), lse=rows, d=rows, d_o=q
+        )
+        return gradients.gradients(operands, good.spec)
 
     for run in (forward, backward):
         jax.block_until_ready(run(jnp.asarray(good.buffer)))

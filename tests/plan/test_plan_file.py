@@ -12,6 +12,7 @@ import pytest
 
 import jax_attn as ja
 from helpers.attention_cases import Case, make_plan
+from jax_attn._spec.target import parse_target
 
 CASE = Case("", (1, 40, 0), (5000, 60, 0), num_ctas=8)
 
@@ -45,15 +46,15 @@ def test_the_number_of_queues_is_kept_where_there_are_more_processors(tmp_path, 
     import os
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5), raising=False)
-    ja.target.parse_target.cache_clear()
+    parse_target.cache_clear()
     plan = make_plan(CASE, num_ctas=None)
     assert plan.spec.kernel_config["num_ctas"] % 5 == 0
     plan.save(tmp_path / "plan.npz")
     monkeypatch.undo()
-    ja.target.parse_target.cache_clear()
+    parse_target.cache_clear()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
     again = ja.AttentionPlan.load(tmp_path / "plan.npz")
-    ja.target.parse_target.cache_clear()
+    parse_target.cache_clear()
     assert again.spec.num_ctas == plan.spec.kernel_config["num_ctas"]
     np.testing.assert_array_equal(again.items(), plan.items())
 
@@ -278,7 +279,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) >> 10)
 """
     paths = [str(tmp_path / name) for name in ("words", "about", "more")]
     done = subprocess.run(
-        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     *refusals, megabytes = done.stdout.split()

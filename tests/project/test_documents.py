@@ -77,6 +77,96 @@ def test_an_index_becomes_a_part_of_the_navigation_for_each_heading():
     assert conf.navigation(page) == "```{toctree}\n:hidden:\n:caption: One\n\na.md\n```"
 
 
+def test_the_built_page_of_performance_has_all_results():
+    page = (ROOT / "docs/performance.md").read_text()
+    built = conf.with_tables(page)
+    assert len(page.splitlines()) < 150 and "<!-- table: " not in built
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        assert f"from `benchmarks/results/{path.name}`:" in built
+    with pytest.raises(KeyError):
+        conf.with_tables("<!-- table: unknown -->")
+
+
+def test_the_glossary_has_no_word_twice():
+    """And each word in bold type has a line, in one of its forms."""
+    lines = re.findall(
+        r"^\| (?!word |---)(.+?) \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+    )
+    words = [word for line, _ in lines for word in line.strip("`").split(", ")]
+    assert len(words) > 120 and len(set(words)) == len(words)
+    bold = {name for _, meaning in lines for name in re.findall(r"\*\*(.+?)\*\*", meaning)}
+    assert not [name for name in bold if not {name, name.removesuffix("s")} & set(words)]
+
+
+# ---- files and symbols that pages name -----------------------------------------------------------
+
+_TOP = "csrc|jax_attn|tests|benchmarks|build_tools|docs|examples|data|\\.ci"
+_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/GRAVEYARD.md")
+
+
+def pages() -> list[str]:
+    """All but the notes on what was tried, some of which is gone."""
+    return [*_PAGES, *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def test_files_that_pages_name_exist():
+    found = 0
+    for page in pages():
+        for piece in coded(page).splitlines():
+            path = piece.split("::")[0]
+            if not re.fullmatch(rf"({_TOP})/[\w./*-]*", path) or "-<" in path:
+                continue
+            found += 1
+            assert any(ROOT.glob(path.rstrip("/"))) or "results" in path, f"{page}: {path}"
+    assert found > 150
+
+
+def test_symbols_that_pages_name_are_in_their_files():
+    """Where a page has `file` (`Symbol`, `Symbol`, ...)."""
+    found = 0
+    for page in pages():
+        text = (ROOT / page).read_text()
+        for path, symbols in re.findall(rf"`((?:{_TOP})/[\w./-]+)` \(([^)]*`[^)]*)\)", text):
+            source = (ROOT / path).read_text()
+            for symbol in re.findall(r"`([\w.]+)[^`]*`", symbols):
+                found += 1
+                assert symbol in source, f"{page}: {path}: {symbol}"
+    assert found >= 5
+
+
+def layers() -> dict[str, int]:
+    """Of the picture of docs/development.md: a line is a layer, "->" parts two in one line."""
+    text = (ROOT / "docs/development.md").read_text()
+    picture = re.search(r"is below it in this picture:\n\n```\n(.*?)```", text, re.DOTALL)[1]
+    found, rank, package = {}, 0, ""
+    for line in picture.splitlines():
+        for layer in re.split(r"  +", line.strip())[0].split(" -> "):
+            rank += 1
+            for name in layer.split(", "):
+                if not line.startswith(" "):
+                    package = name if name in ("jax_attn.serve", "jax_attn.models") else "jax_attn"
+                found[name if name.startswith("jax_attn") else f"{package}.{name}"] = rank
+    return found
+
+
+def test_packages_import_only_what_is_below_them():
+    rank = layers()
+
+    def rank_of(module: str) -> int | None:
+        parts = module.split(".")
+        return rank.get(".".join(parts[:3])) or rank.get(".".join(parts[:2]))
+
+    imports = [
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), name)
+        for path in (ROOT / "jax_attn").rglob("*.py")
+        for name in re.findall(r"^(?:from|import) (jax_attn[\w.]*)", path.read_text(), re.MULTILINE)
+    ]
+    ranked = [(rank_of(module), rank_of(name), module, name) for module, name in imports]
+    ranked = [each for each in ranked if None not in each[:2]]
+    assert len(ranked) > 200
+    assert not [(module, name) for own, below, module, name in ranked if below < own]
+
+
 def test_every_public_call_has_a_docstring():
     for module in (ja, ja.masks, ja.mla, ja.parallel, ja.reference, compat):
         names = [name for name in module.__all__ if callable(getattr(module, name))]
@@ -235,7 +325,8 @@ def test_code_of_concepts_runs(tmp_path, monkeypatch):
 
 def test_code_of_devices_runs():
     spec = ja.AttentionSpec(4, 2, 64, page_size=64, max_batch=2, max_qo_tokens=8, max_kv_pages=9)
-    names = {"parallel": ja.parallel, "spec": spec, "ja": ja}
+    names = {"parallel": ja.parallel, "spec": spec, "ja": ja, "jax": jax}
+    names |= {"NamedSharding": jax.sharding.NamedSharding, "P": jax.sharding.PartitionSpec}
     exec(own_code("docs/devices.md"), names)
     stripes = names["stripes"]
     automatic = (jax.sharding.AxisType.Auto,)
@@ -254,6 +345,10 @@ def test_code_of_devices_runs():
         step, jnp.zeros(spec.q_shape, spec.dtype), new, new, cache, cache, lengths
     )
     assert o.shape == spec.o_shape and k_pages.shape == cache.shape
+    one = jax.make_mesh((1,), ("heads",), automatic, devices=jax.devices("cpu")[:1])
+    plan = ja.plan(spec, [0, 1, 8], [70, 64], [0, 2, 3], [4, 0, 3])
+    o = names["decode_heads"](one, jnp.zeros(spec.q_shape, spec.dtype), cache, cache, plan)
+    assert o.shape == spec.o_shape
     tokens = names["shards"].array_spec
     layer = jax.shard_map(
         names["layer"],

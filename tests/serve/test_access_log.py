@@ -73,7 +73,8 @@ def test_a_line_for_every_request(lines, monkeypatch):
 
 
 def test_a_client_that_goes(lines):
-    with serving(FakeEngine(fake_model().tokenizer, delay=0.01)) as server:
+    with serving() as server:
+        server.engine.holds_at = 3
         with server.connect(post_bytes(COMPLETIONS, HELLO | {"max_tokens": 200})):
             eventually(lambda: server.engine.live)
         line = last(lines)

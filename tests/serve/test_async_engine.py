@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.serve.small_engine import CONFIG, make_engine, sequence, warm_device
+from helpers.serve.small_engine import CONFIG, hold, make_engine, sequence, warm_device
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._scheduling.admission import QueueFull
@@ -94,7 +94,7 @@ def test_a_slow_reader_gets_more_at_once(engine):
             events = []
             async for event in engine.generate([sequence(logprobs=1), sequence()]):
                 events.append(event)
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 240
                 while engine.stats()["running"] and time.monotonic() < deadline:
                     time.sleep(0.01)  # the event loop has no turn
             assert len(events) <= 4
@@ -116,7 +116,7 @@ def test_ready_only_when_compiled(engine, monkeypatch):
     may_compile = threading.Event()
     warm_up = engine._engine.warm_up
     monkeypatch.setattr(
-        engine._engine, "warm_up", lambda progress: may_compile.wait(10) and warm_up(progress)
+        engine._engine, "warm_up", lambda progress: may_compile.wait(240) and warm_up(progress)
     )
 
     async def main():
@@ -139,8 +139,8 @@ def test_stop_while_compiling(engine, monkeypatch):
     compiled = []
 
     def warm_up(progress):
-        for i in range(1000):
-            progress(i, 1000, "something")
+        for i in range(20_000):  # or minutes
+            progress(i, 20_000, "something")
             time.sleep(0.01)
             compiled.append(i)
 
@@ -155,21 +155,27 @@ def test_stop_while_compiling(engine, monkeypatch):
             await request
 
     asyncio.run(main())
-    assert len(compiled) < 1000 and engine.failure is None and not engine.ready
+    assert len(compiled) < 20_000 and engine.failure is None and not engine.ready
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
-def test_a_client_that_leaves(engine, how):
+def test_a_client_that_leaves(engine, how, monkeypatch):
     """Its sequences end before another step has begun; the others' do not notice."""
+    leaving = [sequence(max_tokens=400) for _ in range(3)]
+    hold(
+        monkeypatch,
+        engine,
+        lambda: leaving[0].num_output > 3 and leaving[0].finish_reason is None,
+        lambda: engine._commands,
+    )
 
     async def main():
         async with running(engine):
             stay = asyncio.create_task(collect(engine, sequence(max_tokens=200)))
-            leaving = [sequence(max_tokens=400) for _ in range(3)]
             events = engine.generate(leaving)
-            async for event in events:
-                if len(event.tokens) and leaving[0].num_output > 3:
-                    break
+            await anext(events)
+            while leaving[0].num_output <= 3:
+                await asyncio.sleep(0.001)
             if how == "close":
                 await events.aclose()
             else:
@@ -188,8 +194,10 @@ def test_a_client_that_leaves(engine, how):
     asyncio.run(main())
 
 
-def test_a_client_that_leaves_at_once(engine):
+def test_a_client_that_leaves_at_once(engine, monkeypatch):
     """Before the thread has even seen the request."""
+    all_gone = threading.Event()
+    hold(monkeypatch, engine, lambda: True, all_gone.is_set)
 
     async def main():
         async with running(engine):
@@ -199,8 +207,9 @@ def test_a_client_that_leaves_at_once(engine):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            all_gone.set()
             await collect(engine, sequence())
-            assert engine.stats()["generated_tokens"] < 400
+            assert engine.stats()["generated_tokens"] < 20 + 20
 
     asyncio.run(main())
 
@@ -224,8 +233,16 @@ def test_refusals(engine):
     asyncio.run(main())
 
 
-def test_overload(engine):
+def test_overload(engine, monkeypatch):
     """Ten times what fits: some are refused at once, and who was accepted is served."""
+    warm_up = engine._engine.warm_up
+
+    def warm_up_while_all_come(progress):
+        while len(engine._commands) < 500:
+            time.sleep(0.001)
+        return warm_up(progress)
+
+    monkeypatch.setattr(engine._engine, "warm_up", warm_up_while_all_come)
 
     async def main():
         async with running(engine):
@@ -238,7 +255,7 @@ def test_overload(engine):
 
             results = await asyncio.gather(*(client() for _ in range(500)))
             served = [result for result in results if result is not None]
-            assert 50 <= len(served) < 500
+            assert len(served) == 50
             for result in served:
                 assert [len(tokens) for tokens, _ in result.values()] == [3]
 
@@ -246,10 +263,12 @@ def test_overload(engine):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_stop(engine, drain):
+def test_stop(engine, drain, monkeypatch):
+    seqs = [sequence(max_tokens=60) for _ in range(20)]
+    hold(monkeypatch, engine, lambda: seqs[0].num_output, lambda: engine._stopping)
+
     async def main():
         engine.start()
-        seqs = [sequence(max_tokens=60) for _ in range(20)]
         tasks = [asyncio.create_task(collect(engine, seq)) for seq in seqs]
         while not seqs[0].num_output:
             await asyncio.sleep(0.001)
@@ -270,11 +289,11 @@ def test_stop(engine, drain):
 
 def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
     """With an error of its own; the engine goes on."""
-    forward, broken = engine._engine.device.forward, threading.Event()
+    forward, seq, failed = engine._engine.device.forward, sequence(max_tokens=200), []
 
     def fail_once(batch):
-        if broken.is_set():
-            broken.clear()
+        if seq.num_output >= 5 and not failed:
+            failed.append(seq.num_output)
             raise RuntimeError("something about the device")
         return forward(batch)
 
@@ -282,11 +301,7 @@ def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
 
     async def main():
         async with running(engine):
-            events = []
-            async for event in engine.generate([sequence(max_tokens=200)]):
-                events.append(event)
-                if len(events) == 5:
-                    broken.set()
+            events = [event async for event in engine.generate([seq])]
             assert events[-1].finish_reason is FinishReason.ERROR
             assert events[-1].error == "The engine failed: RuntimeError."
             assert engine.ready
@@ -318,7 +333,7 @@ def test_a_scheduler_without_a_step_for_what_is_left(engine, where, monkeypatch,
             ((tokens, _),) = (await collect(engine, sequence())).values()
             assert len(tokens) == 20 and engine.ready
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
     check_drained(engine)
 
 
@@ -362,12 +377,13 @@ def test_a_warm_up_that_raises(engine, monkeypatch):
     asyncio.run(main())
 
 
-def test_an_event_loop_that_is_gone(engine):
+def test_an_event_loop_that_is_gone(engine, monkeypatch):
     """Its requests are aborted, and nobody else is disturbed."""
-    engine.start()
     seq = sequence(max_tokens=500)
-    events = engine.generate([seq])
     loop = asyncio.new_event_loop()
+    hold(monkeypatch, engine, lambda: seq.num_output > 3, loop.is_closed)
+    engine.start()
+    events = engine.generate([seq])
     loop.run_until_complete(anext(events))
     loop.close()  # and nobody closes the iterator
 
@@ -384,11 +400,17 @@ def test_snapshot(engine):
     async def main():
         async with running(engine):
             assert (await engine.snapshot())["requests"] == []
-            seen = []
-            async for _ in engine.generate([sequence(max_tokens=40) for _ in range(2)]):
-                seen.append(json.loads(json.dumps(await engine.snapshot())))
-            assert max(len(snapshot["requests"]) for snapshot in seen) == 2
-            assert any(len(snapshot["step"]["entries"]) == 2 for snapshot in seen)
+            # A snapshot is made after a step, if asked for before it: on a busy machine perhaps not
+            # in the first try.
+            seen = {}
+            while seen.keys() < {"requests", "entries"}:
+                async for _ in engine.generate([sequence(max_tokens=40) for _ in range(2)]):
+                    snapshot = json.loads(json.dumps(await engine.snapshot()))
+                    assert len(snapshot["requests"]) <= 2
+                    if len(snapshot["requests"]) == 2:
+                        seen["requests"] = snapshot
+                    if len(snapshot["step"]["entries"]) == 2:
+                        seen["entries"] = snapshot
             while (await engine.snapshot())["requests"]:  # until the thread is at rest
                 await asyncio.sleep(0.01)
         assert (await engine.snapshot())["requests"] == []

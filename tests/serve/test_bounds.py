@@ -235,26 +235,36 @@ def test_a_long_text_of_few_tokens_is_taken(preparer):
 
 
 def test_other_threads_run_while_a_text_is_cut_into_tokens(preparer):
-    """A thread that holds Python's lock keeps this one from counting; half of the time is enough
-    for any machine."""
-    turns, done = [time.perf_counter()], threading.Event()
+    """A call that holds Python's lock lets another thread have a turn before it and one after it.
+    Where a machine is so busy that the thread has no more in a call, another call is made."""
+    turns, most, done = 0, 0, threading.Event()
+    encode = preparer._tokenizer.encode_batch_fast
 
     def beat():
-        while not done.wait(0.001):
-            turns.append(time.perf_counter())
+        nonlocal turns
+        while not done.wait(0.0005):
+            turns += 1
 
+    def count(*args, **kwargs):
+        nonlocal most
+        before = turns
+        tokens = encode(*args, **kwargs)
+        most = max(most, turns - before)
+        return tokens
+
+    preparer._tokenizer.encode_batch_fast = count
     preparer.max_model_len = 1 << 20
     thread = threading.Thread(target=beat)
     thread.start()
-    begin = time.perf_counter()
-    preparer.completion(
-        schemas.CompletionRequest(prompt="import os " * 150_000, max_tokens=1), Caller("", 0.0)
-    )
-    seconds = time.perf_counter() - begin
+    for _ in range(30):
+        preparer.completion(
+            schemas.CompletionRequest(prompt="import os " * 150_000, max_tokens=1), Caller("", 0.0)
+        )
+        if most > 2:
+            break
     done.set()
     thread.join()
-    longest = max(b - a for a, b in zip(turns, turns[1:], strict=False))
-    assert longest < seconds / 2, (longest, seconds)
+    assert most > 2
 
 
 def test_echoes_are_bounded(preparer):
@@ -340,19 +350,20 @@ def test_log_probabilities_that_are_no_numbers():
 
 
 class Steps:
-    """An engine: a token of each choice a step, which takes no time."""
+    """An engine: a token of each choice a step, which takes a turn of the event loop."""
 
     limits = SimpleNamespace(max_waiting=64)
 
-    def __init__(self, num_steps: int, seconds: float = 0.0, text: str = "a"):
-        self._num_steps, self._seconds, self._text = num_steps, seconds, text
+    def __init__(self, num_steps: int, step=lambda: asyncio.sleep(0), text: str = "a"):
+        """step: what is awaited before each."""
+        self._num_steps, self._step, self._text = num_steps, step, text
 
     def stats(self):
         return {"waiting": 0}
 
     async def generate(self, seqs):
         for step in range(self._num_steps):
-            await asyncio.sleep(self._seconds)
+            await self._step()
             for seq in seqs:
                 reason = FinishReason.LENGTH if step == self._num_steps - 1 else None
                 yield TokenEvent(seq.id, [300], self._text, finish_reason=reason)
@@ -396,7 +407,7 @@ def test_the_event_loop_turns_once_a_step_and_once_in_eight_events(preparer, num
 def test_a_sign_of_life_comes_between_events_and_not_within_one(preparer, monkeypatch):
     """Nor does an event begin before it is sent."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.01)
-    is_sending, sent = False, b""
+    is_sending, sent, is_told = False, b"", asyncio.Event()
 
     async def send(message):
         nonlocal is_sending, sent
@@ -405,14 +416,20 @@ def test_a_sign_of_life_comes_between_events_and_not_within_one(preparer, monkey
         await asyncio.sleep(0.02)
         is_sending = False
         sent += message.get("body", b"")
+        if message.get("body") == b": waiting\n\n":
+            is_told.set()
 
-    engine = Steps(6, seconds=0.035, text="a" * 200_000)  # in four pieces
+    async def step():
+        is_told.clear()
+        await is_told.wait()
+
+    engine = Steps(6, step, text="a" * 200_000)  # in four pieces
     asyncio.run(stream(preparer, engine)({}, connected, send))
     *events, done, end = sent.decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     comments = [event for event in events if event == ": waiting"]
     texts = [json.loads(event.removeprefix("data: ")) for event in events if event not in comments]
-    assert len(comments) >= 3 and len(texts) == 6
+    assert len(comments) >= 6 and len(texts) == 6
 
 
 # ---- turns -------------------------------------------------------------------------------------
@@ -500,9 +517,8 @@ def test_short_bodies_of_a_tenant_do_not_wait_for_a_thousand_of_another():
 
 
 def test_a_neighbours_stream_goes_on():
-    """While one client sends the longest bodies of every kind, another's stream has its tokens: in
-    the time of each attack at least one every quarter of a second, more where the machine is
-    busy with other things."""
+    """While one client sends the longest bodies of every kind, another's stream has its tokens: at
+    least one in each second of this process's time, which passes only while it has a core."""
     engine = FakeEngine(fake_model().tokenizer, delay=0.005, max_waiting=64)
     engine.limits.max_model_len = 100_000
     attacks = [
@@ -527,7 +543,7 @@ def test_a_neighbours_stream_goes_on():
                 head += f"Host: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
                 with server.connect(head.encode() + raw) as connection:
                     while not done.is_set() and connection.recv(1 << 16):
-                        times.append(time.monotonic())
+                        times.append(time.process_time())
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -535,18 +551,19 @@ def test_a_neighbours_stream_goes_on():
             time.sleep(0.01)
         for path, raw in attacks:
             for _ in range(3):  # what holds others up does so each time
-                begin = time.monotonic()
+                begin = time.process_time()
                 answer = server.post(path, raw)
-                end = time.monotonic()
+                end = time.process_time()
                 assert answer.status == 400, answer.body
                 inside = [begin, *(t for t in times if begin < t < end), end]
                 gap = max(b - a for a, b in zip(inside, inside[1:], strict=False))
                 gaps[path, raw[:30]] = min(gap, gaps.get((path, raw[:30]), gap))
-                if gap < 0.25 * LOAD:
+                if gap < LONGEST_GAP:
                     break
         done.set()
         thread.join()
-    assert max(gaps.values()) < 0.25 * LOAD, gaps
+    assert max(gaps.values()) < LONGEST_GAP, gaps
 
 
-LOAD = 4  # neighbours' processes that the machine may be busy with, for each of its cores
+# Seconds of all cores together. What test_neighbours.py holds an idle machine to is a fourth of it.
+LONGEST_GAP = 1.0

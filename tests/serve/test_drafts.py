@@ -12,7 +12,7 @@ from helpers.paths import EXAMPLES
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
 from jax_attn import models
-from jax_attn.serve._engine import engine as engine_module
+from jax_attn.serve._engine import speculation
 from jax_attn.serve._engine.draft_model import ModelDrafter
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
@@ -192,7 +192,7 @@ def test_penalties_count_the_drafts_that_were_right(run, repeated, monkeypatch, 
     _, expected = run(0, request)
     tokens = expected[0][0]
     drafts = tokens if right else [7 if i % 3 == 2 else t for i, t in enumerate(tokens)]
-    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always(drafts))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always(drafts))
     engine, got = run(4, request)
     assert got == expected
     stats = engine.stats()
@@ -260,7 +260,7 @@ def test_sampled_output_is_distributed_as_without(run, model, monkeypatch, draft
         for b, q in zip(*odds([*prompt, a]), strict=True):
             expected[a, b] = p * q
     likeliest = max(expected, key=expected.get)
-    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always([*likeliest, 7, 7]))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always([*likeliest, 7, 7]))
     counts = dict.fromkeys(expected, 0)
     num_taken, n = 0, 400
     for begin in range(0, n, 4):  # beside which rows for drafts are left
@@ -277,7 +277,7 @@ def test_sampled_output_is_distributed_as_without(run, model, monkeypatch, draft
 
 def test_refused_drafts_are_not_in_the_cache(run, repeated, monkeypatch):
     """Neither their tokens nor their kv: who begins as the first did goes on as without."""
-    monkeypatch.setattr(engine_module, "NgramDrafter", lambda most: Always([7] * 99))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always([7] * 99))
     _, expected = run(0, (repeated, {}))
     longer = [*repeated, *expected[0][0]]
     engine, got = run(7, (repeated, {}))

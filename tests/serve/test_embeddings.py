@@ -22,9 +22,10 @@ from helpers.serve.live_server import (
     serving,
 )
 from jax_attn import models
-from jax_attn.serve._engine.embedder import Embedder, EmbedderStopped
+from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._openai import embeddings
 from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
 ROUTE = "/v1/embeddings"
 TOLERANCE = 1e-5
@@ -262,7 +263,7 @@ def embedder(bert):
     embedder = Embedder(bert, "vectors")
     ready = threading.Event()
     embedder.start(ready.set)
-    assert ready.wait(60)
+    assert ready.wait(240)
     yield embedder
     embedder.stop()
 
@@ -274,7 +275,7 @@ def test_requests_are_combined_up_to_the_budget(embedder, bert, monkeypatch):
     jobs = [embedder.submit("", [[i] * 30]) for i in range(1, 21)]
     held.release()
     for job in (first, *jobs):
-        job.done.result(60)
+        job.done.result(240)
     assert [len(batch) for batch in held.batches] == [1, 17, 3]  # of 512 tokens at most
     for i, job in enumerate(jobs, 1):
         assert np.abs(job.vectors - vectors_of(bert, [[i] * 30])).max() < TOLERANCE
@@ -291,7 +292,7 @@ def test_tenants_and_their_requests_take_turns(embedder, monkeypatch):
     ]
     held.release()
     for job in jobs:
-        job.done.result(60)
+        job.done.result(240)
     order = [tokens[0] for _, tokens in held.batches[1]]
     assert order[:4] == [2, 4, 3, 2]
     assert [tenant for tenant, _ in held.batches[1]][:2] == ["a", "b"]
@@ -304,7 +305,7 @@ def test_whoever_leaves_is_forgotten(embedder, monkeypatch):
     gone, stays = embedder.submit("a", [[2]] * 200), embedder.submit("a", [[3]])
     embedder.cancel(gone)
     held.release()
-    stays.done.result(60)
+    stays.done.result(240)
     assert held.batches[1:] == [[("a", [3])]]
     assert not gone.done.done()
 
@@ -353,7 +354,7 @@ def test_a_model_that_cannot_be_compiled(bert, monkeypatch):
     told = threading.Event()
     embedder.on_failure = told.set
     with serving(embedding=(bert, embedder)) as server:
-        assert told.wait(20)
+        assert told.wait(240)
         assert server.get("/health").json["status"] == "failed"
         assert server.post(ROUTE, {"input": [7]}).status == 503
     with pytest.raises(EmbedderStopped):
@@ -365,7 +366,7 @@ def test_nothing_is_compiled_while_it_serves(embedder, monkeypatch):
 
     before = len(device._compile_seconds)
     for n in (1, 31, 33, 64):
-        embedder.submit("", [[5] * n] * 20).done.result(60)
+        embedder.submit("", [[5] * n] * 20).done.result(240)
     assert len(device._compile_seconds) == before
 
 
@@ -380,8 +381,8 @@ def test_stopping_tells_whoever_waits(bert, monkeypatch):
     stopping.start()
     held.release()
     with pytest.raises(EmbedderStopped, match="the server stops"):
-        waits.done.result(60)
-    stopping.join(20)
+        waits.done.result(240)
+    stopping.join(240)
 
 
 # ---- the official client, and a process ----------------------------------------------------------
@@ -428,7 +429,7 @@ def test_beside_a_decoder(tmp_path, qwen):
         assert server.metric("jax_attn_embedding_tokens_total") == 3
         assert {card.id for card in client.models.list()} == {"tiny-llama-stdlib", "qwen"}
         server.process.terminate()
-        assert server.process.wait(60) == 0, server.log()
+        assert server.process.wait(240) == 0, server.log()
 
 
 @pytest.mark.parametrize("names", [[], ["--served-model-name", "vectors"]])
@@ -462,7 +463,7 @@ def test_alone(tmp_path, qwen, names):
                 ask()
             assert caught.value.code == "model_not_found"
         server.process.terminate()
-        assert server.process.wait(60) == 0, server.log()
+        assert server.process.wait(240) == 0, server.log()
 
 
 # ---- what others notice ------------------------------------------------------------------------

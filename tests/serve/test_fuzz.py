@@ -71,6 +71,7 @@ def test_examples_are_good(routes, path):
 
 def test_a_failing_route_is_shrunk_and_kept(routes, monkeypatch, tmp_path):
     """Of all that is in the body, what fails is left."""
+    monkeypatch.setattr(search, "SHRINK_SECONDS", 3600)
     answer = routes.answer
 
     def failing(case):

@@ -8,9 +8,8 @@ import pytest
 
 from jax_attn.serve._grammar import compiler as grammar_compiler
 from jax_attn.serve._grammar import grammar
-from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler
+from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler, TooManyGrammars
 from jax_attn.serve._grammar.grammar import GrammarError, Grammars
-from jax_attn.serve._scheduling.admission import QueueFull
 
 # 20 s and 390 MB, where nothing ends it.
 ENDLESS = grammar.from_json_schema({"type": "integer", "multipleOf": 999983})
@@ -100,7 +99,7 @@ def test_a_tenant_has_its_part_of_the_queue(compiler, monkeypatch):
     assert gate.has_begun.wait(60)
     for i in range(grammar_compiler._MAX_QUEUED):
         compiler.compile(f"a{i}", "a")
-    with pytest.raises(QueueFull, match="64 grammars of a key"):
+    with pytest.raises(TooManyGrammars, match="64 grammars of a key"):
         compiler.compile("one more", "a")
     compiler.compile("a0", "a")  # which it waits for anyway
     last = compiler.compile("b", "b")

@@ -8,7 +8,7 @@ import pytest
 
 from jax_attn.serve._grammar import grammar, token_masks
 from jax_attn.serve._grammar.grammar import Grammars
-from jax_attn.serve._grammar.token_masks import Constraint, MaskWorkers
+from jax_attn.serve._grammar.token_masks import MaskJob, MaskWorkers, SequenceGrammar
 
 VOCAB = 4096
 AMBIGUOUS = grammar.from_lark('start: s\ns: s s s | s s | /[a-z ]/ | ""')
@@ -19,32 +19,32 @@ def grammars(tokenizer) -> Grammars:
     return Grammars(tokenizer, VOCAB, [0])
 
 
-def constraint(grammars, text: str, jumps: bool = True) -> Constraint:
-    return Constraint(grammars.matcher(text), VOCAB // 32, jumps)
+def constraint(grammars, text: str, jumps: bool = True) -> SequenceGrammar:
+    return SequenceGrammar(grammars.matcher(text), VOCAB // 32, jumps)
 
 
-def done(workers: MaskWorkers, constraint: Constraint, tokens: list[int]) -> token_masks.Turn:
+def done(workers: MaskWorkers, constraint: SequenceGrammar, tokens: list[int]) -> MaskJob:
     workers.start(constraint, tokens)
-    workers.wait([constraint.turn], 60)
-    assert constraint.turn.is_done
-    return constraint.turn
+    workers.wait([constraint.job], 60)
+    assert constraint.job.is_done
+    return constraint.job
 
 
-def first(turn: token_masks.Turn) -> int:
-    return int(np.flatnonzero(np.unpackbits(turn.mask.view(np.uint8), bitorder="little"))[0])
+def first(job: MaskJob) -> int:
+    return int(np.flatnonzero(np.unpackbits(job.mask.view(np.uint8), bitorder="little"))[0])
 
 
-def test_a_text_turn_by_turn(grammars, tokenizer):
+def test_a_text_job_by_job(grammars, tokenizer):
     workers = MaskWorkers(num_fast=2)
     one = constraint(grammars, grammar.from_regex("[ab] and then no choice at all"))
-    turn = done(workers, one, [])
-    assert not turn.forced and not turn.is_stopped
-    token = first(turn)
-    turn = done(workers, one, [token])
-    tokens = [token, *turn.forced]
-    while not turn.is_stopped:
-        turn = done(workers, one, [] if turn.forced else [first(turn)])
-        tokens += turn.forced or ([] if turn.is_stopped else [first(turn)])
+    job = done(workers, one, [])
+    assert not job.forced and not job.is_stopped
+    token = first(job)
+    job = done(workers, one, [token])
+    tokens = [token, *job.forced]
+    while not job.is_stopped:
+        job = done(workers, one, [] if job.forced else [first(job)])
+        tokens += job.forced or ([] if job.is_stopped else [first(job)])
     assert tokenizer.decode(tokens) == "a and then no choice at all"
 
 
@@ -62,13 +62,13 @@ def test_what_may_follow_drafts(grammars, tokenizer, monkeypatch):
         assert len(each.look_ahead([drafts[0], drafts[0], drafts[1]])) == 1
         assert each.look_ahead([drafts[1]]) == []
         for i in range(most):
-            turn = done(workers, each, [drafts[i]])
-            np.testing.assert_array_equal(turn.mask, ahead[i])
+            job = done(workers, each, [drafts[i]])
+            np.testing.assert_array_equal(job.mask, ahead[i])
     assert done(workers, one, [drafts[1]]).forced
     whole = constraint(grammars, text, False)
     assert not done(workers, whole, drafts[:2]).is_stopped
-    slow = Constraint(grammars.matcher(text), VOCAB // 32, False, was_slow=True)
-    slow.turn = other.turn
+    slow = SequenceGrammar(grammars.matcher(text), VOCAB // 32, False, was_slow=True)
+    slow.job = other.job
     assert slow.look_ahead(drafts) == []
 
 
@@ -89,29 +89,29 @@ class Stuck:
 def test_who_was_slow_keeps_nobody_else_waiting(grammars):
     """With a single thread for the others, too."""
     workers = MaskWorkers(num_fast=1)
-    slow = [Constraint(Stuck(), VOCAB // 32, False, was_slow=True) for _ in range(5)]
+    slow = [SequenceGrammar(Stuck(), VOCAB // 32, False, was_slow=True) for _ in range(5)]
     for one in slow:
         workers.start(one, [])
     assert slow[0].matcher.begun.wait(60)
     for text in ("[a-z]{3}", "no choice"):
         assert done(workers, constraint(grammars, grammar.from_regex(text)), []).error is None
-    assert not any(one.turn.is_done for one in slow)
+    assert not any(one.job.is_done for one in slow)
     for one in slow:
         one.matcher.goes_on.set()
-    workers.wait([one.turn for one in slow], 60)
-    assert all(one.turn.is_done for one in slow)
+    workers.wait([one.job for one in slow], 60)
+    assert all(one.job.is_done for one in slow)
 
 
 def test_waiting_has_an_end(grammars):
     workers = MaskWorkers(num_fast=1)
-    stuck = Constraint(Stuck(), VOCAB // 32, False)
+    stuck = SequenceGrammar(Stuck(), VOCAB // 32, False)
     workers.start(stuck, [])
-    workers.wait([stuck.turn], 0.01)
-    workers.wait_for_any([stuck.turn], 0.01)
-    assert not stuck.turn.is_done
+    workers.wait([stuck.job], 0.01)
+    workers.wait_for_any([stuck.job], 0.01)
+    assert not stuck.job.is_done
     stuck.matcher.goes_on.set()
-    workers.wait_for_any([stuck.turn], 60)
-    assert stuck.turn.is_done
+    workers.wait_for_any([stuck.job], 60)
+    assert stuck.job.is_done
 
 
 class Costly:
@@ -126,13 +126,13 @@ class Costly:
 def test_a_budget_of_processor_time(monkeypatch):
     monkeypatch.setattr(token_masks, "_BUDGET_SECONDS", 0.1)
     monkeypatch.setattr(token_masks, "_BUDGET_SECONDS_TOKEN", 0.001)
-    workers, one = MaskWorkers(num_fast=1), Constraint(Costly(), 1, False)
-    num_turns = 0
-    while (turn := done(workers, one, [])).error is None:
-        num_turns += 1
-        assert one.was_slow and num_turns < 20
-    assert 2 <= num_turns <= 6
-    assert "expected at most 0.1 s: make it simpler" in turn.error
+    workers, one = MaskWorkers(num_fast=1), SequenceGrammar(Costly(), 1, False)
+    num_jobs = 0
+    while (job := done(workers, one, [])).error is None:
+        num_jobs += 1
+        assert one.was_slow and num_jobs < 20
+    assert 2 <= num_jobs <= 6
+    assert "expected at most 0.1 s: make it simpler" in job.error
 
 
 def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
@@ -143,7 +143,7 @@ def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
             raise ZeroDivisionError
 
     workers = MaskWorkers(num_fast=1)
-    assert isinstance(done(workers, Constraint(Broken(), 1, False), []).bug, ZeroDivisionError)
+    assert isinstance(done(workers, SequenceGrammar(Broken(), 1, False), []).bug, ZeroDivisionError)
     sound = constraint(grammars, grammar.from_regex("a"))
     assert done(workers, sound, []).bug is None
 
@@ -153,10 +153,10 @@ def test_an_ambiguous_grammar_comes_to_an_end(grammars):
     workers, one = MaskWorkers(num_fast=1), constraint(grammars, AMBIGUOUS)
     tokens, num_tokens = [], 0
     rng = np.random.default_rng(0)
-    while (turn := done(workers, one, tokens)).error is None:
-        bits = np.unpackbits(turn.mask.view(np.uint8), bitorder="little")
+    while (job := done(workers, one, tokens)).error is None:
+        bits = np.unpackbits(job.mask.view(np.uint8), bitorder="little")
         bits[0] = 0
         tokens = [int(rng.choice(np.flatnonzero(bits)))]
         num_tokens += 1
         assert num_tokens < 100
-    assert "items; max is 500" in turn.error
+    assert "items; max is 500" in job.error

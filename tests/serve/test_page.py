@@ -8,9 +8,10 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
-from helpers.serve.live_server import eventually, serving  # noqa: E402
+from helpers.serve.live_server import HANG_SECONDS, eventually, serving  # noqa: E402
 
 expect = playwright_api.expect
+expect.set_options(timeout=1000 * HANG_SECONDS)
 KEY = "a-key-of-one-tenant"
 
 
@@ -20,10 +21,16 @@ def server():
         yield server
 
 
+def new_page(browser, **options):
+    page = browser.new_page(**options)
+    page.set_default_timeout(1000 * HANG_SECONDS)
+    return page
+
+
 @pytest.fixture
 def page(browser, server):
     """Loaded; fails the test at any script error, blocked resource, or request to elsewhere."""
-    page = browser.new_page()
+    page = new_page(browser)
     wrong = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
@@ -48,7 +55,8 @@ def page(browser, server):
     assert not wrong
 
 
-def test_completion_streams(page, server):
+def test_completion_streams(page, server, monkeypatch):
+    monkeypatch.setattr(server.engine, "holds_at", 30)
     page.fill("#prompt", "import os")
     page.fill("#max_tokens", "60")
     page.click("#send")
@@ -57,6 +65,7 @@ def test_completion_streams(page, server):
     # It grows while it streams.
     expect(output).to_have_text(re.compile(".{30}", re.DOTALL))
     partly = len(output.text_content())
+    monkeypatch.undo()
     expect(page.locator(".turn .stats")).to_contain_text("60 generated")
     assert len(output.text_content()) > partly
     assert output.text_content().startswith("import os")
@@ -93,7 +102,8 @@ def test_chat_with_the_keyboard_alone(page, server):
     assert "# hello\n" in prompt and prompt.endswith("# more\n")  # the answer is between them
 
 
-def test_escape_stops_the_engine_too(page, server):
+def test_escape_stops_the_engine_too(page, server, monkeypatch):
+    monkeypatch.setattr(server.engine, "holds_at", 60)
     page.fill("#max_tokens", "200")
     page.click("#send")
     expect(page.locator(".turn pre")).to_have_text(re.compile(".{60}", re.DOTALL))
@@ -105,14 +115,21 @@ def test_escape_stops_the_engine_too(page, server):
 
 
 def test_errors_are_shown(page):
-    page.fill("#max_tokens", "9999")
+    """In the server's words: what is wrong, what is too long, and what fails later."""
     page.evaluate("document.getElementById('form').noValidate = true")
-    page.click("#send")
-    expect(page.get_by_role("alert")).to_contain_text("max_tokens")
-    page.fill("#max_tokens", "9")
-    page.fill("#prompt", FakeEngine.FAIL)
-    page.click("#send")
-    expect(page.get_by_role("alert").nth(1)).to_contain_text("asked to fail")
+    alerts = page.get_by_role("alert")
+    for i, (max_tokens, prompt, words) in enumerate(
+        [
+            ("-1", "a", "max_tokens: "),
+            ("9999", "a", "9999 in the completion"),
+            ("9", FakeEngine.FAIL, "asked to fail"),
+        ]
+    ):
+        page.fill("#max_tokens", max_tokens)
+        page.fill("#prompt", prompt)
+        page.click("#send")
+        expect(alerts.nth(i)).to_contain_text(words)
+    expect(alerts).to_have_count(3)
 
 
 def test_live_view(page, server):
@@ -194,7 +211,7 @@ def test_no_sideways_scrolling_and_enough_contrast(page, scheme, width):
 
 def test_the_server_goes_away(browser):
     with serving() as server:
-        page = browser.new_page()
+        page = new_page(browser)
         page.goto(server.url)
         expect(page.locator("#status")).to_have_text("ok")
     expect(page.locator("#status")).to_have_text("not reachable")
@@ -204,12 +221,11 @@ def test_the_server_goes_away(browser):
 def test_key(browser):
     """The browser asks for the key, and sends it with what the page fetches."""
     with serving(api_keys=(KEY,)) as server:
-        context = browser.new_context(http_credentials={"username": "me", "password": KEY})
-        page = context.new_page()
+        page = new_page(browser, http_credentials={"username": "me", "password": KEY})
         assert page.goto(server.url).status == 200
         page.fill("#max_tokens", "5")
         page.click("#send")
         expect(page.locator(".turn .stats")).to_contain_text("5 generated")
         expect(page.locator("#status")).to_have_text("ok")
-        context.close()
+        page.close()
         assert server.get("/").status == 401

@@ -21,7 +21,7 @@ from helpers.paths import EXAMPLES
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from helpers.mesh_checks import xla_flags
-from helpers.serve.live_server import SAFE_PATH, START_SECONDS
+from helpers.serve.live_server import HANG_SECONDS, SAFE_PATH, START_SECONDS
 from helpers.serve.ports import free_port
 from jax_attn.serve._engine import processes as module
 from jax_attn.serve._engine.processes import Processes, Record, pack, unpack
@@ -82,7 +82,7 @@ def answers(url: str) -> tuple[list[str], list[float]]:
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as response:
             choice = json.load(response)["choices"][0]
             texts.append(choice["text"])
             logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
@@ -135,7 +135,7 @@ def test_answers_are_those_of_one_device(tmp_path, one_device, num_processes, nu
         assert len(held) == num_processes * num_devices and len(set(held)) == 1
         # A signal to any of them ends all, and well.
         processes[-1].send_signal(signal.SIGTERM)
-        assert {process.wait(60) for process in processes} == {0}, logs()
+        assert {process.wait(HANG_SECONDS) for process in processes} == {0}, logs()
         assert "Traceback" not in "".join(logs())
 
 
@@ -146,9 +146,7 @@ def test_a_killed_process_ends_the_others(tmp_path, dead):
     with started(tmp_path, options, [environment(1)] * 2) as (processes, logs):
         wait_for(r"running on (http://\S+)", lambda: logs()[0], processes)
         processes[dead].kill()
-        begin = time.monotonic()
-        assert processes[1 - dead].wait(90) == 1, logs()
-        assert time.monotonic() - begin < 60  # 14 s where the machine is idle
+        assert processes[1 - dead].wait(HANG_SECONDS) == 1, logs()
         named = (
             rf"process 1 \(.*, pid {processes[1].pid}\) is dead" if dead else "process 0 is gone"
         )
@@ -221,7 +219,7 @@ def test_a_watch_that_fails_ends_the_process(store, ended):
     """Nobody would notice any more that another one is dead."""
     Processes(None, None, None, 5)
     store.dir_error = RuntimeError("the store is gone\nin C++")
-    status, sentence = ended.get(timeout=30)
+    status, sentence = ended.get(timeout=HANG_SECONDS)
     assert status == 1 and re.fullmatch(
         r"process 0 \(.*\): jax_attn watch: the store is gone", sentence
     )
@@ -237,7 +235,7 @@ def test_who_goes_when_told_has_not_failed(store, ended, monkeypatch):
 
     monkeypatch.setattr(Processes, "_await_others", go)
     threading.Thread(target=processes.end, args=(0,), daemon=True).start()
-    assert ended.get(timeout=30) == (0, "")
+    assert ended.get(timeout=HANG_SECONDS) == (0, "")
     assert json.loads(store.keys[f"{module._ROOT}/end/0"]) == [0, ""]
 
 
@@ -266,7 +264,7 @@ def test_unequal_options(tmp_path, launcher):
         environments = [environment(1) | launched(launcher, i, port) for i in range(2)]
     options[1] += ["--page-size", "8"]
     with started(tmp_path, options, environments) as (processes, logs):
-        assert [process.wait(240) for process in processes] == [1, 1], logs()
+        assert [process.wait(HANG_SECONDS) for process in processes] == [1, 1], logs()
         sentence = "jax_attn.serve: process 1: --page-size: expected 16, as process 0 has, got 8\n"
         assert all(sentence in log for log in logs()), logs()
         assert "Traceback" not in "".join(logs())
@@ -293,7 +291,7 @@ def test_the_training_example(launcher):
     ]
     try:
         for process in running:
-            output = process.communicate(timeout=240)[0]
+            output = process.communicate(timeout=HANG_SECONDS)[0]
             assert process.returncode == 0 and "loss by step: " in output, output
     finally:
         for process in running:
@@ -310,7 +308,7 @@ def test_the_training_example(launcher):
 def test_a_mesh_that_does_not_divide(tmp_path, split, sentence):
     options = [[split, "3", "--page-size", "16"]]
     with started(tmp_path, options, [environment(3)]) as (processes, logs):
-        assert processes[0].wait(150) == 1, logs()
+        assert processes[0].wait(HANG_SECONDS) == 1, logs()
         assert f"jax_attn.serve: {sentence}" in logs()[0] and "Traceback" not in logs()[0]
 
 
@@ -318,7 +316,7 @@ def test_a_mesh_that_does_not_divide(tmp_path, split, sentence):
 def test_a_process_that_does_not_come(tmp_path, present):
     options = [options_of(free_port(), 2, "--start-seconds", "4")[present]]
     with started(tmp_path, options, [environment(1)]) as (processes, logs):
-        assert processes[0].wait(150) == 1, logs()
+        assert processes[0].wait(HANG_SECONDS) == 1, logs()
         assert "the processes did not find each other within 4 seconds; start one" in logs()[0]
 
 

@@ -5,11 +5,10 @@ import contextlib
 import pickle
 import socket
 import threading
-import time
 
 import pytest
 
-from helpers.serve.small_engine import make_engine, sequence, warm_device
+from helpers.serve.small_engine import hold, make_engine, sequence, warm_device
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
@@ -136,8 +135,15 @@ def test_a_mistake_of_ours_is_in_the_log(engine, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("when", ["compiling", "running", "at once"])
-def test_a_client_that_leaves(engine, when):
+def test_a_client_that_leaves(engine, when, monkeypatch):
     """Its sequences end, also one whose grammar is still being compiled; the others' do not."""
+    scheduler = engine._engine.scheduler
+    hold(
+        monkeypatch,
+        engine,
+        lambda: len(scheduler.running) == engine.stats()["running"] == 2,  # and told so
+        lambda: engine._commands,
+    )
 
     async def main():
         async with remote(engine) as client:
@@ -163,7 +169,9 @@ def test_a_client_that_leaves(engine, when):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_stop(engine, drain):
+def test_stop(engine, drain, monkeypatch):
+    hold(monkeypatch, engine, lambda: engine.stats()["running"], lambda: engine._stopping)
+
     async def main():
         async with remote(engine) as client:
             tasks = [
@@ -236,7 +244,7 @@ def test_a_process_that_dies():
         assert not client.ready and len(told) == 1
         await client.stop(drain=True)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_messages_that_the_other_side_does_not_read_yet():
@@ -248,10 +256,8 @@ def test_messages_that_the_other_side_does_not_read_yet():
         ours, theirs = socket.socketpair()
         sender, reader, received, ended = Wire(ours), Wire(theirs), [], asyncio.Event()
         sender.attach(lambda message: None, lambda: None)
-        begin = time.monotonic()
         for message in messages:
             sender.send(message)
-        assert time.monotonic() - begin < 10  # not until somebody reads
         reader.attach(received.append, ended.set)
         threads = [
             threading.Thread(target=lambda: [sender.send("late") for _ in range(500)])
@@ -263,11 +269,11 @@ def test_messages_that_the_other_side_does_not_read_yet():
             await asyncio.sleep(0.001)
         assert [message for message in received if message != "late"] == messages
         sender.close()
-        await asyncio.wait_for(ended.wait(), 10)
+        await ended.wait()
         reader.send("nobody is there")  # and nothing happens
         reader.close()
 
-    asyncio.run(asyncio.wait_for(main(), 100))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_one_message_and_no_byte_of_the_next():

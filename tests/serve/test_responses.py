@@ -352,15 +352,17 @@ def test_a_stream_that_fails(server):
 
 
 def test_a_client_that_leaves(server):
-    server.engine.says, server.engine.delay = "", 0.01
+    server.engine.says, server.engine.holds_at = "", 3
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         stream = client.responses.create(model="tiny", input="a", stream=True)
         event = next(iter(stream))
+        eventually(lambda: server.engine.live)
         stream.close()
     eventually(lambda: not server.engine.live)
     assert event.type == "response.created"
     assert server.get(f"{PATH}/{event.response.id}").status == 404
-    assert 'requests_total{outcome="disconnected"} 1' in server.get("/metrics").body.decode()
+    outcome = b'requests_total{outcome="disconnected"} 1'
+    eventually(lambda: outcome in server.get("/metrics").body)
 
 
 # ---- what is kept ------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from helpers.serve.fake_engine import FakeEngine, fake_model
-from helpers.serve.live_server import eventually, post_bytes, serving
+from helpers.serve.live_server import HANG_SECONDS, eventually, joined, post_bytes, serving
 from jax_attn.serve._http import auth
 from jax_attn.serve._http import server as server_module
-from jax_attn.serve._http.connection import Connection
+from jax_attn.serve._http.connection import Connection, DiscardBody
 from jax_attn.serve._openai import answers, schemas
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.tenants import namespace
@@ -511,6 +511,16 @@ def test_400_names_the_field(server, path, change, param):
     assert len(server.engine.submitted) == num_before
 
 
+def test_an_image_is_refused_by_its_name(server, caplog):
+    """Before its fields count as unknown ones."""
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for role in ("user", "assistant"):
+        answer = server.post(CHAT, {"messages": [{"role": role, "content": [part]}]})
+        assert answer.status == 400 and answer.error["code"] == "unsupported_parameter"
+        assert "'image_url' is not supported by this server" in answer.error["message"]
+    assert "unknown field" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000, b'{"n":' * 9999],
@@ -578,13 +588,15 @@ def test_a_connection_that_asks_for_nothing_is_closed(server, sent, monkeypatch)
     monkeypatch.setattr(Connection, "head_seconds", 0.3)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     begin = time.monotonic()
-    with server.connect(request if sent == b"before" else sent) as connection:
+    with server.paused():
+        connection = server.connect(request if sent == b"before" else sent)
+    with connection:
         received = b""
         while sent == b"before" and b'{"status":"ok"}' not in received:
             received += connection.recv(1000)
         connection.settimeout(0.1)
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() < begin + 20:
+            while time.monotonic() < begin + HANG_SECONDS:
                 with contextlib.suppress(TimeoutError):
                     assert connection.recv(1000) == b""
                     break
@@ -596,7 +608,10 @@ def test_a_connection_that_asks_for_nothing_is_closed(server, sent, monkeypatch)
 
 def test_a_long_answer_is_not_taken_for_silence(slow_server, monkeypatch):
     monkeypatch.setattr(Connection, "head_seconds", 0.05)
-    assert slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 20}).status == 200
+    with slow_server.paused():
+        connection = slow_server.connect(post_bytes(COMPLETIONS, HELLO | {"max_tokens": 20}))
+    with connection:
+        assert b" 200 " in connection.recv(1000).split(b"\r\n")[0]
 
 
 def test_header_cap(server):
@@ -605,6 +620,7 @@ def test_header_cap(server):
 
 
 def test_429_when_the_queue_is_full(slow_server):
+    slow_server.engine.holds_at = 3
     with slow_server.connect(post_bytes(COMPLETIONS, HELLO | {"n": 2, "max_tokens": 200})):
         eventually(lambda: len(slow_server.engine.live) == 2)
         for stream in (False, True):
@@ -612,6 +628,7 @@ def test_429_when_the_queue_is_full(slow_server):
             assert answer.status == 429 and answer.error["reason"] == "queue_full"
             assert int(answer.headers["retry-after"]) >= 1
     eventually(lambda: not slow_server.engine.live)
+    slow_server.engine.holds_at = None
     assert slow_server.post(COMPLETIONS, HELLO).status == 200
     assert b'requests_total{outcome="rejected"} 2.0' in slow_server.get("/metrics").body
 
@@ -625,6 +642,7 @@ def test_a_full_queue_comes_before_the_body(monkeypatch):
         monkeypatch.setattr(engine, "stats", lambda: {"waiting": 2})
         with server.connect(post_bytes(COMPLETIONS, HELLO)) as connection:
             assert b" 200 " in connection.recv(1000).split(b"\r\n")[0]  # it holds nothing yet
+        engine.holds_at = 3
         with server.connect(post_bytes(COMPLETIONS, HELLO | {"n": 2, "max_tokens": 200})):
             eventually(lambda: len(engine.live) == 2)
             with server.connect(f"{head}Content-Length: 1000\r\n\r\n".encode()) as connection:
@@ -646,7 +664,8 @@ def test_429_says_which_limit_of_a_key(limit, change):
     body = HELLO | {"max_tokens": 200} | change
     most = {"requests": 2, "choices": 4, "tokens": 16}
     limits = KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
-    engine = FakeEngine(fake_model().tokenizer, delay=0.02)
+    engine = FakeEngine(fake_model().tokenizer)
+    engine.holds_at = 3  # steps, so that those of two tokens end
     with serving(engine, api_keys=KEYS, key_limits=limits) as server:
         auth = "".join(f"{name}: {value}\r\n" for name, value in bearer(KEYS[0]).items())
         raw = post_bytes(COMPLETIONS, body).replace(b"\r\n", f"\r\n{auth}".encode(), 1)
@@ -751,11 +770,13 @@ def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
 
 def test_the_engine_stops_at_work(slow_server):
     """The drain takes too long: what still runs is told so, and what comes now as well."""
+    slow_server.engine.holds_at = 2
     with slow_server.connect(
         post_bytes(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 200})
     ) as connection:
-        eventually(lambda: min(slow_server.engine.live.values(), default=0) >= 2)
+        eventually(lambda: 2 in slow_server.engine.live.values())
         slow_server.engine.aborts = True
+        slow_server.engine.holds_at = None
         received = b""
         while b"[DONE]" not in received:
             received += connection.recv(65536)
@@ -781,13 +802,13 @@ def test_a_bug_is_500_without_its_text(server, monkeypatch, caplog):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_disconnect_aborts_at_once(slow_server, path, stream, monkeypatch):
+def test_disconnect_aborts_at_once(slow_server, path, stream):
     base = HELLO if path == COMPLETIONS else HELLO_CHAT
     body = base | {"n": 2, "max_tokens": 200, "stream": stream}
     engine = slow_server.engine
+    engine.holds_at = 3
     connection = slow_server.connect(post_bytes(path, body))
-    eventually(lambda: len(engine.live) == 2 and min(engine.live.values()) >= 3)
-    monkeypatch.setattr(engine, "delay", 3600)  # of the steps after those that have begun
+    eventually(lambda: list(engine.live.values()) == [3, 3])
     connection.close()
     eventually(lambda: not engine.live)
     assert len(engine.aborted) == 2
@@ -825,30 +846,50 @@ def test_a_client_that_does_not_read_is_cut(monkeypatch):
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
-    monkeypatch.setattr(Connection, "write_seconds", 2.0)
-    body = HELLO | {"n": 8, "max_tokens": 200, "logprobs": 20}
+    """Whenever it has read some, its time begins anew."""
+    timers, pause_writing = [], Connection.pause_writing
+
+    def pause(connection):
+        pause_writing(connection)
+        timers.append(connection._write_timer)
+
+    monkeypatch.setattr(Connection, "pause_writing", pause)
+    monkeypatch.setattr(Connection, "write_seconds", HANG_SECONDS)
+    body = HELLO_CHAT | {"n": 32, "max_tokens": 200}
+    body |= {"logprobs": True, "top_logprobs": 20}  # 10 MB, more than sockets hold
     with serving() as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(post_bytes(COMPLETIONS, body))
+        connection.sendall(post_bytes(CHAT, body))
         head, _, received = connection.recv(65536).partition(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         while len(received) < length and (more := connection.recv(65536)):
             received += more
             time.sleep(0.01)
-        assert len(json.loads(received)["choices"]) == 8
+        assert len(json.loads(received)["choices"]) == 32
+        eventually(lambda: timers and all(timer.cancelled() for timer in timers))
 
 
 def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
     """Before the first token, too. Clients pass over the comments."""
-    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
-    with serving(FakeEngine(fake_model().tokenizer, delay=0.5)) as server:
-        raw = server.post(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 3}).body.decode()
-    events = raw.split("\n\n")
-    assert events[0] == ": waiting" and events[-2] == "data: [DONE]"
-    kinds = [event.partition(":")[0] for event in events[:-2]]
-    assert kinds.count("data") == 3 and kinds.index("data") >= 2
-    assert kinds[kinds.index("data") + 1 :].count("") >= 2
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.05)
+    engine = FakeEngine(fake_model().tokenizer)
+    body = HELLO | {"stream": True, "max_tokens": 3}
+    with serving(engine) as server:
+        engine.holds_at, received = 0, b""
+        with server.connect(post_bytes(COMPLETIONS, body)) as connection:
+            while not received.endswith(b"\r\n0\r\n\r\n") and (more := connection.recv(65536)):
+                received += more
+                before, _, after = received.partition(b"data: {")
+                if engine.holds_at == 0 and before.count(b": waiting") >= 2:
+                    engine.holds_at = 1
+                if engine.holds_at == 1 and after.count(b": waiting") >= 2:
+                    engine.holds_at = None
+    events = joined(received.partition(b"\r\n\r\n")[2]).split(b"\n\n")
+    kinds = [event.partition(b":")[0] for event in events[:-2]]
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert kinds.count(b"data") == 3 and kinds.index(b"data") >= 2
+    assert kinds[kinds.index(b"data") + 1 :].count(b"") >= 2
 
 
 def test_connections_are_capped(server, monkeypatch):
@@ -1035,8 +1076,9 @@ def test_the_body_of_a_stranger_is_not_read(locked_server):
         assert b" 401 " in connection.recv(1000).split(b"\r\n")[0]
 
 
-def test_who_still_sends_reads_the_error(locked_server):
+def test_who_still_sends_reads_the_error(locked_server, monkeypatch):
     """A connection that is closed under what was not read is reset."""
+    monkeypatch.setattr(DiscardBody, "seconds", HANG_SECONDS)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     with locked_server.connect(f"{head}Content-Length: 60000\r\n\r\n".encode()) as connection:
         for _ in range(20):
@@ -1113,7 +1155,9 @@ def test_a_pipelined_request_has_time_of_its_own(slow_server, monkeypatch):
     """The timer that waits for the next request is not for one that is there already."""
     monkeypatch.setattr(Connection, "head_seconds", 0.2)
     body = HELLO | {"max_tokens": 30}  # half a second
-    with slow_server.connect(post_bytes(COMPLETIONS, body) * 2) as connection:
+    with slow_server.paused():
+        connection = slow_server.connect(post_bytes(COMPLETIONS, body) * 2)
+    with connection:
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert received.count(b'"finish_reason":"length"') == 2
 

@@ -16,6 +16,7 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 openai = pytest.importorskip("openai", reason="needs the extra `test`")
 
 from helpers.serve.live_server import (  # noqa: E402
+    HANG_SECONDS,
     KEYS,
     OPERATOR_KEY,
     SAFE_PATH,
@@ -43,12 +44,13 @@ def server(tmp_path_factory):
     server = ServerProcess(directory, *OPTIONS, *key_options(directory), "--model", str(model))
     with contextlib.closing(server):
         # The port is open while it compiles, and says so.
-        status, body = server.get("/health")
-        assert (status, json.loads(body)) == (503, {"status": "compiling"})
-        assert server.get("/v1/models", KEYS[0])[0] == 200
-        with pytest.raises(openai.InternalServerError) as refused:
-            server.client().completions.create(model=MODEL, prompt="a")
-        assert refused.value.status_code == 503
+        with server.engine_stopped():
+            status, body = server.get("/health")
+            assert (status, json.loads(body)) == (503, {"status": "compiling"})
+            assert server.get("/v1/models", KEYS[0])[0] == 200
+            with pytest.raises(openai.InternalServerError) as refused:
+                server.client().completions.create(model=MODEL, prompt="a")
+            assert refused.value.status_code == 503
         server.wait_until_ready()
         yield server
         assert server.metric("jax_attn_compilations_total") == 0
@@ -71,8 +73,7 @@ def client(server):
 
 
 def test_completion(client):
-    # Long enough that it comes in several chunks on a busy machine, too: who reads slower than the
-    # engine works gets more at once.
+    # In how many chunks it comes depends on how fast they are read; test_server.py counts them.
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
     request["extra_body"] = {"ignore_eos": True}
     answer = client.completions.create(**request)
@@ -83,7 +84,6 @@ def test_completion(client):
     chunks = list(
         client.completions.create(**request, stream=True, stream_options={"include_usage": True})
     )
-    assert len(chunks) > 5
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
 
@@ -249,7 +249,7 @@ def test_responses(client):
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert events[-1].type == f"response.{whole.status}"
     streamed = events[-1].response
-    assert whole.output_text == streamed.output_text == "".join(deltas) and len(deltas) > 2
+    assert whole.output_text == streamed.output_text == "".join(deltas)
     assert client.responses.retrieve(streamed.id).output_text == whole.output_text
     after = client.responses.create(input="And now?", previous_response_id=whole.id, **request)
     assert after.usage.input_tokens > whole.usage.input_tokens + 12
@@ -310,11 +310,14 @@ def test_disconnect_frees_the_engine(server, client):
     ]
     for stream in streams:
         next(iter(stream))
-    before = server.metric("jax_attn_generated_tokens_total")
-    for stream in streams:
-        stream.close()
+    disconnected = 'jax_attn_requests_total{outcome="disconnected"}'
+    num_gone = server.metric(disconnected)
+    with server.engine_stopped():  # or it might be done first
+        for stream in streams:
+            stream.close()
+        eventually(lambda: server.metric(disconnected) == num_gone + 4)
+        before = server.metric("jax_attn_generated_tokens_total")
     eventually(lambda: not server.metric("jax_attn_sequences_running"))
-    eventually(lambda: server.metric('jax_attn_requests_total{outcome="disconnected"}') >= 4)
     assert server.metric("jax_attn_generated_tokens_total") - before < 4 * 400
     # Nothing leaked: what is not free is cached, and nobody holds it.
     assert server.metric('jax_attn_pages{state="used"}') == 0
@@ -331,19 +334,17 @@ def test_caps(server, header, status):
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     request = "\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", header, "", ""])
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-        connection.settimeout(20)
+        connection.settimeout(HANG_SECONDS)
         connection.sendall(request.encode())
         assert connection.recv(1000).split()[1] == str(status).encode()
 
 
 def test_full_queue(server):
-    """4 run, 8 wait: of 24 at once some are refused, and all others are answered."""
+    """4 run, 8 wait: of 24 at once 12 or more are refused, and all others are answered."""
     outcomes = []
-    all_ready = threading.Barrier(24)
 
     def ask():
         with server.client() as client:
-            all_ready.wait(60)
             try:
                 answer = client.completions.create(
                     model=MODEL, prompt=PROMPT, max_tokens=200, extra_body={"ignore_eos": True}
@@ -353,11 +354,15 @@ def test_full_queue(server):
                 outcomes.append(int(error.response.headers["retry-after"]) and "refused")
 
     threads = [threading.Thread(target=ask) for _ in range(24)]
+    with server.engine_stopped():
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(outcomes) == 12)
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert sorted(map(str, set(outcomes))) == ["200", "refused"] and len(outcomes) == 24
+        thread.join(HANG_SECONDS)
+    assert outcomes[:12] == ["refused"] * 12 and len(outcomes) == 24
+    # Of 12 that come before the next step, the engine lets 8 wait.
+    assert outcomes.count("refused") + outcomes.count(200) == 24 and outcomes.count(200) >= 8
 
 
 def test_live_state(server, client):
@@ -377,7 +382,7 @@ def test_live_state(server, client):
 
 def test_sigterm_drains(tmp_path):
     server = ServerProcess(
-        tmp_path, *OPTIONS, "--model", str(model_directory()), "--drain-seconds", "60"
+        tmp_path, *OPTIONS, "--model", str(model_directory()), "--drain-seconds", str(HANG_SECONDS)
     )
     with contextlib.closing(server), server.client() as client:
         server.wait_until_ready()
@@ -393,7 +398,7 @@ def test_sigterm_drains(tmp_path):
         os.kill(server.process.pid, signal.SIGTERM)
         chunks = list(stream)  # to the end
         assert chunks[-1].usage.completion_tokens == 200
-        assert server.process.wait(30) == 0, server.log()
+        assert server.process.wait(HANG_SECONDS) == 0, server.log()
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
 
@@ -401,8 +406,9 @@ def test_sigterm_drains(tmp_path):
 def test_sigterm_while_compiling(tmp_path):
     server = ServerProcess(tmp_path, *OPTIONS, "--model", str(model_directory()))
     with contextlib.closing(server):
-        assert server.get("/health")[0] == 503
-        os.kill(server.process.pid, signal.SIGTERM)
+        with server.engine_stopped():
+            assert server.get("/health")[0] == 503
+            os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(START_SECONDS) == 0, server.log()
         assert "ready; " not in server.log()  # it did not compile to the end first
 
@@ -411,7 +417,7 @@ def test_sigterm_while_compiling(tmp_path):
     ("options", "message"),
     [
         (["--model", "nothing/here"], "nothing/here"),
-        (["--api-key-file", "missing"], "missing"),
+        (["--api-key-file", "missing"], "--api-key-file: expected a file with one key a line"),
         (["--page-size", "0"], "at least 1"),
         (["--model", str(model_directory()), "--num-pages", "1000000000"], "--num-pages: expected"),
     ],

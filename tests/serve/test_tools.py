@@ -494,7 +494,7 @@ def test_mistral(tmp_path, monkeypatch, format):
     model = fake_model()
     model.tokenizer, special = mistral_tokenizer()
     model.config.vocab_size = model.tokenizer.get_vocab_size()
-    monkeypatch.setattr("live_server.fake_model", lambda: model)
+    monkeypatch.setattr("helpers.serve.live_server.fake_model", lambda: model)
     engine = FakeEngine(model.tokenizer)
     engine.limits.max_model_len = 1000
     one, other = call("get_weather", {"city": "é"}, format), call("do-nothing", {}, format)

@@ -158,7 +158,7 @@ def _import(path: object, code: str = "") -> subprocess.CompletedProcess[str]:
         env=os.environ | {"JAX_ATTN_TUNING": str(path), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

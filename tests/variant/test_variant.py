@@ -640,6 +640,10 @@ def indexes_numpy(score, at):
     return score * OPERANDS["slopes"][at.head]
 
 
+def makes_an_array(score, at):
+    return score * jnp.arange(4)[at.head]
+
+
 def reads_as_a_whole(score, at, slopes):
     return score + jnp.sum(slopes)
 
@@ -667,7 +671,12 @@ def too_long(score, at):
         ({"logits": lambda s, at: jnp.stack([s, s])}, ValueError, "returns a scalar"),
         ({"logits": lambda s, at: (s, s)}, ValueError, "returns a scalar"),
         ({"logits": lambda s, at: s > 0}, ValueError, "returns a number"),
-        ({"logits": lambda s, at, x: s}, ValueError, r"fn\(score, at, ...\), then of its operands"),
+        (
+            {"logits": lambda s, at, x: s},
+            ValueError,
+            r"fn\(score, at, ...\), then of its operands .*, operands={'x': array}\.$",
+        ),
+        ({"logits": makes_an_array}, NotImplementedError, r"array int32\[4\] at .*operands="),
         ({"mask": lambda s, at: s > 0}, ValueError, r"mask: expected fn\(at, ...\).*fn\(s, at\)"),
         ({"logits": lambda at: 1}, ValueError, r"expected fn\(score, at, ...\), .*fn\(at\)"),
         (

@@ -10,6 +10,7 @@ import pytest
 import jax_attn as ja
 from helpers.attention_cases import Case, make_plan
 from jax_attn import _core
+from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._xla import ffi
 
 CASE = Case("", (1, 20), (40, 33), num_ctas=2)
@@ -145,19 +146,17 @@ def test_the_backward_pass_of_what_has_none():
     """Fresh keys, say, would be read from pages."""
     spec = dataclasses.replace(SPEC, share_prefixes=False, fresh_kv=True)
     rows = np.ones(spec.o_shape[:2], f32)
-    sentence = sentence_of(
-        lambda: ffi.backward(
-            np.ones(spec.q_shape, f32),
-            np.ones(K_SHAPE, f32),
-            np.ones(V_SHAPE, f32),
-            np.zeros(spec.plan_words, np.int32),
-            np.int32(0),
-            rows,
-            rows,
-            np.ones(spec.o_shape, f32),
-            spec,
-        )
+    operands = BackwardOperands(
+        q=np.ones(spec.q_shape, f32),
+        k=np.ones(K_SHAPE, f32),
+        v=np.ones(V_SHAPE, f32),
+        plan_buffer=np.zeros(spec.plan_words, np.int32),
+        layer=np.int32(0),
+        lse=rows,
+        d=rows,
+        d_o=np.ones(spec.o_shape, f32),
     )
+    sentence = sentence_of(lambda: ffi.backward(operands, spec))
     assert "attention's backward pass: spec: " in sentence
 
 

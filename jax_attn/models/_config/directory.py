@@ -13,7 +13,11 @@ def _bundled() -> Path:
     """The bundled model: installed beside the extension, or in data/ of a source folder."""
     name = "tiny-llama-stdlib"
     installed = Path(_core.__file__).parent / "models" / name
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "data" / name
+    return (
+        installed
+        if (installed / "config.json").is_file()
+        else Path(__file__).parents[3] / "data" / name
+    )
 
 
 BUNDLED = _bundled()
@@ -31,8 +35,9 @@ def existing(path: Path) -> Path:
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """The object, or the list, in a JSON file. Raises ModelDirectoryError."""
+    existing(path)
     try:
-        value = json.loads(existing(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, kind):

@@ -168,7 +168,12 @@ def _weight_files(directory: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if not index.is_file():
-        raise ModelDirectoryError(f"{directory}: neither {whole.name} nor {index.name} is there")
+        advice = ""
+        if pickled := [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]:
+            advice = f"; convert {min(pickled).name} to safetensors"
+        raise ModelDirectoryError(
+            f"{directory}: neither {whole.name} nor {index.name} is there{advice}"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelDirectoryError(f"{index}: key 'weight_map' is missing")

@@ -14,7 +14,7 @@ import re
 
 from jax_attn.serve._chat.reasoning import Parts
 from jax_attn.serve._chat.tools import ToolCall
-from jax_attn.serve._text.detokenizer import overlap
+from jax_attn.serve._text.stop_strings import overlap
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"  # behind the prompt, it leads to the answer at once

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from jax_attn.serve._chat.tools import ToolCall
-from jax_attn.serve._text.detokenizer import overlap
+from jax_attn.serve._text.stop_strings import overlap
 
 THINK, END_THINK = "<think>", "</think>"
 

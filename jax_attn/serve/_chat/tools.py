@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from jax_attn.serve._chat import gemma_tool_calls
-from jax_attn.serve._text.detokenizer import overlap
+from jax_attn.serve._text.stop_strings import overlap
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The life of a step: device arrays, sampling, drafts, several processes. Private."""
+"""The life of a step: device arrays, sampling, drafts, outputs, several processes. Private."""

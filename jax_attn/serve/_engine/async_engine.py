@@ -15,8 +15,9 @@ from jax_attn import models
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.processes import Processes
-from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler
+from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler, TooManyGrammars
 from jax_attn.serve._grammar.grammar import CompiledGrammar
+from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
@@ -139,7 +140,10 @@ class AsyncEngine:
         self._command(lambda: self._abort(seq_ids), must=False)
 
     async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
-        """Their grammars, by tenant and text, with what one may take and no more."""
+        """Compiles their grammars within the limits of one. Returns them by tenant and text.
+
+        Raises: QueueFull, GrammarError, EngineStopped.
+        """
         try:
             return {
                 (tenant, grammar): await asyncio.wrap_future(
@@ -150,6 +154,8 @@ class AsyncEngine:
             }
         except Closed:
             raise EngineStopped("The engine does not run.") from None
+        except TooManyGrammars as error:
+            raise QueueFull(str(error)) from None
 
     def stats(self) -> dict[str, Any]:
         """See Engine.stats; as of the last step."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from jax_attn import models
 from jax_attn.models._embedding import embedding
+from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -35,14 +36,11 @@ _MAX_ROWS = 64  # sequences of a batch
 MAX_TOKENS = 8192  # of a sequence, as OpenAI's models; memory for layers grows with it
 
 
-class EmbedderStopped(RuntimeError):
-    """The thread has ended, or a batch has failed."""
-
-
 @dataclass(eq=False)
 class Job:
     """The sequences of one request."""
 
+    embedder: Embedder
     tenant: str
     sequences: list[list[int]]
     vectors: np.ndarray  # [number of sequences, size] f32, written by the thread
@@ -53,6 +51,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.done.set_running_or_notify_cancel()  # by the thread alone it ends
+
+    def cancel(self) -> None:
+        """What has not begun of it is forgotten."""
+        self.embedder.cancel(self)
 
 
 class _Entry(NamedTuple):
@@ -99,7 +101,7 @@ class Embedder:
 
     def submit(self, tenant: str, sequences: list[list[int]]) -> Job:
         """sequences: 1 to max_tokens tokens each. Raises EmbedderStopped."""
-        job = Job(tenant, sequences, np.empty((len(sequences), self.size), np.float32))
+        job = Job(self, tenant, sequences, np.empty((len(sequences), self.size), np.float32))
         with self._wake:
             if self._stopping or self.failure is not None:
                 raise EmbedderStopped("The embedding model does not run.")

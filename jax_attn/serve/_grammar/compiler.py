@@ -1,6 +1,6 @@
 """Grammars of clients, compiled where they can do no harm: beside the server first, then in it.
 
-Each grammar is tried in a process of its own kind (see grammar_trial), which ends where the grammar
+Each grammar is tried in a process of its own kind (see `trial`), which ends where the grammar
 takes more time or memory than one may. Only what passed is compiled here, in a thread of lowest
 priority, one at a time. Tenants take turns, and each has a few in the queue.
 """
@@ -26,7 +26,6 @@ from jax_attn.serve._grammar.grammar import (
     Grammars,
     one_line,
 )
-from jax_attn.serve._scheduling.admission import QueueFull
 
 _MAX_QUEUED = 64  # grammars of one tenant
 _MAX_REFUSALS = 256  # remembered, so that who tries again costs nothing
@@ -37,6 +36,10 @@ _NICE = 15
 
 class Closed(RuntimeError):
     """The compiler takes no grammars any more."""
+
+
+class TooManyGrammars(RuntimeError):
+    """A tenant has as many in the queue as it may; it is to try again later."""
 
 
 class GrammarCompiler:
@@ -84,7 +87,7 @@ class GrammarCompiler:
         """At once where it is in the cache. The future raises GrammarError, or Closed.
 
         Raises:
-          QueueFull: the tenant has many in the queue.
+          TooManyGrammars: the tenant has many in the queue.
         """
         future: Future[CompiledGrammar] = Future()
         job = tenant, grammar
@@ -103,7 +106,7 @@ class GrammarCompiler:
             else:
                 queue = self._queues.setdefault(tenant, deque())
                 if len(queue) >= _MAX_QUEUED:
-                    raise QueueFull(
+                    raise TooManyGrammars(
                         f"{len(queue)} grammars of a key wait to be compiled, which is all that may"
                     )
                 queue.append(job)

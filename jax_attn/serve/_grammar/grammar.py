@@ -2,7 +2,7 @@
 
 A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.compile` compiles
 it, and a `Matcher` follows one sequence through it. Compiling may take any time and memory, a mask
-up to some 50 ms: what clients send goes through `grammar_compiler` and `masks`.
+up to some 50 ms: what clients send goes through `compiler` and `token_masks`.
 
 Forced tokens are those that the grammar leaves no choice about. llguidance gives the tokens of the
 forced text as the tokenizer would have cut it, up to the first that what follows might cut
@@ -121,7 +121,7 @@ class Grammars:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What another process needs to compile the same: see grammar_trial."""
+        """What another process needs to compile the same: see `trial`."""
         return {
             "tokenizer": self._plain.to_str(),
             "n_vocab": self._vocab_size,

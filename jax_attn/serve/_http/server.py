@@ -28,9 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jax_attn import models
-from jax_attn.serve._engine import debug_view
-from jax_attn.serve._engine.embedder import Embedder
-from jax_attn.serve._http import bodies, openapi
+from jax_attn.serve._http import bodies, debug_state, openapi
 from jax_attn.serve._http.auth import Authenticate, LoopbackHost
 from jax_attn.serve._http.body_threads import Lanes
 from jax_attn.serve._http.connection import DiscardBody
@@ -55,7 +53,8 @@ from jax_attn.serve._openai.prepare import (
 )
 from jax_attn.serve._openai.response_format import ChatStyle, CompletionStyle, Style
 from jax_attn.serve._openai.responses_api import ResponsesApi, StoredAnswer
-from jax_attn.serve._scheduling.protocols import ServedEngine, ServedModel
+from jax_attn.serve._openai.served_models import ServedEmbedder, ServedModel
+from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.tenants import owner
 from jax_attn.serve._text.token_bytes import TokenBytes
 
@@ -113,7 +112,7 @@ def create_app(
     engine: ServedEngine | None,
     model: ServedModel | None,
     config: ServerConfig,
-    embedding: tuple[models.EmbeddingModel, Embedder] | None = None,
+    embedding: tuple[models.EmbeddingModel, ServedEmbedder] | None = None,
 ) -> Starlette:
     """The application, as ASGI. It starts the engine, and at the end stops it.
 
@@ -187,7 +186,7 @@ class _Server:
     def __init__(
         self,
         config: ServerConfig,
-        embedding: tuple[models.EmbeddingModel, Embedder] | None,
+        embedding: tuple[models.EmbeddingModel, ServedEmbedder] | None,
         engine: ServedEngine | None = None,
     ):
         self._engine, self._config = engine, config
@@ -401,7 +400,7 @@ class _TextServer(_Server):
         engine: ServedEngine,
         model: ServedModel,
         config: ServerConfig,
-        embedding: tuple[models.EmbeddingModel, Embedder] | None,
+        embedding: tuple[models.EmbeddingModel, ServedEmbedder] | None,
     ):
         super().__init__(config, embedding, engine)
         self._engine: ServedEngine = engine
@@ -539,7 +538,7 @@ class _TextServer(_Server):
             return owner(namespace) == tenant
 
         def make() -> bytes:
-            seen = debug_view.seen_by(snapshot, owns, sees_all, self._texts)
+            seen = debug_state.seen_by(snapshot, owns, sees_all, self._texts)
             return json.dumps(seen).encode()
 
         return await asyncio.to_thread(make)

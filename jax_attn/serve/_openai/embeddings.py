@@ -15,14 +15,15 @@ from pydantic.json_schema import SkipJsonSchema
 from starlette.types import Receive, Scope, Send
 
 from jax_attn import models
-from jax_attn.serve._engine.embedder import Embedder, EmbedderStopped
 from jax_attn.serve._openai import fields, schemas
 from jax_attn.serve._openai.access_log import Record
 from jax_attn.serve._openai.answers import disconnected, send_pieces
 from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
 from jax_attn.serve._openai.limits import Ticket
 from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._openai.served_models import ServedEmbedder
 from jax_attn.serve._openai.text_encoder import TextEncoder
+from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
 # Of a request, as OpenAI has them.
 MAX_INPUTS = 2048
@@ -93,7 +94,7 @@ class PreparedEmbeddings:
 
 
 class EmbeddingReader:
-    def __init__(self, model: models.EmbeddingModel, embedder: Embedder):
+    def __init__(self, model: models.EmbeddingModel, embedder: ServedEmbedder):
         self._name, self._max_tokens = embedder.name, embedder.max_tokens
         self._sizes, self._vocab_size = model.sizes, model.config.vocab_size
         self._normalizes = model.pooling.normalize
@@ -163,7 +164,7 @@ class EmbeddingResponse:
 
     def __init__(
         self,
-        embedder: Embedder,
+        embedder: ServedEmbedder,
         reader: EmbeddingReader,
         prepared: PreparedEmbeddings,
         metrics: Metrics,
@@ -213,7 +214,7 @@ class EmbeddingResponse:
             raise ApiError(500, str(error), code="internal_error") from None
         finally:
             self._record.admitted = job.begun
-            self._embedder.cancel(job)
+            job.cancel()
         return job.vectors
 
     async def _json(self, vectors: np.ndarray) -> AsyncIterator[bytes]:

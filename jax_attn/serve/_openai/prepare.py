@@ -22,8 +22,9 @@ from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.messages import for_template
+from jax_attn.serve._openai.served_models import ServedModel
 from jax_attn.serve._openai.text_encoder import TextEncoder
-from jax_attn.serve._scheduling.protocols import ServedEngine, ServedModel
+from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 from jax_attn.serve._scheduling.tenants import namespace
 

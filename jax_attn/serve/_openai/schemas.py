@@ -121,7 +121,7 @@ class StructuredOutputs(RequestBody):
     whitespace_pattern: Unsupported = None
 
 
-class Constraint(NamedTuple):
+class OutputConstraint(NamedTuple):
     """What the output is to follow, and which field says so."""
 
     field: str
@@ -274,27 +274,27 @@ class SamplingBody(Generation):
         return self
 
     @property
-    def constraint(self) -> Constraint | None:
+    def constraint(self) -> OutputConstraint | None:
         return next(iter(self._constraints()), None)
 
-    def _constraints(self) -> list[Constraint]:
+    def _constraints(self) -> list[OutputConstraint]:
         found = [
-            Constraint(field, kind, value)
+            OutputConstraint(field, kind, value)
             for field, kind in _CONSTRAINTS
             if (value := getattr(self, field)) is not None
         ]
         if (format := self.response_format) is not None and format.type != "text":
             wanted = format.json_schema
             schema = {"type": "object"} if wanted is None else wanted.schema_
-            found.append(Constraint("response_format", "json", schema))
+            found.append(OutputConstraint("response_format", "json", schema))
         if (given := self.structured_outputs) is not None:
             field = "structured_outputs"
             found += [
-                Constraint(field, "json", given.json_),
-                Constraint(field, "json", {"type": "object"} if given.json_object else None),
-                Constraint(field, "regex", given.regex),
-                Constraint(field, "grammar", given.grammar),
-                Constraint(field, "choice", given.choice),
+                OutputConstraint(field, "json", given.json_),
+                OutputConstraint(field, "json", {"type": "object"} if given.json_object else None),
+                OutputConstraint(field, "regex", given.regex),
+                OutputConstraint(field, "grammar", given.grammar),
+                OutputConstraint(field, "choice", given.choice),
             ]
         return [each for each in found if each.value is not None]
 
@@ -353,6 +353,19 @@ class TextPart(RequestBody):
     type: Literal["text"]
     text: str
     cache_control: Ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        """Refuses images, sounds and files, before their fields count as unknown ones."""
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported",
+                "{type} is not supported by this server, 'text' is",
+                {"type": repr(kind[:64]), "inside": "type"},
+            )
+        return part
 
 
 class RefusalPart(RequestBody):

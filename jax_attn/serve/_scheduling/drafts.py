@@ -4,7 +4,7 @@ A step computes the sequence's next token and its drafts as one chunk, and sampl
 them. A sample depends on its logits, its seed and its position alone (see `sampling`), so the draft
 that equals the sample before it is what would have come anyway, and so is the sample behind it. The
 first that does not ends the step's tokens: the output is the same, token by token, greedy or not.
-Penalties count the drafts before a sample, and a grammar goes along with them (see `masks`).
+Penalties count the drafts before a sample, and a grammar goes along with them (see `token_masks`).
 
 While such a step is in flight it is not known how many tokens it gives, so the sequence takes no
 part in the next one, and the device waits for the host once. Whether that pays is learned from how

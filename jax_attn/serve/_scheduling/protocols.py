@@ -1,5 +1,5 @@
-"""What HTTP needs of an engine and of a model: of `AsyncEngine` and `models.Model`, or of those in
-tests, which compute nothing."""
+"""What HTTP needs of an engine: of `AsyncEngine`, of `RemoteEngine`, or of the one in tests, which
+computes nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jax_attn import models
-from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.request import Sequence
 
@@ -18,21 +16,15 @@ class EngineStopped(RuntimeError):
     """The engine does not run: not started, stopped, or failed."""
 
 
+class EmbedderStopped(RuntimeError):
+    """The thread of the embedding model has ended, or a batch has failed."""
+
+
 @dataclass(frozen=True)
 class Limits:
     max_model_len: int  # prompt and output tokens of a sequence
     max_running: int
     max_waiting: int
-
-
-class ServedModel(Protocol):
-    """A model without its weights."""
-
-    @property
-    def config(self) -> models.ModelConfig: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
 
 
 class ServedEngine(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jax_attn.models._weights.protocols import Tokenizer
+from jax_attn.serve._text.stop_strings import StopString
 from jax_attn.serve._text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"  # what decoding makes of a character that is not complete yet
@@ -135,7 +136,7 @@ class Detokenizer:
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
         self._text = texts.begin(skip_special_tokens)
-        self._stops = [_Stop(text) for text in stop]
+        self._stops = [StopString(text) for text in stop]
         self._include_stop = include_stop
         self._held = ""  # decoded, but maybe the beginning of a stop string
         self.stopped = False
@@ -171,47 +172,3 @@ class Detokenizer:
         text = self._held + self._text.flush()
         self._held = ""
         return text
-
-
-class _Stop:
-    """How much of a stop string a text ends with. Knuth, Morris, Pratt: a step or two a character,
-    whatever the text and the string are."""
-
-    __slots__ = ("_text", "_shorter", "num_matched")
-
-    def __init__(self, text: str):
-        self._text = text
-        # Of each beginning of the string, the longest shorter one that it ends with.
-        self._shorter = [0] * len(text)
-        self.num_matched = 0  # characters; never all of them
-        for i in range(1, len(text)):
-            self.num_matched = self._next(text[i])
-            self._shorter[i] = self.num_matched
-        self.num_matched = 0
-
-    @property
-    def length(self) -> int:
-        return len(self._text)
-
-    def push(self, new: str) -> int | None:
-        """Where in `new` the string begins that is the first to end there; before it: negative."""
-        found = None
-        for i, character in enumerate(new):
-            self.num_matched = self._next(character)
-            if self.num_matched == len(self._text):
-                self.num_matched = self._shorter[-1]
-                if found is None:
-                    found = i + 1 - len(self._text)
-        return found
-
-    def _next(self, character: str) -> int:
-        num_matched = self.num_matched
-        while num_matched and self._text[num_matched] != character:
-            num_matched = self._shorter[num_matched - 1]
-        return num_matched + (self._text[num_matched] == character)
-
-
-def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -14,6 +14,7 @@
 #include "cpu/attention.h"
 #include "cuda/common/types.cuh"
 #include "cuda/common/variant.cuh"
+#include "part.h"
 #include "plan/merge_trees.h"
 #include "plan/plan.h"
 #include "select/select.h"
@@ -510,7 +511,7 @@ struct NoTensorMaps {
 };
 
 template <class Kernel, class Shape>
-void RunCase(const Case& c, unsigned seed) {
+void RunCaseInPart(const Case& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<Shape>;
   using Body = typename Kernel::template Body<Shape>;
   static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
@@ -578,6 +579,11 @@ void RunCase(const Case& c, unsigned seed) {
     std::printf("FAILED %s: bits depend on shared prefixes\n", c.name);
     ++g_failures;
   }
+}
+
+template <class Kernel, class Shape>
+void RunCase(const Case& c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape>()) RunCaseInPart<Kernel, Shape>(c, seed);
 }
 
 // Decodes, speculation and a longer chunk, for trees of prefixes.

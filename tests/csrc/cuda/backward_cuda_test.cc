@@ -4,12 +4,13 @@
 // The above stands in for CUDA and comes first.
 #include "cuda/backward_cuda_cases.h"
 #include "cuda/sm80/backward.cuh"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
 
 template <class Traits>
-void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tables = kOfCase) {
+void RunBackwardInPart(const Case& c, unsigned seed, Poison poison, Tables tables) {
   using Body = BackwardBody<Traits>;
   RunBackward<Traits>(c, seed, poison, tables,
                       [](const Case& c, const AttentionSpec& spec, const BackwardCudaParams& given,
@@ -25,6 +26,11 @@ void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tab
   std::printf("%s: %d warps, keys %d by %d, queries %d by %d\n", c.name,
               Body::kNumThreads / kWarpSize, Body::KeysPass::kOwned, Body::KeysPass::kStep,
               Body::QueriesPass::kOwned, Body::QueriesPass::kStep);
+}
+
+template <class Traits>
+void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tables = kOfCase) {
+  if constexpr (InPart<Traits>()) RunBackwardInPart<Traits>(c, seed, poison, tables);
 }
 
 template <class Traits>

@@ -3,6 +3,7 @@
 #include "emulation/cuda_emulation.h"
 // The above stands in for CUDA and comes first.
 #include "emulation/sm80_kernels.h"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
@@ -40,7 +41,7 @@ std::vector<uint16_t> AppendNewTokens(const Case& c, const AttentionSpec& spec, 
 }
 
 template <class Kernel, class Shape, int kFormat>
-void RunFreshCodes(Case c, unsigned seed) {
+void RunFreshCodesInPart(Case c, unsigned seed) {
   using Appended = CodesOf<Shape, kFormat>;
   using Beside = Fresh<Appended>;
   const std::string name = std::string(FormatOf(kFormat).name) + ", " + c.name;
@@ -68,6 +69,12 @@ void RunFreshCodes(Case c, unsigned seed) {
     ++g_failures;
   }
   std::printf("%s\n", c.name);
+}
+
+template <class Kernel, class Shape, int kFormat>
+void RunFreshCodes(Case c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+    RunFreshCodesInPart<Kernel, Shape, kFormat>(c, seed);
 }
 
 template <int kFormat>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
@@ -20,7 +21,7 @@ std::vector<uint16_t> ValuesOfCodes(int64_t format) {
 
 // RunCase, and: without scales, on the same plan, the bits of plain pages.
 template <class Kernel, class Shape, int kFormat>
-void RunCodes(Case c, unsigned seed) {
+void RunCodesInPart(Case c, unsigned seed) {
   using Coded = CodesOf<Shape, kFormat>;
   const std::string name = std::string(FormatOf(kFormat).name) + ", " + c.name;
   c.name = name.c_str();
@@ -42,6 +43,12 @@ void RunCodes(Case c, unsigned seed) {
     std::printf("FAILED %s: not the bits of plain pages\n", c.name);
     ++g_failures;
   }
+}
+
+template <class Kernel, class Shape, int kFormat>
+void RunCodes(Case c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+    RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
 }
 
 // Cases that any loop takes, of 5 heads.

@@ -16,13 +16,16 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "jit/compile_log.h"
 #include "jit/compiler.h"
 #include "jit/counter_pool.h"
 #include "jit/cubin.h"
@@ -689,30 +692,185 @@ void TestPrepare(const std::string& cache_dir) {
 
 void TestCacheKey() {
   const KernelSource source = MergeKernelSource({90, kBF16});
-  std::string key, same, other;
-  CHECK_OK(CacheKey(source, &key));
-  CHECK_OK(CacheKey(source, &same));
-  CHECK(key == same);
+  const auto key_of = [](const KernelSource& of) {
+    KernelIdentity identity;
+    CHECK_OK(Identify(of, &identity));
+    return CacheKey(identity);
+  };
+  const std::string key = key_of(source);
+  CHECK(key == key_of(source));
   KernelSource changed = source;
   changed.text += " ";
-  CHECK_OK(CacheKey(changed, &other));
-  CHECK(key != other);
+  CHECK(key != key_of(changed));
   changed = source;
   changed.options.push_back("-lineinfo");
-  CHECK_OK(CacheKey(changed, &other));
-  CHECK(key != other);
+  CHECK(key != key_of(changed));
   changed = source;  // the same bytes in other fields
   changed.options = {source.options[0] + source.options[1], source.options[2]};
-  CHECK_OK(CacheKey(changed, &other));
-  CHECK(key != other);
+  CHECK(key != key_of(changed));
   const Nvrtc* nvrtc = nullptr;
   CHECK_OK(GetNvrtc(&nvrtc));
   CHECK(nvrtc->version == "13.5" && !nvrtc->build.empty());
-  CHECK(CacheKeyFor(source, "13.5 " + nvrtc->build) == key);
-  CHECK(CacheKeyFor(source, "13.5 " + nvrtc->build + "0") != key);  // another build of it
-  CHECK(CacheKeyFor(source, "13.6 " + nvrtc->build) != key);
-  CHECK_OK(CacheKey(MergeKernelSource({80, kBF16}), &other));  // the architecture is an option
-  CHECK(key != other);
+  const auto key_with = [&](const std::string& of) { return CacheKey(IdentityFor(source, of)); };
+  CHECK(key_with("13.5 " + nvrtc->build) == key);
+  CHECK(key_with("13.5 " + nvrtc->build + "0") != key);  // another build of it
+  CHECK(key_with("13.6 " + nvrtc->build) != key);
+  CHECK(key != key_of(MergeKernelSource({80, kBF16})));  // the architecture is an option
+}
+
+// ---- the log of compiles ----------------------------------------------------------------------
+
+// What `function` prints on stderr.
+template <typename Function>
+std::string CaptureStderr(const Function& function) {
+  char name[] = "/tmp/jax_attn_jit_test_XXXXXX";
+  const int file = mkstemp(name), saved = dup(STDERR_FILENO);
+  CHECK(file >= 0 && saved >= 0 && dup2(file, STDERR_FILENO) >= 0);
+  function();
+  CHECK(dup2(saved, STDERR_FILENO) >= 0);
+  close(file), close(saved);
+  std::ifstream in(name);
+  std::string text((std::istreambuf_iterator<char>(in)), {});
+  std::filesystem::remove(name);
+  return text;
+}
+
+// Replaces the number before " s (" or " ms (" by N.
+std::string WithoutTime(std::string line) {
+  size_t end = line.find(" ms (");
+  if (end == std::string::npos) end = line.find(" s (");
+  CHECK(end != std::string::npos);
+  const size_t begin = line.rfind(' ', end - 1) + 1;
+  CHECK(line.find_first_not_of("0123456789.", begin) == end);
+  return line.replace(begin, end - begin, "N");
+}
+
+void TestNearestKernel() {
+  const auto identity = [](const KernelSource& source) { return IdentityFor(source, "13.5 abc"); };
+  const KernelIdentity merge = identity(MergeKernelSource({90, kBF16}));
+  CHECK(DescribeNearest(merge, {}) == "no other merge kernel is known");
+  const AttentionProblem problem = MakeProblem(128);
+  const KernelIdentity attention = identity(AttentionKernelSource(problem));
+  CHECK(DescribeNearest(merge, {attention}) == "no other merge kernel is known");
+
+  AttentionProblem near = problem, far = problem, farther = problem;
+  near.spec.window_left = 100, near.config.tile_q[1] = 64;
+  far.spec.dtype = kF16, far.spec.kv_format = kE4m3Format, far.spec.page_size = 0;
+  farther.spec.arch = 80, farther.program = Alibi();
+  farther.config = {kHopper, 3, {1, 2, 3}, 4, 5, 6};
+  const KernelIdentity others[] = {identity(AttentionKernelSource(farther)),
+                                   identity(AttentionKernelSource(near)),
+                                   identity(AttentionKernelSource(far)), merge};
+  CHECK(DescribeNearest(attention, {others[0], others[1], others[2], others[3]}) ==
+        "nearest key differs in: has_window_left true -> false, tile_q1 64 -> 128");
+  CHECK(DescribeNearest(attention, {others[0], others[2]}) ==
+        "nearest key differs in: dtype f16 -> bf16, kv_format e4m3 -> plain, page_size 0 -> 16");
+  const std::string many = DescribeNearest(attention, {others[0]});
+  CHECK(many.find("differs in: arch 80 -> 90, main_loop cuda/sm90 -> cuda/sm80, ") !=
+        std::string::npos);
+  CHECK(many.find(" and 2 more fields") != std::string::npos);
+
+  // Equal fields: another build.
+  KernelIdentity sources = attention, nvrtc = attention, build = attention, both = attention;
+  sources.sources = "other";
+  nvrtc.nvrtc = "13.4 abc";
+  build.nvrtc = "13.5 def";
+  both.sources = "other", both.nvrtc = "12.9 abc";
+  const std::string cached = "the same fields are cached, ";
+  CHECK(DescribeNearest(attention, {sources}) == cached + "but the kernel sources changed");
+  CHECK(DescribeNearest(attention, {both, nvrtc}) == cached + "but NVRTC changed: 13.4 -> 13.5");
+  CHECK(DescribeNearest(attention, {build}) == cached + "but NVRTC changed: another build of 13.5");
+  CHECK(DescribeNearest(attention, {both, others[1]}) ==
+        cached + "but the kernel sources changed, and NVRTC changed: 12.9 -> 13.5");
+  // Another process has just cached it.
+  CHECK(DescribeNearest(attention, {attention}) == "no other attention kernel is known");
+
+  const KernelIdentity read =
+      ParseIdentity("title 2\noptions -a -b \n\n" + DescribeIdentity(attention) + "field broken\n");
+  CHECK(read.op == "attention" && read.sources == attention.sources && read.nvrtc == "13.5 abc");
+  CHECK(read.fields.size() == attention.fields.size());
+  CHECK(DescribeNearest(read, {attention}) == "no other attention kernel is known");
+  KernelIdentity old = attention;  // of a version that has another field
+  old.fields[2] = {"left_out", "7"};
+  CHECK(DescribeNearest(attention, {old}) ==
+        "nearest key differs in: q_format absent -> plain, left_out 7 -> absent");
+}
+
+void TestCompileLog(const std::string& cache_dir) {
+  const auto prepare = [](const MergeKernel& kernel) { CHECK_OK(PrepareMerge(kernel)); };
+  // In a child that knows no kernel but those in the disk cache.
+  const auto prepare_in_child = [&](const MergeKernel& kernel) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      alarm(60);
+      prepare(kernel);
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  };
+  const MergeKernel first = {100, kBF16}, second = {100, kF16};
+  CHECK(CaptureStderr([&] { prepare(first); }) == "");  // off by default
+  SetCompileLog(true);
+  CHECK(CaptureStderr([&] { prepare(first); }) == "");  // in memory
+  KernelInfo info;
+  const std::string compiled = CaptureStderr([&] { CHECK_OK(PrepareMerge(second, &info)); });
+  CHECK(WithoutTime(compiled) == "jax_attn: compiled " + info.name +
+                                     " in N s (disk cache: miss; nearest key differs in: dtype "
+                                     "bf16 -> f16)\n");
+  const std::string loaded = CaptureStderr([&] { prepare_in_child(second); });
+  CHECK(WithoutTime(loaded) == "jax_attn: loaded " + info.name + " in N ms (disk cache: hit)\n");
+
+  // The entry as other sources, or another NVRTC, would have left it.
+  const std::string folder = cache_dir + "/" + info.name, meta_file = folder + "/meta";
+  const auto after_change = [&](const std::string& line_begin, const std::string& value) {
+    std::ifstream in(meta_file);
+    std::string meta((std::istreambuf_iterator<char>(in)), {});
+    for (const std::string& begin : {std::string("key_sha256 "), line_begin}) {
+      const size_t at = meta.find("\n" + begin) + 1 + begin.size();
+      meta.replace(at, value.size(), value);
+    }
+    std::ofstream(meta_file) << meta;
+    return WithoutTime(CaptureStderr([&] { prepare_in_child(second); }));
+  };
+  const std::string begin = "jax_attn: compiled " + info.name + " in N s (disk cache: miss; ";
+  CHECK(after_change("sources_sha256 ", "0123") ==
+        begin + "the same fields are cached, but the kernel sources changed)\n");
+  CHECK(after_change("nvrtc ", "12.0") ==
+        begin + "the same fields are cached, but NVRTC changed: 12.0 -> 13.5)\n");
+  std::filesystem::resize_file(folder + "/kernel.cubin", 4);
+  CHECK(WithoutTime(CaptureStderr([&] { prepare_in_child(second); })) ==
+        "jax_attn: compiled " + info.name + " in N s (disk cache: damaged entry, replaced)\n");
+
+  JitPaths paths;
+  SetJitPaths(paths);  // without a disk cache, the kernels of this process are known
+  const std::string in_memory = CaptureStderr([&] { prepare({100, kF32}); });
+  CHECK(in_memory.find(" s (disk cache: none; nearest key differs in: dtype bf16 -> f32)\n") !=
+        std::string::npos);
+  paths.nvrtc = {""};
+  paths.driver = {""};
+  paths.cache_dir = cache_dir;
+  SetJitPaths(paths);
+
+  // Lines of several threads stay whole.
+  constexpr int kThreads = 8, kLines = 500;
+  const std::string lines = CaptureStderr([] {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t) {
+      threads.emplace_back([] {
+        for (int i = 0; i < kLines; ++i) LogCompiled("a kernel", 1500, "a reason");
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+  std::istringstream in(lines);
+  int num_lines = 0;
+  for (std::string line; std::getline(in, line); ++num_lines) {
+    CHECK(line == "jax_attn: compiled a kernel in 1.50 s (a reason)");
+  }
+  CHECK(num_lines == kThreads * kLines);
+  SetCompileLog(false);
 }
 
 void TestPrepareFailures() {
@@ -1025,6 +1183,8 @@ int main() {
   CHECK(arch == 90 && num_sms == 11);
   TestPrepare(paths.cache_dir);
   TestCacheKey();
+  TestNearestKernel();
+  TestCompileLog(paths.cache_dir);
   TestPrepareFailures();
   TestAttentionLaunch();
   TestTensorMaps();

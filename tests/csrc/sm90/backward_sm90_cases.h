@@ -6,6 +6,7 @@
 #include "cuda/backward_cuda_cases.h"
 #include "cuda/sm80/backward.cuh"
 #include "cuda/sm90/backward.cuh"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
@@ -37,7 +38,7 @@ void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
 // Poisoned, or where pages in common are no prefixes, the portable kernel has to compute everything
 // again. Each run has another number of CTAs.
 template <class Shape>
-void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone, Tables tables = kOfCase) {
+void RunInPart(const Case& c, unsigned seed, bool uses_tma, Poison poison, Tables tables) {
   using Traits = typename Kernel<Shape, 90>::Traits;
   using Portable = BackwardBody<Traits>;
   using Hopper = HopperBackwardBody<Traits>;
@@ -77,7 +78,14 @@ void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone, Tab
         expect("needs_portable", *params.needs_portable, no_prefixes || poison != kNone);
         Emulate<Portable>(with, params, kBackwardRows, random);
       });
-  std::printf("%s%s: %d bytes of shared memory\n", c.name, uses_tma ? ", TMA" : "", Hopper::kSmemBytes);
+  std::printf("%s%s: %d bytes of shared memory\n", c.name, uses_tma ? ", TMA" : "",
+              Hopper::kSmemBytes);
+}
+
+template <class Shape>
+void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone,
+         Tables tables = kOfCase) {
+  if constexpr (InPart<Shape>()) RunInPart<Shape>(c, seed, uses_tma, poison, tables);
 }
 
 template <class Shape>

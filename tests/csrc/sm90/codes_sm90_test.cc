@@ -8,6 +8,7 @@
 #include "cuda/common/quantized_rows.cuh"
 #include "cuda/sm80/quantized_kv.cuh"
 #include "emulation/sm90_kernels.h"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
@@ -36,7 +37,7 @@ std::vector<uint16_t> PlainRows(const AttentionSpec& spec, i64 num_rows,
 
 // RunCase; and where 16-bit keys have the same tiles and consumers, their bits on the same plan.
 template <class Kernel, class Shape, int kFormat>
-void RunCodes(const Case& c, unsigned seed) {
+void RunCodesInPart(const Case& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<CodesOf<Shape, kFormat>>;
   using PlainTraits = typename Kernel::template Traits<Shape>;
   RunCase<Kernel, CodesOf<Shape, kFormat>>(c, seed);
@@ -59,6 +60,12 @@ void RunCodes(const Case& c, unsigned seed) {
       ++g_failures;
     }
   }
+}
+
+template <class Kernel, class Shape, int kFormat>
+void RunCodes(const Case& c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+    RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
 }
 
 template <class Kernel, int kFormat>

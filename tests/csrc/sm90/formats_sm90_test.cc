@@ -4,6 +4,7 @@
 #include "emulation/cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.
 #include "emulation/sm90_kernels.h"
+#include "part.h"
 
 namespace jax_attn {
 namespace {
@@ -164,7 +165,7 @@ Exact ExactRow(const Case& c, const AttentionSpec& spec, const Batch& b,
 }
 
 template <class Kernel, class Shape>
-void RunProducts(const Case& c, unsigned seed) {
+void RunProductsInPart(const Case& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<Shape>;
   using Body = typename Kernel::template Body<Shape>;
   static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
@@ -214,6 +215,11 @@ void RunProducts(const Case& c, unsigned seed) {
   std::printf("%s: %d items, %d merge groups, relative error of o %.2f %%\n", c.name,
               p.header->num_items, p.header->num_merge_groups,
               size > 0 ? 100 * std::sqrt(error / size) : 0.0);
+}
+
+template <class Kernel, class Shape>
+void RunProducts(const Case& c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape>()) RunProductsInPart<Kernel, Shape>(c, seed);
 }
 
 template <class Kernel>

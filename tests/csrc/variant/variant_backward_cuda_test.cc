@@ -4,6 +4,7 @@
 // The above stands in for CUDA and comes first.
 #include "cuda/backward_cuda_cases.h"
 #include "cuda/sm80/backward.cuh"
+#include "part.h"
 #include "printed_variants.h"
 
 namespace jax_attn {
@@ -17,7 +18,7 @@ struct GradientCase {
 };
 
 template <class Traits>
-void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
+void RunInPart(const GradientCase& c, unsigned seed, Poison poison) {
   using Body = BackwardBody<Traits>;
   RunBackward<Traits>(
       c.base, seed, poison, c.scatters ? kScattered : kOfCase,
@@ -39,6 +40,11 @@ void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
   std::printf("%s: %d warps, keys %d by %d, queries %d by %d\n", c.base.name,
               Body::kNumThreads / kWarpSize, Body::KeysPass::kOwned, Body::KeysPass::kStep,
               Body::QueriesPass::kOwned, Body::QueriesPass::kStep);
+}
+
+template <class Traits>
+void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
+  if constexpr (InPart<Traits>()) RunInPart<Traits>(c, seed, poison);
 }
 
 // With the spec's causal mask, or without.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
+#include "part.h"
 #include "plan/rules/integers.h"
 #include "printed_variants.h"
 #include "variant/variant_operands.h"
@@ -168,7 +169,7 @@ void PoisonHidden(const VariantCase& c, const AttentionSpec& spec, Batch* b) {
 }
 
 template <class Kernel, class Shape>
-void RunVariant(const VariantCase& c, unsigned seed) {
+void RunVariantInPart(const VariantCase& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<Shape>;
   using Body = typename Kernel::template Body<Shape>;
   std::mt19937 random(seed);
@@ -254,6 +255,11 @@ void RunVariant(const VariantCase& c, unsigned seed) {
     for (int i = 0; i < p.header->num_steps; ++i) num_masked += p.steps[i] & 1;
     std::printf("  %d steps, %d masked\n", p.header->num_steps, num_masked);
   }
+}
+
+template <class Kernel, class Shape>
+void RunVariant(const VariantCase& c, unsigned seed) {
+  if constexpr (InPart<Kernel, Shape>()) RunVariantInPart<Kernel, Shape>(c, seed);
 }
 
 template <int kDim, int kGroup, int kPage, bool kLeft, bool kCap, class V>

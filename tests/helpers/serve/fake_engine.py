@@ -73,6 +73,7 @@ class FakeEngine:
         self.stuck: set[str] = set()  # choices whose grammars get stuck in their third step
         self.says = ""  # by everyone, a token a step, instead of tokens by prompt and seed
         self.live: dict[str, int] = {}  # sequence -> steps so far
+        self.holds_at: int | None = None  # steps after which sequences wait until this changes
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
         self._grammars = Grammars(tokenizer, max(4096, tokenizer.get_vocab_size()), (0,))
@@ -124,6 +125,8 @@ class FakeEngine:
             await self._read(seq, admitted, queue)
         while num_left:
             await asyncio.sleep(self.delay)
+            while step == self.holds_at:
+                await asyncio.sleep(0.001)
             # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
             tokens = rng.choices(self._words, k=2 if step % 4 == 2 and num_left > 1 else 1)
             if self.says:

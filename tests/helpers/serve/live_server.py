@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from jax_attn.serve._http.server import ServerConfig, create_app
 
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
 OPERATOR_KEY = "the-key-of-an-operator"
-START_SECONDS = 180  # on a busy machine of two cores
+HANG_SECONDS = 240  # for what takes milliseconds: no verdict may depend on a machine's speed
+START_SECONDS = 240
 # A wheel has no model in it.
 # An installed package must not be shadowed by a checkout without the extension.
 SAFE_PATH = ["-P"] if sys.flags.safe_path else []
@@ -83,7 +85,7 @@ class LiveServer:
             headers.setdefault("Content-Type", "application/json")
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_SECONDS)
         with contextlib.closing(connection):
             connection.request(method, path, body, headers)
             response = connection.getresponse()
@@ -106,9 +108,25 @@ class LiveServer:
         return [part.removeprefix("data: ") for part in parts]
 
     def connect(self, request: bytes) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=HANG_SECONDS)
         connection.sendall(request)
         return connection
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Its event loop does nothing inside: it sees a connection and what was sent at once."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        def pause() -> None:
+            begun.set()
+            go_on.wait(HANG_SECONDS)
+
+        self.uvicorn.servers[0].get_loop().call_soon_threadsafe(pause)
+        assert begun.wait(HANG_SECONDS)
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 def post_bytes(path: str, body: dict) -> bytes:
@@ -147,11 +165,11 @@ def serving(
         yield LiveServer(server.servers[0].sockets[0].getsockname()[1], engine, app, server)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(HANG_SECONDS)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)
@@ -198,11 +216,24 @@ class ServerProcess:
         except OSError:  # it does not listen yet
             return False
 
+    @contextlib.contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """The process of the engine does nothing inside; that of HTTP goes on."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: b"State:\tT" in self._proc_status())
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def _proc_status(self) -> bytes:
+        return Path(f"/proc/{self.process.pid}/status").read_bytes()
+
     def get(self, path: str, key: str = "") -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {key}"}
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=HANG_SECONDS) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -210,7 +241,9 @@ class ServerProcess:
     def client(self, key: str = KEYS[0]):
         import openai  # of the extra `test`
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS
+        )
 
     def metric(self, name: str) -> float:
         text = self.get("/metrics", OPERATOR_KEY)[1].decode()
@@ -258,7 +291,7 @@ class ServerProcess:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(HANG_SECONDS)
         self._log.close()
 
     def _find_url(self) -> str | None:

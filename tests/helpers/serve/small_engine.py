@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable
 
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine import Engine
@@ -26,6 +27,24 @@ def make_engine(model, device, config: EngineConfig = CONFIG) -> AsyncEngine:
     made = AsyncEngine(model, config)
     made._engine.device = device
     return made
+
+
+def hold(
+    monkeypatch, engine: AsyncEngine, when: Callable[[], bool], until: Callable[[], bool]
+) -> None:
+    """Has a step of the engine wait where `when` holds, until `until` does; what a test does
+    between the two comes in time on any machine."""
+    forward = engine._engine.device.forward
+
+    def held(batch):
+        if when():
+            deadline = time.monotonic() + 240
+            while not until():
+                assert time.monotonic() < deadline, "did not happen in time"
+                time.sleep(0.001)
+        return forward(batch)
+
+    monkeypatch.setattr(engine._engine.device, "forward", held)
 
 
 def sequence(tokens=(0, 593, 633, 199, 593), **kwargs) -> Sequence:

@@ -1,0 +1,29 @@
+// A part of a program's cases, for `make test`: with JAX_ATTN_TESTS_PART=N only one in N of the
+// shapes that kernels are tested with is compiled and run. Kernels of a test are templates on their
+// shape, and to compile them takes most of its time.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_attn {
+namespace {
+
+#ifdef JAX_ATTN_TESTS_PART
+constexpr uint32_t kTestsPart = JAX_ATTN_TESTS_PART;
+#else
+constexpr uint32_t kTestsPart = 1;
+#endif
+
+// Whether the case of these types is in the part: by a hash of their names, so that each build
+// selects the same ones.
+template <class... Types>
+constexpr bool InPart() {
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (const char* at = __PRETTY_FUNCTION__; *at != 0; ++at) {
+    hash = (hash ^ static_cast<unsigned char>(*at)) * 16777619u;
+  }
+  return (hash >> 8) % kTestsPart == 0;
+}
+
+}  // namespace
+}  // namespace jax_attn

@@ -1,0 +1,139 @@
+"""The folders of jax_attn, and which imports which: arrows point down only."""
+
+import ast
+import re
+from pathlib import Path
+
+from helpers.paths import ROOT
+
+PACKAGE = ROOT / "jax_attn"
+
+# Each row is a folder, or a module right in jax_attn, and what it imports of the rows above it.
+# "jax_attn" stands for jax_attn/__init__.py, the public names of attention; "models" and "serve"
+# for the modules right in these folders.
+TABLE = """
+_core
+_environment
+_variant            _core
+_spec               _core _environment _variant
+masks               _spec _variant
+reference           _spec _variant
+_xla                _core _environment _spec _variant masks
+_plan               _core _spec _xla masks
+_ops                _core _environment _plan _spec _xla
+_dense              _ops _plan _spec _variant _xla
+parallel            _dense _ops _plan _spec
+mla
+jax_attn            _dense _ops _plan _spec _variant _xla masks mla parallel reference
+compat              _dense _ops _plan _spec
+inspect             _plan
+tune                _core _spec jax_attn
+
+models/_products    _core _spec _xla
+models/_config      _core models/_products
+models/_weights     models/_config models/_products
+models/_loading     models/_config models/_weights
+models/_layers      jax_attn mla models/_config models/_products models/_weights parallel
+models/_embedding   jax_attn models/_config models/_layers models/_loading models/_weights
+models              models/_config models/_embedding models/_layers models/_loading models/_weights
+
+serve/_scheduling
+serve/_text         models/_weights
+serve/_chat         serve/_text
+serve/_grammar      models/_weights
+serve/_engine       jax_attn models models/_embedding parallel serve/_grammar serve/_scheduling \
+                    serve/_text
+serve/_openai       models models/_weights serve/_chat serve/_grammar serve/_scheduling
+serve/_ipc          serve/_engine serve/_scheduling
+serve/_http         models serve/_engine serve/_ipc serve/_openai serve/_scheduling serve/_text
+serve               models serve/_engine serve/_http serve/_openai serve/_scheduling
+"""
+
+
+def allowed() -> dict[str, set[str]]:
+    rows = [line.split() for line in TABLE.replace("\\\n", "").splitlines() if line]
+    return {name: set(imports) for name, *imports in rows}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names, and "jax_attn._core", which is compiled."""
+    names = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        names[name.removesuffix(".__init__")] = file
+    return names | {"jax_attn._core": PACKAGE / "_core.so"}
+
+
+def row_of(module: str, file: Path) -> str:
+    parts = module.split(".")
+    if len(parts) > 2 and file.name != "__init__.py":
+        parts = parts[:-1]
+    return "/".join(parts[1:]) or "jax_attn"
+
+
+def imported(file: Path, known: dict[str, Path]) -> list[tuple[str, int]]:
+    """Modules of the package that a file imports anywhere in it, and on which line."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: expected an absolute import"
+            module = node.module or ""
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                found.append((inner if inner in known else module, node.lineno))
+    return [(name, line) for name, line in found if name in known]
+
+
+def arrows() -> dict[tuple[str, str], str]:
+    """(row, row that it imports) -> where."""
+    known, found = modules(), {}
+    for module, file in known.items():
+        if file.suffix != ".py":
+            continue
+        for name, line in imported(file, known):
+            arrow = row_of(module, file), row_of(name, known[name])
+            if arrow[0] != arrow[1]:
+                found[arrow] = f"{file.relative_to(ROOT)}:{line}"
+    return found
+
+
+def test_rows_import_rows_above_only():
+    above = set()
+    for name, imports in allowed().items():
+        assert imports <= above, f"{name}: below it in the table: {sorted(imports - above)}"
+        above.add(name)
+
+
+def test_modules_import_what_the_table_says():
+    table = {(name, each) for name, imports in allowed().items() for each in imports}
+    found = arrows()
+    unknown = [
+        f"{where}: {a} imports {b}" for (a, b), where in found.items() if (a, b) not in table
+    ]
+    assert not unknown, "\n".join(unknown)
+    unused = sorted(table - set(found))
+    assert not unused, f"no module needs these arrows any more: {unused}"
+
+
+def test_every_folder_has_a_row():
+    rows = {row_of(module, file) for module, file in modules().items()}
+    assert rows == set(allowed())
+
+
+def test_the_server_describes_its_folders():
+    """The two tables of jax_attn/serve/__init__.py: imports of each folder, and all modules."""
+    serve = PACKAGE / "serve"
+    text = ast.get_docstring(ast.parse((serve / "__init__.py").read_text(encoding="utf-8")))
+    described = {}
+    for name, imports in re.findall(r"^\| `(_\w+)` \| .* \|(?: `(.*)`)? \|$", text, re.MULTILINE):
+        described.setdefault(name, {f"serve/{each}" for each in imports.split()})
+    table = {name.removeprefix("serve/"): imports for name, imports in allowed().items()}
+    for name in (path.name for path in serve.iterdir() if (path / "__init__.py").exists()):
+        assert described[name] == {each for each in table[name] if each.startswith("serve/")}
+    named = set(re.findall(r"`(\w+)`", text))
+    modules = {path.stem for path in serve.rglob("*.py")} - {"__init__"}
+    assert not modules - named, "modules that the table does not name"
+    folders = {path.name for path in serve.iterdir()}
+    assert not named - modules - folders, "names of no module"
