@@ -105,8 +105,8 @@ class PlanChecker {
       if (group.kv_head < 0 || group.kv_head >= spec_.num_kv_heads) {
         return refuse("kv_head", Between(0, spec_.num_kv_heads - 1), group.kv_head);
       }
-      const bool may_be_parent = !rules_.shares_folds;
-      if (group.partials_step != 1 && !(may_be_parent && group.partials_step == kFoldBatch)) {
+      const bool may_be_parent = !rules_.shares_reductions;
+      if (group.partials_step != 1 && !(may_be_parent && group.partials_step == kReduceBatch)) {
         return refuse("partials_step", may_be_parent ? "1, or 8 of a parent" : "1",
                       group.partials_step);
       }
@@ -121,10 +121,10 @@ class PlanChecker {
       if (group.parent < -1 || group.parent >= header_.num_merge_groups) {
         return refuse("parent", Between(-1, int64_t{header_.num_merge_groups} - 1), group.parent);
       }
-      const int32_t last_place = spec_.schedule == kFixedSplit ? kFoldBatch - 1 : 0;
+      const int32_t last_place = spec_.schedule == kFixedSplit ? kReduceBatch - 1 : 0;
       const bool is_alone = !IsParent(group) && group.parent < 0;
-      if (group.first_place < 0 || group.first_place > (is_alone ? last_place : 0)) {
-        return refuse("first_place", Between(0, is_alone ? last_place : 0), group.first_place);
+      if (group.first_offset < 0 || group.first_offset > (is_alone ? last_place : 0)) {
+        return refuse("first_offset", Between(0, is_alone ? last_place : 0), group.first_offset);
       }
     }
     return Status::Ok();
@@ -152,7 +152,7 @@ class PlanChecker {
         return Refuse("merge_groups", g, "parent", "-1 of a parent", group.parent);
       }
       for (int64_t i = 0; i < group.num_partials; ++i) {
-        const int64_t slot = group.partials_begin + i * kFoldBatch;
+        const int64_t slot = group.partials_begin + i * kReduceBatch;
         int32_t& reader = reader_[slot];
         if (reader == kNone) {
           reader = g;
@@ -192,8 +192,8 @@ class PlanChecker {
   bool IsChild(int32_t g) const {
     const MergeGroup& parent = groups_[groups_[g].parent];
     const int64_t behind = int64_t{groups_[g].partials_begin} - parent.partials_begin;
-    return IsParent(parent) && behind >= 0 && behind % kFoldBatch == 0 &&
-           behind / kFoldBatch < parent.num_partials;
+    return IsParent(parent) && behind >= 0 && behind % kReduceBatch == 0 &&
+           behind / kReduceBatch < parent.num_partials;
   }
 
   // States lie apart from each other within the workspace. Rows are counted in tokens, which have
@@ -400,7 +400,7 @@ class PlanChecker {
     int64_t token = 0;
     for (int32_t g = item.merge_idx; g < item.merge_idx + item.num_groups; ++g) {
       const MergeGroup& group = groups_[g];
-      const bool is_alone = group.parent < 0 && !IsParent(group) && group.first_place == 0;
+      const bool is_alone = group.parent < 0 && !IsParent(group) && group.first_offset == 0;
       bool same = group.kv_head == item.kv_head && group.qo_len <= item.qo_len - token &&
                   (!is_shared || is_alone);
       if (is_shared) {
@@ -460,9 +460,9 @@ class PlanChecker {
       const KvSpan visible =
           IsListed() ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
                      : VisibleSpan(own);
-      if (group.first_place != FirstPlace(visible.begin)) {
-        return Refuse("merge_groups", g, "first_place",
-                      Equal(FirstPlace(visible.begin), "by its first key"), group.first_place);
+      if (group.first_offset != FirstPlace(visible.begin)) {
+        return Refuse("merge_groups", g, "first_offset",
+                      Equal(FirstPlace(visible.begin), "by its first key"), group.first_offset);
       }
       int64_t next = visible.begin, last_step = -1;
       const WorkItem* before = nullptr;
@@ -505,10 +505,10 @@ class PlanChecker {
 
   bool IsListed() const { return rules_.max_steps > 0; }
 
-  // As FirstFoldPlace.
+  // As FirstReduceOffset.
   int32_t FirstPlace(int64_t kv_begin) const {
     if (spec_.schedule != kFixedSplit || IsListed()) return 0;
-    return static_cast<int32_t>(kv_begin / spec_.kv_split % kFoldBatch);
+    return static_cast<int32_t>(kv_begin / spec_.kv_split % kReduceBatch);
   }
 
   static int64_t LastSlot(const MergeGroup& group) {

@@ -153,7 +153,7 @@ Status CheckSpec(const AttentionSpec& s) {
   if (mla && s.head_dim_vo > s.head_dim_qk) {
     return Refuse("head_dim_vo", "at most head_dim_qk with mla", s.head_dim_vo);
   }
-  if (!cpu && DecodesRows(s.kv_format)) {
+  if (!cpu && DequantizesRows(s.kv_format)) {
     if (s.dtype == kF32) return Refuse("dtype", "16 bits with codes on CUDA", s.dtype);
     for (int64_t dim : {s.head_dim_qk, s.head_dim_vo}) {
       if (dim % 16 != 0) return Refuse("head_dim", "a multiple of 16 with codes on CUDA", dim);

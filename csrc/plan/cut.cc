@@ -37,7 +37,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
   cut_tiles.assign(1, 0);
   size_t last = tiles.size();
   for (i32 b = 1; b < ranges.num_ranges; ++b) {
-    const size_t tile = tile_at(BorderPlace(ranges, b, b, ranges.num_ranges - 1));
+    const size_t tile = tile_at(BorderOffset(ranges, b, b, ranges.num_ranges - 1));
     cut_tiles.push_back(cut_tiles.back() + (tile != last));
     last = tile;
   }
@@ -48,7 +48,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
   auto find_border = [&] {
     border_tile = tiles.size();
     if (border >= ranges.num_ranges) return;
-    const int64_t place = BorderPlace(ranges, border, cut_tiles[border], cut_tiles.back());
+    const int64_t place = BorderOffset(ranges, border, cut_tiles[border], cut_tiles.back());
     border_tile = tile_at(place);
     border_at = BorderPosition(rules, tiles[border_tile], places[border_tile], place);
   };

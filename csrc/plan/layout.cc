@@ -83,7 +83,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   rules.group_size = static_cast<i32>(spec.group_size());
   rules.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
-  rules.shares_folds = spec.mla && spec.arch != 0;  // cuda/common/partials.cuh
+  rules.shares_reductions = spec.mla && spec.arch != 0;  // cuda/common/partials.cuh
   rules.window_left = static_cast<i32>(spec.window_left);
   rules.window_right = static_cast<i32>(spec.window_right);
   rules.kv_split = static_cast<i32>(
@@ -270,7 +270,7 @@ namespace {
 // Tiles of the Hopper kernel of the backward pass, and their sums behind the words that are zeroed.
 struct HopperBackwardLayout {
   int64_t max_tiles = 0, own_begins = 0, page_lens = 0, readers = 0, run_ends = 0;
-  int64_t turns = 0, sums = 0, num_words = 0;
+  int64_t tile_progress = 0, sums = 0, num_words = 0;
 };
 
 HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_pages,
@@ -278,15 +278,15 @@ HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t
   HopperBackwardLayout layout;
   const int64_t rows = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
   layout.max_tiles = spec.max_qo_tokens / rows + spec.max_batch;
-  layout.own_begins = layout.turns = num_words;
+  layout.own_begins = layout.tile_progress = num_words;
   if (spec.paged()) {
     layout.page_lens = layout.own_begins + spec.max_batch;
     layout.readers = layout.page_lens + num_pages;
     layout.run_ends = layout.readers + spec.max_kv_pages;
-    layout.turns = layout.run_ends + spec.max_kv_pages;
+    layout.tile_progress = layout.run_ends + spec.max_kv_pages;
   }
   const int64_t tiles_of_heads = layout.max_tiles * spec.num_qo_heads;
-  layout.sums = (layout.turns + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
+  layout.sums = (layout.tile_progress + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
   layout.num_words = layout.sums + tiles_of_heads * rows * spec.head_dim_qk;
   return layout;
 }
@@ -350,7 +350,7 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
       p.readers = workspace + layout.readers;
       p.run_ends = workspace + layout.run_ends;
     }
-    p.turns = workspace + layout.turns;
+    p.tile_progress = workspace + layout.tile_progress;
     p.d_q_sums = reinterpret_cast<float*>(workspace + layout.sums);
     p.max_tiles = static_cast<i32>(layout.max_tiles);
   }

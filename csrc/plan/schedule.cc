@@ -323,16 +323,16 @@ void AddTileGroups(const PlanRules& rules, const QueryTile& t, const Chunk& c, i
   out->num_merge_groups += num_groups;
   AddGroup(t, head, first, -1, out);
   MergeGroup& final = out->merge_groups[first];
-  final.first_place = FirstFoldPlace(rules, t);
+  final.first_offset = FirstReduceOffset(rules, t);
   for (int32_t s = 0; s < c.num_splits; ++s) {
     const int32_t group = first + MergeGroupOfSplit(num_groups, s);
-    if (group > first && s % kFoldBatch == 0) AddGroup(t, head, group, first, out);
+    if (group > first && s % kReduceBatch == 0) AddGroup(t, head, group, first, out);
     AddPartial(group, row, out);
     row += t.qo_len * rules.group_size;
   }
   if (num_groups > 1) {
-    final.num_partials = static_cast<int32_t>(CeilDivide(c.num_splits, kFoldBatch));
-    final.partials_step = kFoldBatch;
+    final.num_partials = static_cast<int32_t>(CeilDivide(c.num_splits, kReduceBatch));
+    final.partials_step = kReduceBatch;
   }
 }
 

@@ -17,7 +17,7 @@ WORK_ITEM = np.dtype([(name, np.int32) for name in (
 )])  # fmt: skip
 MERGE_GROUP = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
-    "partials_step", "parent", "first_place",
+    "partials_step", "parent", "first_offset",
 )])  # fmt: skip
 
 

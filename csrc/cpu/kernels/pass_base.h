@@ -128,8 +128,8 @@ struct Buffers {
     codes.value_scales = Take<float>(base, tile_kv);
     codes.largest_scales = Take<float>(base, tile_kv);
     codes.query = Take<float>(base, RoundUp(params.head_dim_qk, kCacheLine));
-    const i64 k_bytes = CodeRowBytes(kInt8Format, params.head_dim_qk);
-    const i64 v_bytes = CodeRowBytes(kInt8Format, params.head_dim_vo);
+    const i64 k_bytes = QuantizedRowBytes(kInt8Format, params.head_dim_qk);
+    const i64 v_bytes = QuantizedRowBytes(kInt8Format, params.head_dim_vo);
     const bool has_fresh = params.k_new != nullptr;
     codes.fresh = Take<char>(base, has_fresh ? tile_kv * heads * (k_bytes + v_bytes) : 0);
   }
@@ -479,7 +479,7 @@ class PassBase {
 
   // Bytes of a head's row, as it is stored.
   i64 HeadBytes(i64 head_dim) const {
-    return Stages() || kCodes ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
+    return Stages() || kCodes ? QuantizedRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
   }
   i64 KeyHeadBytes() const { return HeadBytes(params_.head_dim_qk); }
   i64 ValueHeadBytes() const { return HeadBytes(params_.head_dim_vo); }
@@ -516,7 +516,7 @@ class PassBase {
                                     i64 start, Range tokens, i64 head, T* to, i64 stride,
                                     Fetch& fetch) const {
     const i32 format = params_.kv_format;
-    const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
+    const i64 offset = head * QuantizedRowBytes(format, head_dim), fresh = FirstFresh(start);
     const Range cached = {tokens.begin, Min(tokens.end, fresh)};
     const auto decode_cached = [&](auto dim) __attribute__((always_inline)) {
       DecodeRows<Isa, T>(format, dim, [&](auto decode) __attribute__((always_inline)) {
@@ -654,7 +654,7 @@ class PassBase {
       for (i64 t = fresh; t < valid.end; ++t) {
         const char* from = rows[t];
         rows[t] = to;
-        for (i64 h = 0; h < num_heads_; ++h, to += CodeRowBytes(kInt8Format, dim)) {
+        for (i64 h = 0; h < num_heads_; ++h, to += QuantizedRowBytes(kInt8Format, dim)) {
           elements_->encode(from + h * dim * elements_->bytes, dim, to);
         }
       }

@@ -88,7 +88,7 @@ class FoldedRow {
         step_(group.partials_step),
         row_(row) {}
 
-  // Their sum, in batches of kFoldBatch whose states become one, which are added one after the
+  // Their sum, in batches of kReduceBatch whose states become one, which are added one after the
   // other: so a row is the same whether batches are folded here or were, by groups of their own. o:
   // [head_dim_vo], not normalised.
   RowState Fold(const MergeGroup& group, float* o) const {
@@ -99,10 +99,10 @@ class FoldedRow {
       for (i64 i = 1; i < n; ++i) Add(State(i), Columns(i), &all, o);
       return all;
     }
-    i64 end = Min(n, kFoldBatch - group.first_place);
+    i64 end = Min(n, kReduceBatch - group.first_offset);
     RowState all = SumOf(0, end, o);
     for (i64 begin = end; begin < n; begin = end) {
-      end = Min(n, begin + kFoldBatch);
+      end = Min(n, begin + kReduceBatch);
       const RowState batch = SumOf(begin, end, batch_o);
       Add(batch, batch_o, &all, o);
     }

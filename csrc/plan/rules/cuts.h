@@ -99,7 +99,7 @@ inline RangeCut MakeRangeCut(const PlanRules& rules, const QueryTile& t, i64 lin
 
 // Place of border b, 0 < b < num_ranges, on the line. cut_tiles: F(b); all_cut_tiles: that of the
 // last border.
-inline i64 BorderPlace(const RangeCut& r, i32 b, i32 cut_tiles, i32 all_cut_tiles) {
+inline i64 BorderOffset(const RangeCut& r, i32 b, i32 cut_tiles, i32 all_cut_tiles) {
   const i64 total = r.line + (r.num_ranges - 1) * r.cut + all_cut_tiles * r.split;
   const i64 each = total / r.num_ranges, left = total % r.num_ranges;
   const i64 part = b * each + b * left / r.num_ranges;  // b * total / num_ranges, in 64 bits

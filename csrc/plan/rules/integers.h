@@ -22,7 +22,7 @@ inline constexpr i64 kMaxInt32 = 2147483647;
 //   chunks                        2^26   kFixedSplit: kFaultChunks; kBalanced: 2^25 tiles and, of
 //                                        those that are cut, 8 a queue (LongestChunkCost)
 //   partial states, rows          2^31   CheckCapacities, before any is numbered
-// Products of a cost and a number of queues would not fit: see IsBalanced and BorderPlace.
+// Products of a cost and a number of queues would not fit: see IsBalanced and BorderOffset.
 inline constexpr i64 kPositionLimit = 1ll << 30;
 inline constexpr i64 kMaxQueryTiles = 1ll << 25;
 inline constexpr i64 kMaxTotalCost = 1ll << 53;

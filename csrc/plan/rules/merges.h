@@ -11,15 +11,15 @@ namespace jax_attn {
 // of an arrival, a record and the first answer from L2. Decodes of few rows stay below: their folds
 // wait for answers, not for bytes.
 //
-// With shares_folds each CTA has two rows of 64 states of 512 columns, 5 us (H200,
+// With shares_reductions each CTA has two rows of 64 states of 512 columns, 5 us (H200,
 // mla/1x65536/128: 63 us; 134 as a tree, whose first level has whole batches).
 inline constexpr i64 kOneFoldBytes = 512 << 10;
 
 // The place of a tile's first partial state among the batches of a fold. With kFixedSplit a chunk
 // has the same place in any tile, because a row has the same bits in any tile.
-inline i32 FirstFoldPlace(const PlanRules& rules, const QueryTile& t) {
+inline i32 FirstReduceOffset(const PlanRules& rules, const QueryTile& t) {
   if (rules.max_steps > 0) return 0;
-  return rules.schedule == kFixedSplit ? t.kv_begin / rules.kv_split % kFoldBatch : 0;
+  return rules.schedule == kFixedSplit ? t.kv_begin / rules.kv_split % kReduceBatch : 0;
 }
 
 // Merge groups of a tile that is cut, for one kv head: one, or a parent and one for each batch, but
@@ -27,15 +27,15 @@ inline i32 FirstFoldPlace(const PlanRules& rules, const QueryTile& t) {
 // batches gain nothing, and what does not begin with a full one is rare.
 inline i32 NumMergeGroups(const PlanRules& rules, const QueryTile& t, i32 num_splits) {
   const i64 bytes = static_cast<i64>(num_splits) * t.qo_len * rules.state_bytes;
-  if (rules.shares_folds || num_splits < 2 * kFoldBatch || bytes <= kOneFoldBytes) return 1;
-  if (FirstFoldPlace(rules, t) > 0) return 1;
-  return 1 + (num_splits + kFoldBatch - 2) / kFoldBatch;
+  if (rules.shares_reductions || num_splits < 2 * kReduceBatch || bytes <= kOneFoldBytes) return 1;
+  if (FirstReduceOffset(rules, t) > 0) return 1;
+  return 1 + (num_splits + kReduceBatch - 2) / kReduceBatch;
 }
 
 // The merge group of a chunk, among those of its tile and kv head: the first is the parent, if
 // there is one.
 inline i32 MergeGroupOfSplit(i32 num_groups, i32 split) {
-  const i32 group = 1 + split / kFoldBatch;
+  const i32 group = 1 + split / kReduceBatch;
   return group < num_groups ? group : 0;
 }
 

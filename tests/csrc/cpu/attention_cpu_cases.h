@@ -338,7 +338,7 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
       if (num_chunks > 1) {
         for (int h = 0; h < c.num_kv_heads; ++h) {
           const auto partials_begin = static_cast<int32_t>(plan.partial_rows.size());
-          const int place = c.split > 0 ? begin / c.split % kFoldBatch : 0;
+          const int place = c.split > 0 ? begin / c.split % kReduceBatch : 0;
           plan.groups.push_back(
               {p.qo_indptr[r] + token, n, h, num_chunks, partials_begin, 1, -1, place});
           for (int i = 0; i < num_chunks; ++i) {

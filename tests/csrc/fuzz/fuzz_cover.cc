@@ -249,7 +249,7 @@ class Cover {
         const bool is_parent = IsParent(group);
         if (is_parent != (pass == 1)) continue;
         const std::string at = Text("merge group %lld: ", static_cast<long long>(g));
-        if (is_parent && (group.partials_step != kFoldBatch || group.parent >= 0)) {
+        if (is_parent && (group.partials_step != kReduceBatch || group.parent >= 0)) {
           return at + "partials_step";
         }
         const int64_t last =

@@ -927,7 +927,7 @@ void TestAttentionLaunch() {
       std::memcpy(&got, launch.params.data(), sizeof(got));
       const auto counters =
           reinterpret_cast<uintptr_t>(std::exchange(got.merge_counters, params.merge_counters));
-      const auto turns = reinterpret_cast<uintptr_t>(std::exchange(got.counter_turns, nullptr));
+      const auto turns = reinterpret_cast<uintptr_t>(std::exchange(got.counter_parity, nullptr));
       CHECK(std::memcmp(&got, &params, sizeof(params)) == 0);
       if (workspace == 2) {
         CHECK((calls.size() == 2 && counters == reinterpret_cast<uintptr_t>(&workspaces[2])));
@@ -966,7 +966,7 @@ void TestAttentionLaunch() {
   TakeCalls();
 }
 
-// What the copy engine learns of k and v, where its boxes tile the pages, and of o.
+// What TMA learns of k and v, where its tiles divide the pages, and of o.
 void TestTensorMaps() {
   AttentionProblem problem = MakeProblem(128);
   problem.config.main_loop = kHopper;
