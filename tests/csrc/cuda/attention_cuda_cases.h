@@ -583,7 +583,11 @@ void RunCaseInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape>
 void RunCase(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape>()) RunCaseInPart<Kernel, Shape>(c, seed);
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape>()) {
+    g_part.has_run = true;
+    RunCaseInPart<Kernel, Shape>(c, seed);
+  }
 }
 
 // Decodes, speculation and a longer chunk, for trees of prefixes.

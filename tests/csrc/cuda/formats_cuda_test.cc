@@ -193,8 +193,11 @@ void RunCodesInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape, int kFormat>
 void RunCodes(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
+    g_part.has_run = true;
     RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+  }
 }
 
 template <int kFormat>

@@ -73,8 +73,11 @@ void RunFreshCodesInPart(Case c, unsigned seed) {
 
 template <class Kernel, class Shape, int kFormat>
 void RunFreshCodes(Case c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
+    g_part.has_run = true;
     RunFreshCodesInPart<Kernel, Shape, kFormat>(c, seed);
+  }
 }
 
 template <int kFormat>

@@ -85,7 +85,11 @@ void RunInPart(const Case& c, unsigned seed, bool uses_tma, Poison poison, Table
 template <class Shape>
 void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone,
          Tables tables = kOfCase) {
-  if constexpr (InPart<Shape>()) RunInPart<Shape>(c, seed, uses_tma, poison, tables);
+  g_part.has_asked = true;
+  if constexpr (InPart<Shape>()) {
+    g_part.has_run = true;
+    RunInPart<Shape>(c, seed, uses_tma, poison, tables);
+  }
 }
 
 template <class Shape>

@@ -219,7 +219,11 @@ void RunProductsInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape>
 void RunProducts(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape>()) RunProductsInPart<Kernel, Shape>(c, seed);
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape>()) {
+    g_part.has_run = true;
+    RunProductsInPart<Kernel, Shape>(c, seed);
+  }
 }
 
 template <class Kernel>
