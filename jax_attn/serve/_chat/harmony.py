@@ -4,9 +4,7 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The text has no line ends, and no first <
-start
->assistant: the prompt ends with it.
+The text has no line ends, and no first <|start|>assistant: the prompt ends with it.
 """
 
 from __future__ import annotations

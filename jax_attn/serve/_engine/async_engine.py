@@ -169,7 +169,7 @@ class AsyncEngine:
     async def snapshot(self) -> dict[str, Any]:
         """See Engine.snapshot. While steps run: the last one taken; at rest: the current one."""
         with self._wake:
-            # the thread waits and does not use the engine; it would need the lock
+            # The thread needs the lock to go on, so the engine may be read here.
             if self._is_at_rest:
                 return self._engine.snapshot()
         self._wants_snapshot = True
