@@ -17,13 +17,13 @@ from jax_attn.serve._options import KV_DTYPES, engine_config
 
 log = logging.getLogger("jax_attn.serve")
 
-# per [max_running, vocab] entry: logits, counts, ten f32 that XLA needs to sort
+# Per [max_running, vocab] entry: logits, counts, ten f32 that XLA needs to sort.
 _SAMPLING_BYTES = 48
 _KV_SHARE = 0.85  # of the free memory; the rest is for activations
 _NEXT_TRY = 0.9  # factor on the number of pages after pages did not fit
 _CPU_BYTES = 2 << 30
 _DIGEST_VALUES = 1000  # values of each weight
-# limit in multiples of the running sequences: a small model would get millions of pages
+# Limit in multiples of the running sequences: a small model would get millions of pages.
 _MAX_CACHE = 8
 
 

@@ -76,7 +76,7 @@ class ChatTemplate:
         continues: end at the end of the last message's content instead.
 
         Raises:
-            ChatTemplateError: the template fails, or the text exceeds MAX_CHARS or MAX_SECONDS.
+          ChatTemplateError: the template fails, or the text exceeds MAX_CHARS or MAX_SECONDS.
         """
         template = self._template if tools is None else self._with_tools
         if name is not None:

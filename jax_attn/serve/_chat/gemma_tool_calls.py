@@ -97,7 +97,7 @@ def rules(name: str, schema: dict[str, Any], quote: str) -> list[str]:
     quote: the delimiter as a Lark terminal.
 
     Raises:
-        CannotDemand: the schema has no grammar in this format.
+      CannotDemand: the schema has no grammar in this format.
     """
     made: list[str] = []
     made.append(f"{name}: {_Rules(name, quote, made).object(schema, 0)}")

@@ -28,8 +28,10 @@ def writes_channels(template: str) -> bool:
 
 
 class HarmonySplitter:
-    """Splits an answer into its channels. A text that does not begin with a header is the
-    answer."""
+    """Splits an answer into its channels.
+
+    A text that does not begin with a header is the answer.
+    """
 
     def __init__(self, is_answer: bool = False):
         """is_answer: the prompt ends with the header of the final message."""

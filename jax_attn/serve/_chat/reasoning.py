@@ -44,7 +44,7 @@ class ThinkSplitter:
         """is_open: the prompt ends inside the block."""
         self._held = ""
         self._state = "inside" if is_open else "before"
-        # thoughts, or the answer after them, have text other than white space
+        # Thoughts, or the answer after them, have text other than white space.
         self._is_begun = False
 
     def push(self, text: str) -> Parts:

@@ -171,7 +171,7 @@ def grammar_of(
     special_tokens: token ids of the tokenizer, by text.
 
     Raises:
-        gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
+      gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
     """
 
     def literal(text: str) -> str:
@@ -292,8 +292,10 @@ _NAMED = re.compile(
 
 
 def _json_calls(raw: str) -> list[ToolCall]:
-    """Parses calls in any of the JSON formats, without the marks around them; [] unless all of
-    `raw` is calls."""
+    """Parses calls in any of the JSON formats, without the marks around them.
+
+    Returns [] unless all of `raw` is calls.
+    """
     try:
         if named := _NAMED.fullmatch(raw):
             found = [{**named.groupdict(), "arguments": json.loads(named["arguments"])}]
@@ -306,8 +308,7 @@ def _json_calls(raw: str) -> list[ToolCall]:
 
 
 def _values(raw: str) -> list[Any]:
-    """JSON values: the elements of a list, or values in sequence (Llama separates them by
-    semicolons)."""
+    """JSON values in a list or in sequence, with semicolons between them in Llama's format."""
     values: list[Any] = []
     while raw := raw.lstrip(" \n;"):
         value, end = json.JSONDecoder().raw_decode(raw)

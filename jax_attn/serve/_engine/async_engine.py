@@ -25,7 +25,7 @@ from jax_attn.serve._scheduling.streams import Inbox, stream
 
 log = logging.getLogger("jax_attn.serve")
 
-# consecutive steps that raise before the engine gives up: no single request is the cause
+# Consecutive steps that raise before the engine gives up: no single request is the cause.
 _MAX_FAILURES = 3
 
 
@@ -37,8 +37,10 @@ class Recipient(Protocol):
     """Receives the events of sequences."""
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Called by the engine's thread. Raises RuntimeError if nobody reads the events any
-        more."""
+        """Called by the engine's thread.
+
+        Raises RuntimeError if nobody reads the events any more.
+        """
         ...
 
 
@@ -74,7 +76,7 @@ class AsyncEngine:
         self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
-        # guarded by _wake, like the fields below
+        # Guarded by _wake, like the fields below.
         self._commands: deque[Callable[[], None]] = deque()
         self._accepts = True
         self._stopping = self._draining = False
@@ -140,8 +142,10 @@ class AsyncEngine:
         await asyncio.wrap_future(submitted)
 
     def abort(self, seq_ids: set[str]) -> None:
-        """Aborts sequences before the next step. They get no more events; unknown ids are
-        ignored."""
+        """Aborts sequences before the next step.
+
+        They get no more events; unknown ids do nothing.
+        """
         self._command(lambda: self._abort(seq_ids), must=False)
 
     async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
@@ -176,8 +180,10 @@ class AsyncEngine:
         return self._snapshot
 
     def _command(self, command: Callable[[], None], must: bool = True) -> None:
-        """Has the thread run `command` before its next step. must: raise EngineStopped if it
-        cannot."""
+        """Has the thread run `command` before its next step.
+
+        must: raise EngineStopped if it cannot.
+        """
         with self._wake:
             if not self._accepts and must:
                 raise EngineStopped("The engine does not run.")

@@ -80,8 +80,11 @@ class Arguments(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The arguments of a step, packed into one array to copy to the device. There they have the
-    same addresses in each step, so XLA need not update a captured graph.
+    """The arguments of a step, packed into one array to copy to the device.
+
+    On the device they have the same addresses in each step, so XLA need not update a captured
+    graph.
+
 
     words: on the host, and never written again: XLA may alias them.
     kind: of the sampling.
@@ -194,7 +197,7 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         drafts = entry.drafts
         known = entry.seq.tokens[begin : begin + entry.num_tokens]
         tokens += known
-        # one token is missing: the sample in flight
+        # One token is missing: the sample in flight.
         if len(known) + len(drafts) < entry.num_tokens:
             tokens.append(~entry.seq.slot)
         if drafts:

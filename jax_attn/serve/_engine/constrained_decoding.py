@@ -103,8 +103,10 @@ class ConstrainedDecoding:
         return mask
 
     def _mask_of(self, live: LiveSequence) -> np.ndarray | None:
-        """The mask of the next sample. None: no token is needed, because some are forced, or the
-        sequence has ended or has to wait for its mask."""
+        """The mask of the next sample; None: no token is needed.
+
+        That is so if some are forced, or if the sequence has ended or has to wait for its mask.
+        """
         assert live.grammar is not None and live.grammar.job is not None
         job = live.grammar.job
         if not job.is_done:
@@ -172,8 +174,7 @@ class ConstrainedDecoding:
 
 
 def _may_not_stop(live: LiveSequence) -> bool:
-    """Whether the sample in flight is one of the first min_tokens, which cannot end the
-    sequence."""
+    """Whether the sample in flight is among the first min_tokens, which cannot end the text."""
     seq = live.seq
     return seq.num_output + seq.num_in_flight - 1 < seq.params.min_tokens
 
@@ -181,8 +182,10 @@ def _may_not_stop(live: LiveSequence) -> bool:
 def _fill_rows(
     mask: np.ndarray, launched: LaunchedStep, row: int, live: LiveSequence, allowed: np.ndarray
 ) -> None:
-    """Writes the mask rows of a sequence: that of its next token and, after drafts, those as far as
-    its grammar accepts them."""
+    """Writes the mask rows of a sequence.
+
+    They are that of its next token, and those after its drafts as far as its grammar accepts them.
+    """
     assert live.grammar is not None
     rows, drafts = launched.batch.drafted.get(row, [row]), launched.drafts.get(row, ())
     ahead = live.grammar.look_ahead(drafts) if drafts else []

@@ -100,8 +100,7 @@ class Device:
         self.reset()
 
     def reset(self) -> None:
-        """Makes an empty kv cache and new sampler state, also after a failure that took the old
-        ones.
+        """Makes an empty kv cache and new sampler state, also after a failure.
 
         Raises jax.errors.JaxRuntimeError here, not at the first use, if they do not fit.
         """
@@ -203,8 +202,9 @@ class Device:
         return names
 
     def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Compiles everything that a step can need. Shows a progress bar on a terminal. Returns
-        names.
+        """Compiles everything that a step can need.
+
+        Shows a progress bar on a terminal. Returns names.
 
         progress: called with the number of executables done, their total, and the last one's name.
         An exception that it raises ends the compilation.
@@ -305,7 +305,7 @@ class Device:
         """Runs everything once, which loads kernels and captures graphs."""
         self.set_state(0, SamplingParams(max_tokens=1), [], 0)
         for bucket in self.buckets:
-            # an empty batch is legal
+            # An empty batch is legal.
             scores = self.forward(buckets.make_batch(bucket, (), self._slots))
             for kind in sampling.KINDS:
                 jax.block_until_ready(self.sample(scores, kind, None))

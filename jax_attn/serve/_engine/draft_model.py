@@ -25,15 +25,14 @@ from jax_attn.serve._scheduling.drafts import Pace
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
-# prompt chunks that it reads in a step beside decodes: it is small, so more than one
+# Prompt chunks that it reads in a step beside decodes: it is small, so more than one.
 _READ_CHUNKS = 4
 _WEIGHT = 0.05  # weight of the newest drafts in the running average
 _UNKNOWN = 0  # stands for a draft until it is made, and for one that is not a token of the model
 
 
 def have_same_tokens(draft: models.Model, model: models.Model) -> bool:
-    """Whether both models' tokens have the same text. The sizes of their embedding matrices may
-    differ, as some are padded."""
+    """Whether both models' tokens have the same text. Matrix sizes may differ by padding."""
     return bool(draft.tokenizer.get_vocab() == model.tokenizer.get_vocab())
 
 
@@ -100,8 +99,7 @@ class DraftModel:
             self._make(guessing, scores, kind)
 
     def num_cached(self, seq: Sequence) -> int:
-        """The number of tokens that it has read in the pages of a sequence, possibly for another
-        one."""
+        """The tokens that it has read in a sequence's pages, possibly for another sequence."""
         num_read = 0
         for page in seq.pages:
             num_read += self._filled[page]
@@ -146,8 +144,7 @@ class DraftModel:
         drafter.num_read = drafter.num_marked = end
 
     def _forget_overwritten(self, entry: ScheduledSequence) -> None:
-        """Resets the pages that the step starts to write: their record belongs to a former
-        sequence."""
+        """Resets pages that the step starts to write: their record is that of a former sequence."""
         size = self._page_size
         first, last = -(-entry.begin // size), -(-(entry.begin + entry.num_tokens) // size)
         for page in entry.seq.pages[first:last]:

@@ -87,7 +87,7 @@ class Engine:
         draft_model: has the model's tokenizer and makes the drafts; one process only.
 
         Raises:
-            ValueError: the draft model does not fit, in one sentence.
+          ValueError: the draft model does not fit, in one sentence.
         """
         self.config = config
         if draft_model is not None:

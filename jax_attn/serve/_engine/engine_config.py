@@ -41,7 +41,7 @@ class EngineConfig:
     max_drafts: int = 0
     max_grammars: int = 128  # compiled grammars kept
     tensor_parallel: int = 1  # devices that share heads, MLPs, experts and vocabulary
-    # devices that share the slots of each page; multiplies tensor_parallel
+    # Devices that share the slots of each page; multiplies tensor_parallel.
     context_parallel: int = 1
 
     def __post_init__(self) -> None:

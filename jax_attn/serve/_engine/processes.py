@@ -114,8 +114,7 @@ class Processes:
     # ---- the beginning -------------------------------------------------------------------------
 
     def agree(self, own: Mapping[str, Any], choose: Callable[[list[Any]], Any], wish: Any) -> Any:
-        """Returns what process 0 chooses from all wishes, after checking that `own` is the same in
-        all.
+        """Returns process 0's choice from all wishes, after checking that `own` is equal in all.
 
         own, wish: JSON values. Raises ProcessesError in all processes for the first difference.
         """
@@ -184,8 +183,10 @@ class Processes:
             _exit(status, sentence)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all processes after an exception. If a collective failed because another process
-        died, gives the watch time to find out which."""
+        """Ends all processes after an exception.
+
+        If a collective failed because another process died, gives the watch time to find out which.
+        """
         time.sleep(_SILENCE_SECONDS + 3 * _BEAT_SECONDS)
         self.end(1, f"{self.names[self.index]}: {type(error).__name__}: {error}".splitlines()[0])
 
@@ -202,7 +203,7 @@ class Processes:
             _exit(1, self._last_words)
 
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # must stay alive
-        # signal.signal handlers run in the main thread only
+        # Signal.signal handlers run in the main thread only.
         ctypes.CDLL(None).signal(6, self._on_abort)
 
     def _beat(self) -> None:

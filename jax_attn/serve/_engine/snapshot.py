@@ -52,8 +52,7 @@ def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> d
 
 
 def _page_states(scheduler: Scheduler) -> str:
-    """One letter per page: f free, c cached, l cached and locked by a running sequence, u
-    private."""
+    """A letter a page: f free, c cached, l cached and locked by a running sequence, u private."""
     states = bytearray(scheduler.allocator.allocated().translate(_FREE_OR_CACHED))
     for seq in scheduler.running:
         for i, page in enumerate(seq.pages):
@@ -66,8 +65,10 @@ _LOCKED, _PRIVATE = b"lu"
 
 
 def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:
-    """Nodes of the tree, parents first. A parent is an index into the list. The root has no
-    pages."""
+    """Nodes of the tree, parents first.
+
+    A parent is an index into the list. The root has no pages.
+    """
     nodes = list(itertools.islice(scheduler.cache.walk(), _MAX_SHOWN))
     index = {node.id: i for i, node in enumerate(nodes)}
     return [

@@ -140,8 +140,10 @@ class GrammarCompiler:
         trial.kill()
 
     def _next(self) -> tuple[str, str] | None:
-        """The next job, tenant by tenant. Skips jobs nobody waits for. None: the compiler is
-        closed."""
+        """The next job, tenant by tenant.
+
+        Skips jobs nobody waits for. None: the compiler is closed.
+        """
         with self._lock:
             while not self._is_closed:
                 if not self._queues:
@@ -164,8 +166,10 @@ class GrammarCompiler:
 
 
 class _Trial:
-    """A process that compiles a grammar and measures it. One thread uses it; any may call
-    `kill`."""
+    """A process that compiles a grammar and measures it.
+
+    One thread uses it; any may call `kill`.
+    """
 
     def __init__(self, description: dict[str, Any]):
         self._description = description

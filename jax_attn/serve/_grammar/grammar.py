@@ -203,8 +203,7 @@ class Matcher:
         return tokens
 
     def fill_mask(self, row_mask: np.ndarray) -> None:
-        """Writes one bit for each token, 1 if it may follow, lowest first. row_mask: [words]
-        i32."""
+        """Writes a bit for each token, 1: it may follow; lowest first. row_mask: [words] i32."""
         if not (row_mask.flags.c_contiguous and row_mask.dtype == np.int32):
             raise ValueError("fill_mask: row_mask: expected a contiguous row of int32.")
         self._matcher.unsafe_compute_mask_ptr(row_mask.ctypes.data, row_mask.nbytes)

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def parse(raw: bytes, model: type[Body], unknown: UnknownFields | None = None) -> Body:
-    """Parses a body. unknown: is told of unknown fields; None refuses them. Raises ApiError, 400."""
+    """Parses a body. unknown: gets unknown fields; None refuses them. Raises ApiError, 400."""
     with _lock:
         begin = time.monotonic()
         _check_size(raw)
@@ -78,8 +78,10 @@ def _check_size(raw: bytes) -> None:
 
 
 def _outside_strings(raw: bytes) -> bytes:
-    """Removes escapes and strings from JSON. If `raw` is not JSON, the result is some of its
-    bytes."""
+    """Removes escapes and strings from JSON.
+
+    If `raw` is not JSON, the result is some of its bytes.
+    """
     plain = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_quote = plain == ord('"')
     is_inside = np.bitwise_xor.accumulate(is_quote)

@@ -39,8 +39,10 @@ class Lanes:
 
 
 class _Lane:
-    """A queue of jobs. A tenant's jobs start in order, and the tenants take turns after each
-    job."""
+    """A queue of jobs.
+
+    A tenant's jobs start in order, and the tenants take turns after each job.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, f"jax_attn {name}")

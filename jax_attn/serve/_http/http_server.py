@@ -82,8 +82,7 @@ class HttpServer(uvicorn.Server):
 
 
 def spare_the_collector() -> None:
-    """Excludes existing objects from garbage collection: 100,000, 60 ms of every full
-    collection."""
+    """Excludes existing objects from garbage collection: 100,000, 60 ms of each full one."""
     gc.collect()
     gc.freeze()
 

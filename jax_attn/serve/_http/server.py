@@ -118,8 +118,8 @@ def create_app(
 
     Args:
       engine: an AsyncEngine, not started; None: only an embedding model is served.
-          model: as `jax_attn.models.load` returns it; None without an engine.
-          embedding: a model for /v1/embeddings, and what runs it, not started.
+      model: as `jax_attn.models.load` returns it; None without an engine.
+      embedding: a model for /v1/embeddings, and what runs it, not started.
 
     Raises:
       ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
@@ -219,8 +219,7 @@ class _Server:
         self._lanes.close()
 
     def _on_embedder_ready(self) -> None:
-        """Starts the engine after the embedder, as it counts compilations that happen while it
-        serves."""
+        """Starts the engine after the embedder, as it counts compilations while it serves."""
         self._embedder_is_ready = True
         if self._engine is not None:
             self._engine.start()
@@ -523,8 +522,10 @@ class _TextServer(_Server):
         return Response(body, media_type="application/json", headers=_NO_STORE)
 
     async def _view(self, request: Request) -> bytes:
-        """JSON of what the caller may see. It takes some 10 ms, so each tenant's is reused for
-        VIEW_SECONDS, however often it asks."""
+        """Makes the JSON of the data that the caller may see.
+
+        This takes some 10 ms, so a tenant's view is reused for VIEW_SECONDS, however often it asks.
+        """
         tenant = _tenant(request)
         begin, view = self._views.get(tenant, (-math.inf, None))
         if view is None or time.monotonic() > begin + VIEW_SECONDS:
@@ -592,7 +593,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answers 500. Starlette logs the exception; the client gets no details."""
     api_error = ApiError(500, "internal error", code="internal_error")
-    # the access log does not see this
+    # The access log does not see this.
     if (record := getattr(request.state, "record", None)) is not None:
         api_error.headers["X-Request-Id"] = record.id
     return api_error.response()

@@ -188,8 +188,10 @@ class GenerationAnswer(abc.ABC):
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
     def _all_events(self) -> AsyncGenerator[TokenEvent]:
-        """The events of all sequences. The engine gets a large request's sequences a few at a
-        time."""
+        """The events of all sequences.
+
+        The engine gets the sequences of a large request in groups.
+        """
         seqs = self._prepared.sequences
         if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
             return self._engine.generate(seqs)
@@ -425,8 +427,11 @@ def _dump(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Sends the joined pieces in parts of at most _PIECE_BYTES. Copying a long answer at once would
-    delay others, and each part that a slow client takes shows that it still reads."""
+    """Sends the joined pieces in parts of at most _PIECE_BYTES.
+
+    Copying a long answer at once would delay others, and each part that a slow client takes shows
+    that it still reads.
+    """
     if sum(map(len, pieces)) <= _PIECE_BYTES:
         await send(_body(b"".join(pieces)))
         return

@@ -130,8 +130,10 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalised(cls, body: Any, info: ValidationInfo) -> Any:
-        """Removes nulls, converts whole floats of integer fields and, if the context is an
-        UnknownFields, removes unknown fields."""
+        """Removes nulls and converts whole floats of integer fields.
+
+        If the context is an UnknownFields, also removes unknown fields.
+        """
         if not isinstance(body, dict):
             return body
         body = {key: value for key, value in body.items() if value is not None}

@@ -112,8 +112,10 @@ class CompletionScores:
         return offset
 
     def _top(self, entry: TokenLogprob) -> str:
-        """Includes the token itself, as OpenAI does. Of tokens with one text, the likeliest
-        counts."""
+        """Includes the token itself, as OpenAI does.
+
+        Of tokens with one text, the likeliest counts.
+        """
         if entry.logprob is None:
             return "null"
         top: dict[str, float] = {}

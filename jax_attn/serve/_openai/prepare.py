@@ -470,8 +470,10 @@ class Preparer:
 
 
 def _seed(seed: int, choice: int) -> int:
-    """The seed of a choice; that of choice 0 is `seed`. Seeds are far apart, so that no choice of
-    seed s is another choice of seed s + 1."""
+    """The seed of a choice; that of choice 0 is `seed`.
+
+    Seeds are far apart, so that no choice of seed s is another choice of seed s + 1.
+    """
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 
 

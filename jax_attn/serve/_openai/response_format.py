@@ -17,8 +17,10 @@ from jax_attn.serve._scheduling.request import FinishReason
 
 
 class Style(Protocol):
-    """One of OpenAI's two response formats. Its models have no log-probabilities in their JSON:
-    those of a choice are spliced in."""
+    """One of OpenAI's two response formats.
+
+    The JSON of its models lacks log-probabilities, which are spliced in.
+    """
 
     keeps_text: bool  # the text of a choice is sent unchanged, as it comes
     tokens: TokenJson
@@ -149,8 +151,7 @@ class SplitText:
         self.calls: list[schemas.ToolCall] = []
 
     def push(self, text: str, at_end: bool) -> tuple[str, str]:
-        """Returns (thoughts, answer): the text of each that is known not to be part of a tool
-        call."""
+        """Returns (thoughts, answer): text of each that is known not to be part of a tool call."""
         parts = self._splitter.push(text) if self._splitter else Parts(content=text)
         reasoning, content, calls = parts
         if self._splitter and at_end:
@@ -175,8 +176,7 @@ class SplitText:
 
 
 def reasons_of(reason: str | None) -> dict[str, Any]:
-    """finish_reason, limited to the values that OpenAI's clients know, and stop_reason for
-    others."""
+    """finish_reason, as one of OpenAI's values, and stop_reason for the other reasons."""
     if reason in (FinishReason.DEADLINE, FinishReason.ERROR):
         return {"finish_reason": "length", "stop_reason": str(reason)}
     return {"finish_reason": reason}

@@ -49,8 +49,10 @@ class ResponsesApi:
     def prepare(
         self, body: rs.ResponsesRequest, caller: Caller
     ) -> tuple[Prepared, partial[ResponseAnswer]]:
-        """Returns the request for the engine, and a factory for its answer that takes
-        GenerationAnswer's further arguments. Raises ApiError."""
+        """Returns the request for the engine, and a factory for its answer.
+
+        The factory takes GenerationAnswer's further arguments. Raises ApiError.
+        """
         history: list[dict[str, Any]] = []
         if (previous := body.previous_response_id) is not None:
             history = json.loads(
@@ -91,8 +93,10 @@ class ResponsesApi:
         return rs.DeletedResponse(id=id)
 
     def cancel(self, tenant: str, id: str) -> NoReturn:
-        """Always raises ApiError: stored responses have ended. To stop a running one, close the
-        connection."""
+        """Always raises ApiError: stored responses have ended.
+
+        To stop a running one, close the connection.
+        """
         self._find(tenant, id)
         raise ApiError(
             400,
@@ -139,8 +143,10 @@ def _renamed(error: ApiError) -> ApiError:
 
 
 def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
-    """Fields of ChatCompletionRequest, without the messages. Fields that the body does not set are
-    left out, so that the model's defaults apply."""
+    """Fields of ChatCompletionRequest, without the messages.
+
+    Fields that the body does not set are left out, so that the model's defaults apply.
+    """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
     fields["parallel_tool_calls"] = body.parallel_tool_calls
     fields["chat_template_kwargs"] = body.chat_template_kwargs
@@ -177,7 +183,7 @@ def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, A
     names: call_id -> function, of earlier calls; calls in `given` are added.
 
     Raises:
-        ApiError: the result of an unknown call.
+      ApiError: the result of an unknown call.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -279,7 +285,7 @@ class Output:
 
     def __init__(self, prepared: Prepared):
         self._split = SplitText(prepared)
-        # the last item, while it grows
+        # The last item, while it grows.
         self._open: rs.OutputMessage | rs.OutputReasoning | None = None
         self.items: list[Any] = []
         self.num_thought = 0  # tokens up to the end of the thoughts
@@ -476,8 +482,10 @@ class ResponseAnswer(GenerationAnswer):
 
 
 class StoredAnswer:
-    """An ASGI application that sends a stored response in pieces, so that a client that does not
-    read it holds only a part in memory."""
+    """An ASGI application that sends a stored response in pieces.
+
+    A client that does not read it then keeps only a part of it in the server's memory.
+    """
 
     def __init__(self, body: bytes):
         self._body = body
