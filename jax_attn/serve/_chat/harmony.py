@@ -39,7 +39,7 @@ class HarmonySplitter:
         self._is_header = not is_answer
         self._channel, self._recipient = "final", ""
         self._arguments = ""  # of the current call, so far
-        # joint: text to put before the next content of this message
+        # _joint: text to put before the next content of this message
         self._has_content, self._joint = False, ""
 
     def push(self, text: str) -> Parts:

@@ -38,7 +38,8 @@ class ThinkSplitter:
     """Splits a text that may begin with one block of thoughts.
 
     White space around the block and at its ends is dropped. Without an end mark all text is
-    thoughts."""
+    thoughts.
+    """
 
     def __init__(self, is_open: bool):
         """is_open: the prompt ends inside the block."""

@@ -52,7 +52,8 @@ class Outputs:
     def add_prompt_logprobs(self, scored: ScoredRows, sampled: Sampled) -> None:
         """Keeps the logprobs of prompt tokens for the first event.
 
-        Known positions are skipped: a preempted sequence reads its prompt again."""
+        Known positions are skipped: a preempted sequence reads its prompt again.
+        """
         known = self.live[scored.seq.id].prompt_logprobs
         num_top = scored.seq.params.logprobs
         assert num_top is not None
@@ -116,7 +117,8 @@ class Outputs:
     ) -> tuple[list[int], FinishReason | None]:
         """Adds tokens and their text to the event, up to a token that ends the sequence.
 
-        Returns the tokens added, and the reason if the sequence ends."""
+        Returns the tokens added, and the reason if the sequence ends.
+        """
         seq, event = live.seq, self.event(live.seq)
         num_output = seq.num_output
         if not num_output:

@@ -171,7 +171,8 @@ class Processes:
 
         Bypasses JAX's shutdown, which would wait for dead processes. Only the first call counts:
         once process 0 reports a normal end, the others exit, and its watch must not take that for a
-        failure."""
+        failure.
+        """
         self._ending.acquire()
         try:
             if self.leads:
@@ -203,7 +204,7 @@ class Processes:
             _exit(1, self._last_words)
 
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # must stay alive
-        # Signal.signal handlers run in the main thread only.
+        # Handlers of signal.signal run in the main thread only.
         ctypes.CDLL(None).signal(6, self._on_abort)
 
     def _beat(self) -> None:

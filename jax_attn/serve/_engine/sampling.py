@@ -154,7 +154,8 @@ ROW_WORDS = ROW.itemsize // 4
 def as_records(rows: np.ndarray) -> np.ndarray:
     """Views rows [num_rows, ROW_WORDS] i32 as [num_rows] ROW, to name fields.
 
-    Copy whole rows as words: numpy copies records field by field, in ten times the time."""
+    Copy whole rows as words: numpy copies records field by field, in ten times the time.
+    """
     return rows.view(ROW)[:, 0]
 
 

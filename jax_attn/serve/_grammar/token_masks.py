@@ -94,7 +94,8 @@ class SequenceGrammar:
         """Masks after each of the first drafts, in case these are sampled.
 
         Stops where the finished job's mask or a later one does not allow a draft, where tokens are
-        forced, or where one would have to wait."""
+        forced, or where one would have to wait.
+        """
         assert self.job is not None
         masks: list[np.ndarray] = []
         begin, allowed, matcher = time.thread_time(), self.job.mask, self.matcher.copy()
@@ -126,7 +127,7 @@ class MaskWorkers:
     """Threads that run mask jobs. They end with the process: see `workers`."""
 
     def __init__(self, num_fast: int):
-        """num_fast: threads of the fast lane; the slow lane has one more thread."""
+        """num_fast: threads of the fast lane. The slow lane always has one."""
         self._condition = threading.Condition()
         self._work = threading.Condition()
         # (seconds so far, serial, grammar, job) of the fast lane, and of the slow lane.

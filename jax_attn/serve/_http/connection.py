@@ -1,7 +1,8 @@
 """A connection of the HTTP server: uvicorn's, with limits and reliable errors.
 
 It limits the number of connections and how slow they may be. Errors reach clients that still
-send."""
+send.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ class DiscardBody:
         headers = Headers(scope=scope)
         has_more = (
             headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        ) and "expect" not in headers  # a client that asks first would now be told to send it
+        ) and "expect" not in headers  # reading would make such a client send the body
 
         async def receive_and_see() -> Message:
             nonlocal has_more
@@ -179,7 +180,8 @@ class _Strict(h11.Connection):
     """Refuses a body that has both a length and chunks, which h11 reads as chunked.
 
     A proxy in front of this server may use the length, and so take for a body what is a request
-    here (request smuggling)."""
+    here (request smuggling).
+    """
 
     def next_event(self) -> Any:
         event = super().next_event()

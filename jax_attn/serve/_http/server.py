@@ -372,7 +372,7 @@ class _Server:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_long
-        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # short bodies need no LONG_BYTES
+        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # short ones do not count
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > limit:

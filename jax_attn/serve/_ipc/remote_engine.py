@@ -181,7 +181,7 @@ class EngineHost:
     def __init__(self, engine: AsyncEngine, wire: Wire):
         self._engine, self._wire = engine, wire
         self._tasks: set[asyncio.Task[None]] = set()
-        # sequence id -> its task, until it is in the queue
+        # Sequence id -> its task, until it is in the queue.
         self._submissions: dict[str, asyncio.Task[None]] = {}
         self._rows: list[tuple[Any, ...]] = []  # used only by the engine's thread
 

@@ -48,7 +48,8 @@ class Wire:
     def attach(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         """Has the running event loop call on_message with each message of the other side.
 
-        on_end is called once, when the other side is gone."""
+        on_end is called once, when the other side is gone.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_end = on_message, on_end
         self._loop.add_reader(self._socket, self._receive)

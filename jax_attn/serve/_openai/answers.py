@@ -1,6 +1,7 @@
 """From the engine's events to HTTP answers, whole or as server-sent events.
 
-This has the common part and answers with choices. `responses_api` has the others."""
+This has the common part and answers with choices. `responses_api` has the others.
+"""
 
 from __future__ import annotations
 

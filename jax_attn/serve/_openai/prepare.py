@@ -309,7 +309,7 @@ class Preparer:
         return self.decode_all([self._checked(tokens, "tokens")])[0]
 
     def decode_all(self, tokens: list[list[int]]) -> list[str]:
-        # A batch, for the same reason.
+        # As a batch, which lets other threads run meanwhile.
         return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
 
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:

@@ -298,7 +298,7 @@ class Admission:
         for seq in admitted:
             last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
         for name, last_rank in last_ranks.items():
-            # sequences further back do not overtake
+            # Admitted sequences never come from further back.
             for seq in self._tenants[name].waiting[:_LOOKUPS]:
                 seq.num_overtaken += rank(seq) < last_rank
 

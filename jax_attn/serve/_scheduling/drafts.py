@@ -77,7 +77,8 @@ class Pace:
 class NgramDrafter:
     """Proposes, for one sequence, the tokens that followed when its last tokens occurred before.
 
-    This works for text that is quoted, edited or listed."""
+    This works for text that is quoted, edited or listed.
+    """
 
     def __init__(self, most: int):
         self._pace = Pace(most)

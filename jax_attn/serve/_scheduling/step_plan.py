@@ -69,7 +69,7 @@ class ScheduledSequence:
 class StepPlan:
     entries: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # entries with new slots
-    # sequences that lost their slots and pages
+    # Sequences that lost their slots and pages.
     preempted: list[Sequence] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
     num_more_rows: int = 0  # of all entries

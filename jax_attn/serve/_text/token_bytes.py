@@ -61,7 +61,7 @@ _BYTE_OF = _byte_of()
 
 
 def _from_alphabet(text: str) -> bytes:
-    """As it stands where it is not in the alphabet, which an added token may be."""
+    """The bytes of a token in the alphabet; else its text in UTF-8 (it may be an added token)."""
     try:
         return bytes(_BYTE_OF[character] for character in text)
     except KeyError:
