@@ -144,7 +144,7 @@ class ConstrainedDecoding:
         if job.bug is not None:
             log.error("a grammar failed", exc_info=job.bug)
             self._outputs.fail(seq, f"The grammar failed: {type(job.bug).__name__}.")
-        elif live.at_length:  # does its grammar call the text complete?
+        elif live.at_length:  # its grammar decides whether the text is complete
             reason = FinishReason.STOP if job.is_stopped else FinishReason.LENGTH
             self._outputs.finish(seq, reason)
         elif job.error is not None:

@@ -63,7 +63,7 @@ class KvMemory:
         return self.cache.peek(seq.namespace, key)
 
     def has_room(self, num_new: int, num_pages: int) -> bool:
-        """Whether a sequence may enter that needs num_pages pages, num_new of them new.
+        """Whether a sequence may enter that needs num_pages pages, of which num_new are new.
 
         A page for each running sequence and a hundredth of the pool stay in reserve: all can
         continue for page_size steps before one is preempted, and a preempted sequence waits until
