@@ -10,7 +10,7 @@ from jax_attn.models._weights import mxfp4
 Shape: TypeAlias = tuple[int, ...]
 
 Parts: TypeAlias = dict[str, Shape]
-"""Tensors of the files that form one matrix, side by side; a list of Parts forms a stack."""
+"""Tensors of the files that make one matrix, side by side; a list of them makes a stack."""
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
