@@ -3,10 +3,10 @@
     python -m benchmarks.bench_devices [--devices 2] [--context 16384] [--requests 8] [--layers 16]
 
 Devices of one CPU share its cores and its thread pool, so a split cannot be faster. The ratio of
-the two times is the overhead of plans and of the exchange. A step is the attention of all layers with
-one plan, as in a model; all layers have the same keys. Steps are interleaved, and medians of rounds
-are printed with the machine's load. If the machine is busy, two devices have more threads that
-compete for cores; then compare processor seconds.
+the two times is the overhead of plans and of the exchange. A step is the attention of all layers
+with one plan, as in a model; all layers have the same keys. Steps are interleaved, and medians of
+rounds are printed with the machine's load. If the machine is busy, two devices have more threads
+that compete for cores; then compare processor seconds.
 """
 
 from __future__ import annotations
