@@ -5,7 +5,8 @@
 q, k and v are drawn in float64, and float64 attention over them is the truth. A row names the
 stored formats. `stored` is the error of float64 attention over the rounded operands, which no
 kernel can avoid. `kernel` is the error of jax_attn.attention on them. Both are norm(o - truth) /
-norm(truth) over all rows. `lse` is the largest error of a log-sum-exp. docs/notes/e4m3.md has the table.
+norm(truth) over all rows. `lse` is the largest error of a log-sum-exp. docs/notes/e4m3.md has the
+table.
 """
 
 from __future__ import annotations
