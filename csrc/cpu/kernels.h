@@ -1,8 +1,9 @@
-// The seam between the drivers (attention.cc, merge.cc) and the kernels of one instruction set.
+// The interface between the drivers (attention.cc, merge.cc) and the kernels of one instruction
+// set.
 //
-// A kernels_<isa>.cc is compiled with that instruction set's flags and exports one table. So that
-// no function compiled with them can be linked into code that runs elsewhere, these files include
-// no C++ standard header, and everything they define is a template on their Isa struct.
+// A kernels_<isa>.cc is compiled with that instruction set's flags and exports one table. No
+// function compiled with these flags may be linked into code that runs elsewhere. So these files
+// include no C++ standard header, and everything they define is a template on their Isa struct.
 #pragma once
 
 #include <stddef.h>
@@ -16,11 +17,11 @@ struct AttentionSpec;
 struct VariantProgram;
 struct VariantCode;
 
-// What the kernels know of a problem besides AttentionParams.
+// The fields of a problem, besides AttentionParams, that the kernels need.
 struct CpuGeometry {
-  i64 max_rows;  // rows of the tallest query tile, or of tiles that a kernel call takes together
+  i64 max_rows;  // rows of the largest query tile, or of tiles that a kernel call takes together
   i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
-  const VariantProgram* program;  // of a variant, and in the order of its execution; or null
+  const VariantProgram* program;  // a variant's program, and the same in execution order; or null
   const VariantCode* code;
 };
 
@@ -28,8 +29,8 @@ struct Range {
   i64 begin, end;
 };
 
-// Positions that any row of the item sees, of an item that is a span of keys only those. static:
-// see above.
+// Positions that any row of the item sees; if the item is a span of keys, only those. static: see
+// above.
 static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
   if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
   Range span{0, p.kv_lens[item.request]};
@@ -40,39 +41,40 @@ static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
   return span;
 }
 
-// Up to so many rows (decode) packing and memory outweigh arithmetic: the kernels take all kv heads
-// of the same rows and span together.
+// Up to this many rows (decode), packing and memory outweigh arithmetic: the kernels take all kv
+// heads of the same rows and span together.
 inline constexpr i64 kMaxLowRows = 16;
 
-// Rows of scores that the kernels of more rows keep at once.
+// Rows of scores that the kernels for more rows keep at once.
 inline constexpr i64 kScoreRows = 128;
 
-// The kernels for one type of o, and one of keys and values.
+// The kernels for one type of o, and one type of keys and values.
 struct CpuTypeKernels {
-  // Bytes of scratch Attend wants, 64-byte aligned, per thread.
+  // Bytes of scratch that attend needs, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
-  // Computes items[0, num_items). Of up to kMaxLowRows rows they differ in kv_head, partial_row and
-  // merge_idx alone and have consecutive kv heads. Of more they are one, or final tiles of one
-  // request and kv head, in the order of their tokens, of at most g.max_rows rows together. Direct
-  // items write o and lse; the others partial_o and partial_states.
+  // Computes items[0, num_items). Items of up to kMaxLowRows rows differ only in kv_head,
+  // partial_row and merge_idx and have consecutive kv heads. Larger items come alone, or are final
+  // tiles of one request and kv head, in the order of their tokens, of at most g.max_rows rows
+  // together. Direct items write o and lse; the others write partial_o and partial_states.
   void (*attend)(const AttentionParams& p, const CpuGeometry& g, const WorkItem* items,
                  i64 num_items, void* scratch);
 
-  // Folds the complete merge group into o and lse, or into the rows of its first partial.
+  // Merges the complete merge group into o and lse, or into the rows of its first partial.
   void (*merge_group)(const AttentionParams& p, const MergeGroup& group);
 
-  // Rows [begin, end) of a merge call.
+  // Computes rows [begin, end) of a merge call.
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
 };
 
-// What a task of the backward pass does with the sum of a row.
+// How a task of the backward pass uses the sum of a row.
 enum SumUse : uint8_t {
-  kAddsToSum = 1,  // tasks before it left one; else it is the first
-  kEndsSum = 2,    // it is the last, and writes the result instead
+  kAddsToSum = 1,  // earlier tasks left a sum; else this task is the first
+  kEndsSum = 2,    // this task is the last, and writes the result instead
 };
 
-// Sums and results of the task's head. Rows of d_q are those of a token, of all heads of the group.
+// Sums and results of the task's head. Rows of d_q belong to a token and include all heads of the
+// group.
 struct BackwardRows {
   float* sums;      // row i is at sums + i * sums_stride
   i64 sums_stride;  // f32
@@ -90,7 +92,7 @@ struct BackwardTask {
 
 // The backward pass for one type of q, k and v.
 struct CpuBackwardKernels {
-  // Bytes of scratch Run wants, 64-byte aligned, per thread.
+  // Bytes of scratch that run needs, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
   void (*run)(const BackwardParams& p, const CpuGeometry& g, const BackwardTask& task,

@@ -1,10 +1,9 @@
-// The planners' integers: what bounds them, and arithmetic of them.
+// The planners' integers: their bounds and arithmetic.
 //
-// Each file of this folder has decisions of the planners. They are of integers alone, and each
-// function is of few numbers, because two programs follow them and must write the same bits: the
-// host planner (plan/schedule.cc), one after the other, and the device planner
-// (cuda/plan/plan.cuh), all at once. NVRTC reads them, too, so they include nothing but params.h
-// and each other.
+// Each file of this folder has decisions of the planners. They use integers only, and each function
+// takes few numbers, because two programs follow them and must write the same bits: the host
+// planner (plan/schedule.cc) sequentially and the device planner (cuda/plan/plan.cuh) in parallel.
+// NVRTC compiles these files, too, so they include nothing but params.h and each other.
 #pragma once
 
 #include "params.h"
