@@ -99,9 +99,9 @@ struct CpuBackwardKernels {
               void* scratch);
 };
 
-// y = x w, where the columns of w lie in panels of kWeightColumns: step by step of its depth, of
-// bf16 two depths a step for each column, (2 k, 2 k + 1). Columns of the last panel beyond w's and
-// depths of the last steps beyond w's are 0.
+// y = x w, where the columns of w are stored in panels of kWeightColumns, one step of depth after
+// the other; a bf16 step has two depths of each column, (2 k, 2 k + 1). Padding columns of the last
+// panel and padding depths of the last steps are 0.
 struct ProductParams {
   const void* x;       // [num_rows, depth]
   const void* panels;  // [num_panels, steps, kWeightColumns] or [.., kWeightColumns, 2]
@@ -111,7 +111,7 @@ struct ProductParams {
 };
 
 inline constexpr i64 kWeightColumns = 32;
-// Depths of a panel of bf16 are a multiple of what a tile multiplies.
+// The depth of a bf16 panel is padded to a multiple of what a tile multiplies.
 inline constexpr i64 kWeightPairs = 16;
 
 static inline i64 WeightSteps(bool is_bf16, i64 depth) {
@@ -119,23 +119,23 @@ static inline i64 WeightSteps(bool is_bf16, i64 depth) {
   return (depth + 2 * kWeightPairs - 1) / (2 * kWeightPairs) * kWeightPairs;
 }
 
-// Products for one type of x and w. Every element of y is one chain of sums in the order of depth,
-// so its bits depend neither on the other rows nor on how panels are shared out.
+// Matmuls for one type of x and w. Every element of y is one chain of sums in the order of depth,
+// so its bits depend neither on the other rows nor on how panels are divided among threads.
 struct CpuProductKernels {
-  // Bytes of a row of x as Run reads it; 0: as it is. A multiple of 4.
+  // Bytes of a row of x as run reads it, a multiple of 4; 0: unchanged.
   size_t (*row_bytes)(i64 depth);
   void (*widen_row)(const void* row, i64 depth, void* lanes);
 
-  // Columns of panels [begin, end). x: rows as widen_row leaves them, one after the other.
+  // Computes the columns of panels [begin, end). x: contiguous rows from widen_row.
   void (*run)(const ProductParams& p, const float* x, i64 begin, i64 end);
 };
 
 struct CpuKernels {
   const char* name;
-  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
-  // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
+  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: for e4m3 keys and values, used directly.
+  // [kPlainFormat]: for those of the same dtype, and for any quantized format, decoded to it.
   const CpuTypeKernels* of[2][3];
-  // Over int8, with eight_bit_products.
+  // For int8, with eight_bit_products.
   const CpuTypeKernels* codes[3];
   const CpuBackwardKernels* backward[3];  // by DType
   const CpuProductKernels* product[3];    // by DType
@@ -143,7 +143,7 @@ struct CpuKernels {
 
 extern const CpuKernels kKernelsBaseline;
 #if defined(__x86_64__)
-// Shared by the tables with AVX-512, and by those with pair products of bf16.
+// Shared by the AVX-512 tables, and by those with dot products of bf16 pairs.
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
 extern const CpuProductKernels kAvx512ProductF16, kAvx512ProductF32;
@@ -155,13 +155,13 @@ extern const CpuKernels kKernelsAmx;
 extern const CpuKernels kKernelsNeon;
 #endif
 
-// The table in use (dispatch.h), and another one from now on, which then has all items.
+// The table in use (dispatch.h). SetActiveKernels sets the one that runs all items from now on.
 const CpuKernels& ActiveKernels();
 void SetActiveKernels(const CpuKernels& kernels);
 
 // The tables of an attention call.
 struct CpuItemKernels {
-  const CpuKernels* few;  // of items of up to few_rows rows
+  const CpuKernels* few;  // for items of up to few_rows rows
   i64 few_rows;
   const CpuKernels* many;
 };

@@ -45,7 +45,7 @@ struct BackwardBuffers {
   i64 k_columns, v_columns;  // whole panels
   i64 q_t_bytes, d_o_t_bytes, row_panel_bytes, key_panel_bytes;  // bytes of one panel
 
-  // Of the item's rows.
+  // Rows of the item.
   const char** q_rows;    // [max_rows] where they are; zeros for rows that do not count
   const char** d_o_rows;  // [max_rows]
   i32* tokens;            // [max_rows] query token of the item
@@ -55,7 +55,7 @@ struct BackwardBuffers {
   char* is_nan;           // [max_rows] 1: it has a number that is not finite
   char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk;
                           // kTiled: zeros to a multiple of kCut
-  char* d_o_t;            // the same of d_o
+  char* d_o_t;            // the same for d_o
   char* q;                // [k_columns / kPanel, row_panel_bytes] depth are the rows
   char* d_o;              // [v_columns / kPanel, row_panel_bytes]
   float* d_q;             // [max_rows, k_columns]
@@ -74,7 +74,7 @@ struct BackwardBuffers {
   float* s;                                               // [tile_kv, kLogitLanes] logits, then P
   float* d_s;                                             // [tile_kv, kLogitLanes]
   float* p_pairs;    // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
-  float* d_s_pairs;  // kDot: dS likewise
+  float* d_s_pairs;  // kDot: dS in the same way
   // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]; kTiled: row by row, [kBackwardRows,
   // token_lanes].
   float* d_s_token_pairs;
