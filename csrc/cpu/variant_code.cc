@@ -3,7 +3,7 @@
 namespace jax_attn {
 namespace {
 
-// What a value depends on, as bits.
+// The inputs that a value depends on, as bits.
 enum : i32 {
   kOfRequest = 1,  // the same for all rows of an item
   kOfHead = 2,

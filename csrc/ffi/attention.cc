@@ -28,7 +28,7 @@ struct AttentionCall {
   ffi::Span<const int64_t> problem;
   bool poison;
 
-  // As TakeOptional finds them in `optional`, in its order.
+  // In the order in which TakeOptional finds them in `optional`.
   std::optional<ffi::AnyBuffer> k_new = {}, v_new = {};  // with fresh_kv
   std::optional<ffi::AnyBuffer> sinks = {};
   std::optional<ffi::AnyBuffer> q_scale = {}, k_scale = {}, v_scale = {};  // of formats with them

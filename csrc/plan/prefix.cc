@@ -357,8 +357,8 @@ class Forest {
   std::vector<Node> nodes_;
   std::vector<int32_t> table_;
   std::vector<UnitSums> sums_;  // [candidate + 1]
-  // Of what is below node n, at its best, once everything before a border is paid for; and whether
-  // it pays to share the node then.
+  // Saving of the best choice below node n, once everything before a border is paid for; and
+  // whether sharing the node pays then.
   std::vector<int64_t> below_;  // [node, border]
   std::vector<bool> pays_;      // [node, border]
 };

@@ -1,19 +1,20 @@
 // The backward pass of one item. Internal linkage: see kernels.h.
 //
-// FlashAttention-2 (arXiv 2307.08691, Algorithm 2) with rows and keys in exchanged places: logits
-// lie key by key. For each block of keys, with D = sum(d_o * o) - d_lse of each row:
+// FlashAttention-2 (arXiv 2307.08691, Algorithm 2) with rows and keys exchanged: logits are stored
+// key by key. For each block of keys, with D = sum(d_o * o) - d_lse of each row:
 //   P = exp(logits - lse)        dv += P^T d_o
 //   dS = P * (d_o v^T - D)       dk += scale dS^T q        dq += scale dS k
-// So what is transposed is q and d_o, once an item, and a block of keys is copied only.
+// So q and d_o are transposed, once per item, and a block of keys is only copied.
 //
-// A variant's program (cpu/kernels/variant.h) has logits row by row. So rows of logits and of d_o
-// v^T are copied to where their keys lie side by side, and P and dS back, with
+// A variant's program (cpu/kernels/variant.h) needs logits row by row. So rows of logits and of
+// d_o v^T are copied to a buffer where their keys are contiguous, and P and dS back, with
 //   dS = P * (d_o v^T - D) * d logit / d score
 // and without softmax P = logit, dS = d_o v^T * d logit / d score.
 //
-// What is not finite never enters a product. A row with such a number in q, d_o, lse or D makes NaN
-// of its dq, and of dk and dv of each key it sees. A key with one in k or v makes NaN of its dk and
-// dv, and of dq of each row that sees it. Rows that saw no key, lse = -inf, count for nothing.
+// Non-finite numbers never enter a matmul. If a row has one in q, d_o, lse or D, its dq becomes
+// NaN, and so do dk and dv of each key that it sees. If a key has one in k or v, its dk and dv
+// become NaN, and so does dq of each row that sees it. Rows that saw no key, lse = -inf, contribute
+// nothing.
 #pragma once
 
 #include "cpu/kernels.h"

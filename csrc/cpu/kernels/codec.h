@@ -79,7 +79,7 @@ JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
   }
 }
 
-// What becomes pairs as it is decoded says
+// A format that is decoded to pairs defines
 //   CanPair(row, head_dim)              whether the scales of a row allow it
 //   LookUpPair<Isa>(a, b, head_dim, to) two rows: to(column, x) takes 16 pairs of elements
 // head_dim is a multiple of 64.

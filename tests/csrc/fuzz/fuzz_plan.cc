@@ -35,14 +35,14 @@
 namespace jax_attn::fuzz {
 namespace {
 
-constexpr int kFound = 3;            // exit status of a worker with a finding
-constexpr int kSecondsOfACase = 60;  // one that takes longer hangs
+constexpr int kFound = 3;            // exit status of a worker that found an error
+constexpr int kSecondsOfACase = 60;  // a case that takes longer counts as hanging
 
-// Between the worker and the process that watches it.
+// Shared by the worker and the process that watches it.
 struct Shared {
-  volatile uint64_t index;  // of the case that runs
+  volatile uint64_t index;  // of the running case
   volatile uint64_t num_done;
-  char what[2000];  // of a finding
+  char what[2000];  // description of the error found
   struct Count {
     char name[40];
     uint64_t count;
@@ -63,7 +63,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Runs fn in a process of its own. What it died of, or what it says is wrong, or "".
+// Runs fn in its own process. Returns how it died, or the error it reports, or "".
 template <typename Fn>
 std::string InProcess(Fn&& fn, double seconds) {
   shared->what[0] = 0;
@@ -106,7 +106,7 @@ std::string RunAlone(const Case& c) {
       kSecondsOfACase);
 }
 
-// As long as something smaller fails, too.
+// Shrinks the case for as long as a smaller one fails, too.
 Case Shrink(Case c, std::string* wrong) {
   const double end = Now() + 120;
   for (bool smaller = true; smaller && Now() < end;) {
