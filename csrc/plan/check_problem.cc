@@ -103,7 +103,7 @@ bool HasEightBitProducts(const AttentionSpec& s) {
   return s.arch == 0 ? s.kv_format == kInt8Format : s.arch == 90 && s.kv_format == kE4m3Format;
 }
 
-// CUDA kernels copy quantized pages in vectors of 16 bytes, so rows must be whole vectors.
+// CUDA kernels copy quantized pages in vectors of 16 bytes, so a page must be whole vectors.
 bool HasWholeVectors(const AttentionSpec& s, int64_t head_dim) {
   return s.page_size % 16 * (s.num_kv_heads % 16) * (s.kv_row_bytes(head_dim) % 16) % 16 == 0;
 }

@@ -357,7 +357,7 @@ class Forest {
   std::vector<Node> nodes_;
   std::vector<int32_t> table_;
   std::vector<UnitSums> sums_;  // [candidate + 1]
-  // Saving of the best choice below node n, once everything before a border is paid for; and
+  // Lowest cost of what is below node n, once everything before a border is paid for; and
   // whether sharing the node pays then.
   std::vector<int64_t> below_;  // [node, border]
   std::vector<bool> pays_;      // [node, border]

@@ -21,10 +21,10 @@ enum class Format {
   kDepthPairs,   // kPanel pairs of bf16: (depth 2 k, depth 2 k + 1) of each column
   kColumnPairs,  // kPanel bf16 in the order of the columns
   kDot,          // as kDepthPairs, multiplied with pairs of bf16 of a in one instruction
-  // Codes of 8 bits, multiplied with codes of a and added up in i32, whose bits are lanes of c.
-  kShorts,      // kPanel pairs of codes, as 16 bits each, as are those of a
-  kKeyQuads,    // kPanel quads of codes; a has signed ones
-  kValueQuads,  // likewise; a has unsigned ones
+  // 8-bit quantized values of a and b, summed in i32, whose bits are lanes of c.
+  kShorts,      // kPanel pairs of values, as 16 bits each, in a too
+  kKeyQuads,    // kPanel quads of values; a is signed
+  kValueQuads,  // kPanel quads of values; a is unsigned
 };
 constexpr bool IsCodes(Format format) { return format >= Format::kShorts; }
 
@@ -63,14 +63,14 @@ struct TilesOf : Isa {
 template <class Isa, Format kFormat>
 constexpr i64 kStepBytes = kPanel<Isa> * (kFormat == Format::kColumnPairs ? 2 : 4);
 
-// A source says
+// A source defines
 //   kParts           depths of a step, each with its own lane of a
 //   kProduct         the format whose MultiplyAdd takes a's lanes: kF32, or as in the panels
 //   kBytes           bytes a step reads of each panel
-//   Skip(n)          continues n steps further on
+//   Skip(n)          skips n steps
 //   Load<part>(k, j) vectors [0, kVecs) of panel j at step k
 // Sources of bf16 columns return the even columns of 2 * kWidth before the odd ones: unpacking them
-// that way is one operation a vector. OrderColumns puts c right in the end.
+// that way is one operation per vector. OrderColumns restores the order of c at the end.
 template <class Isa, Format kFormat>
 struct PanelSource {
   using Vec = typename Isa::Vec;

@@ -1,14 +1,14 @@
-// Four f32 lanes in the compiler's own vector types: SSE2 on x86-64, whatever there is elsewhere.
+// Four f32 lanes in the compiler's own vector types: SSE2 on x86-64, the native vectors elsewhere.
 //
-// This file also defines the vocabulary; simd_avx2.h, simd_avx512.h and simd_neon.h say the same in
-// their instruction sets. An Isa has
+// This file also defines the vocabulary; simd_avx2.h, simd_avx512.h and simd_neon.h implement it
+// in their instruction sets. An Isa has
 //   Vec, kWidth      f32 lanes of one register
-//   kRows, kVecs     register tile of the matrix product: kRows x (kVecs * kWidth) accumulators
+//   kRows, kVecs     register tile of the matmul: kRows x (kVecs * kWidth) accumulators
 //   kWidePanels      panels that prefill multiplies at once, with 1 / kWidePanels of kRows
 //   kBf16Dot         Dot() multiplies pairs of bf16 and adds both products in f32
-//   kLooksUp         codes become bf16 by tables (codec.h, simd_avx512.h)
-//   kTiles           products of pairs take tiles (tiles.h, simd_amx.h)
-//   kLaneCodes       codes of 8 bits that a 32-bit lane has in products: 4, or 2 as 16 bits each
+//   kLooksUp         quantized values become bf16 by table look-up (codec.h, simd_avx512.h)
+//   kTiles           dot products of pairs use tiles (matrix_tiles.h, simd_amx.h)
+//   kLaneCodes       8-bit values per 32-bit lane in dot products: 4, or 2 as 16 bits each
 //   kMasksLanes      ScaleUnlessLess(), in one instruction with a mask
 //   kCodeColumns     columns that PairCodes takes at once
 // Everything here has internal linkage (see kernels.h).

@@ -1,19 +1,19 @@
-// A fuzzer of the planners and of what runs their plans.
+// A fuzzer of the planners and of the code that runs their plans.
 //
 //   fuzz_plan batches|damaged [--seconds=N] [--cases=N] [--seed=S] [--out=FOLDER]
 //   fuzz_plan --replay=FILE_OR_FOLDER
 //
-// batches: specs and batches at and beyond every limit, some of them with step lists. Whatever has
-//   a plan is checked by what a plan must be (fuzz_cover.cc), whatever is refused must deserve it;
-//   one case in a hundred, and one in four of those with lists, also goes to the device planner,
-//   in emulation.
-// damaged: words of good plans are changed, of all formats, with variants and step lists. CheckPlan
-//   refuses them, or attention, its gradients and append run over them; build with
-//   JAX_ATTN_SANITIZE=address to see what they touch.
+// batches: specs and batches at and beyond every limit, some of them with step lists. Each
+//   plan is checked against the definition of a correct plan (fuzz_cover.cc), and each refusal must
+//   be justified. One case in a hundred, and one in four of those with lists, also goes to the
+//   device planner, in emulation.
+// damaged: words of good plans are changed, for all formats, with variants and step lists. Either
+//   CheckPlan refuses them, or attention, its gradients and append run over them. Build with
+//   JAX_ATTN_SANITIZE=address to detect bad accesses.
 //
-// A worker process runs case after case; each is a function of the seed and its number, so one that
-// kills or hangs the worker is as good as one that fails. A failure is made smaller and written to
-// a file, which --replay runs again; put it into tests/data/fuzz, which ctest replays.
+// A worker process runs case after case. Each case is a function of the seed and its number, so a
+// crash or a hang of the worker is a finding like any other. A failure is made smaller and written
+// to a file, which --replay runs again; put it into tests/data/fuzz, which ctest replays.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -613,7 +613,7 @@ void RunOnePrefix(int32_t batch_size, int32_t shared_len, int64_t num_kv_heads, 
   Compare<TraitsOf<512, 96 * 1024, 1>>(problem, b, 4);
 }
 
-// Some runs use the traits of a general planner, others other seeds.
+// Calls run with traits of a general planner, which depend on the seed.
 template <class Run>
 void WithGeneralTraits(unsigned seed, const Run& run) {
   switch (seed % 3) {
