@@ -45,8 +45,8 @@ constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1
 template <class Isa>
 constexpr float kSlackLog2 = Isa::kTiles ? 8.0f : 0.0f;
 
-// Applies the soft cap to one row's scores s[begin, end), masks the columns outside `seen` (empty if
-// its begin >= its end), and returns their maximum.
+// Applies the soft cap to one row's scores s[begin, end), masks the columns outside `seen` (empty
+// if its begin >= its end), and returns their maximum.
 template <class Isa>
 JAX_ATTN_INLINE float BlockMax(const LogitRule& rule, i64 begin, i64 end, Range seen, float* s) {
   using Vec = typename Isa::Vec;
