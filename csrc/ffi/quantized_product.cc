@@ -11,13 +11,13 @@ namespace {
 
 constexpr char kOp[] = "quantized_product";
 
-// What of the call is no buffer. dtype, format: DType, WeightFormat.
+// Attributes of the call. dtype, format: DType, WeightFormat.
 struct Attributes {
   int64_t arch, dtype, format, group_size, tile_rows, tile_columns;
 };
 
 struct Buffers {
-  ffi::AnyBuffer x, codes, scales, zeros;  // zeros: or an array without elements
+  ffi::AnyBuffer x, codes, scales, zeros;  // zeros: may be an array without elements
   ffi::AnyBuffer y;
 };
 

@@ -22,7 +22,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of) {
   chunks->clear();
   queue_of->clear();
-  thread_local std::vector<int64_t> places;  // of every tile on the line, and its end
+  thread_local std::vector<int64_t> places;  // start of every tile on the line, and the line's end
   places.assign(1, 0);
   for (const QueryTile& t : tiles) {
     places.push_back(places.back() + ItemCost(rules, t, t.kv_end - t.kv_begin, false));
@@ -33,7 +33,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
     return static_cast<size_t>(after - places.begin()) - 1;
   };
 
-  thread_local std::vector<int32_t> cut_tiles;  // F of every border; border 0 is none
+  thread_local std::vector<int32_t> cut_tiles;  // F of every border; border 0 does not exist
   cut_tiles.assign(1, 0);
   size_t last = tiles.size();
   for (i32 b = 1; b < ranges.num_ranges; ++b) {
@@ -43,7 +43,8 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
   }
 
   i32 border = 1;
-  size_t border_tile = tiles.size();  // where `border` is; past the last tile when there is none
+  size_t border_tile =
+      tiles.size();  // tile that holds `border`; past the last tile if there is none
   int32_t border_at = 0;
   auto find_border = [&] {
     border_tile = tiles.size();
@@ -58,7 +59,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
     const size_t first_chunk = chunks->size();
     int32_t begin = t.kv_begin;
     do {
-      // Borders here, and at the end of the tile before.
+      // Borders in this tile, and at the end of the previous tile.
       while (border_tile < i || (border_tile == i && border_at <= begin)) {
         ++border;
         find_border();

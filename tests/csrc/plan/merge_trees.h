@@ -1,4 +1,4 @@
-// Plans whose merges are trees, as the planner writes them only where there is much to fold.
+// Plans whose merges are trees, which the planner writes only for large merges.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 
 namespace jax_attn {
 
-// Gives every merge group that one can be made of a group for each batch of its partial states, to
-// which it becomes a parent; a last batch of one stays with the parent. Items of several groups
-// keep theirs, and groups that do not begin with a full batch stay. The results must keep their
-// bits.
+// Turns each merge group into a tree if possible: one group per batch of its partial states, with
+// the old group as parent; a last batch of one state stays with the parent. Items with several
+// groups keep them, and groups that do not begin with a full batch are unchanged. The results must
+// keep their bits.
 inline void MakeMergeTrees(const std::vector<int32_t>& partial_rows, WorkItem* items, int num_items,
                            std::vector<MergeGroup>* groups) {
   const auto num_groups = static_cast<int>(groups->size());
