@@ -39,6 +39,7 @@ aarch64_install() {
   "$host/python" -m pip install --quiet --no-compile --only-binary=:all: --python-version "$version" \
     --implementation cp --abi "cp${version/./}" --abi abi3 --abi none "${platforms[@]}" \
     --target "$work/site" "$@"
+  [[ $("$host/python" --version) == "Python $version."* ]] || return 0
   # Compile modules here: under QEMU it takes many times as long, and every process would repeat it.
   "$host/python" -m compileall -q -j 0 -x '/tests?/' "$work/site" "$work/python/root/usr/lib/python$version"
 }

@@ -25,7 +25,9 @@ debian_unpack() {
   debian_lists "$folder" "$arch" "$release" || return 1
   (cd "$folder/debs" && debian_apt "$folder" "$arch" download "$@") ||
     { echo "not all in Debian $release for $arch: $*"; return 1; }
-  for package in "$folder"/debs/*.deb; do dpkg -x "$package" "$folder/root"; done
+  for package in "$folder"/debs/*.deb; do
+    dpkg -x "$package" "$folder/root" || return 1
+  done
   find "$folder/root" -type l -lname '/*' -printf '%l\n%p\n' |
     while read -r target && read -r link; do ln -sfn "$folder/root$target" "$link"; done
   # From Debian 13 on base-files makes these links.
@@ -68,7 +70,7 @@ old_python() {
     { echo "no source of Python $version in Debian $release"; return 1; }
   rm -rf "$folder/source"
   mkdir "$folder/source"
-  tar -xf "$folder/debs/python${version}_"*.orig.tar.xz -C "$folder/source" --strip-components=1
+  tar -xf "$folder/debs/python${version}_"*.orig.tar.?z -C "$folder/source" --strip-components=1 || return 1
   # -B, because GCC otherwise takes this machine's libc before that of --sysroot.
   (cd "$folder/source" && ./configure --prefix=/usr --without-ensurepip --disable-test-modules \
     --with-openssl="$root/usr" OPT='-O1 -DNDEBUG' PKG_CONFIG=false LIBFFI_CFLAGS= LIBFFI_LIBS=-lffi \
