@@ -19,7 +19,7 @@ namespace {
 
 constexpr char kOp[] = "attention";
 
-// The operands, results and attributes of one call, as in jax_attn/_ops/attention_operands.py.
+// The operands, results and attributes of one call, as in jax_attn/_xla/attention_operands.py.
 struct AttentionCall {
   // In the order of BindCall.
   ffi::AnyBuffer q, k, v, plan, layer;

@@ -18,11 +18,11 @@ from jax_attn._dense import blocks_jnp
 from jax_attn._dense.blocks_jnp import Operand, Problem
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
-from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._plan.plan import AttentionPlan, plan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._spec.target import default_target, largest_head_dim
 from jax_attn._variant.variant import Variant
+from jax_attn._xla.attention_operands import BackwardOperands
 from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned
 
 _OP = "dot_product_attention"

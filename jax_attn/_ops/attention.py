@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jax_attn._ops import gradients
-from jax_attn._ops.attention_operands import AttentionOperands, split_by_head
 from jax_attn._ops.operands import (
     check_array,
     check_cache,
@@ -26,6 +25,7 @@ from jax_attn._ops.operands import (
 from jax_attn._plan.plan import AttentionPlan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import AttentionOperands, split_by_head
 from jax_attn._xla.transforms import HeadSplit, check_split
 
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing
 
 # Names for jax.checkpoint policies. Besides the operands, the backward pass needs these two results

@@ -13,10 +13,10 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
-from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
+from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import refusing
 from jax_attn.masks import BlockMap
 

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jax_attn._dense.dense import window_of
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
-from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._ops.operands import check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._xla.attention_operands import BackwardOperands
 from jax_attn.parallel._common import add_sinks, mapped, windows
 
 Order = Literal["striped", "contiguous"]
