@@ -11,8 +11,8 @@ namespace jax_attn {
 // arrival, a record and the first answer from L2. Decodes of few rows stay below: their merges are
 // limited by latency, not by bytes.
 //
-// With shares_reductions each CTA has two rows of 64 states of 512 columns, 5 us (H200, mla/1x65536/128:
-// 63 us; 134 us as a tree, whose first level has whole batches).
+// With shares_reductions each CTA has two rows of 64 states of 512 columns, 5 us (H200,
+// mla/1x65536/128: 63 us; 134 us as a tree, whose first level has whole batches).
 inline constexpr i64 kOneFoldBytes = 512 << 10;
 
 // Offset of a tile's first partial state within the batches of a merge. With kFixedSplit a chunk
