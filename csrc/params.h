@@ -418,7 +418,7 @@ struct AttentionParams : PlanLimits {
 
 // Largest number of rows of items that cuda/sm90/decode.cuh computes; and whether a kernel has no
 // other items.
-inline constexpr i32 kHopperDecodeRows = 32;
+enum : i32 { kHopperDecodeRows = 32 };
 constexpr bool HopperOnlyDecodes(bool mla, i64 num_tiles, i64 tile_q0) {
   return !mla && num_tiles == 1 && tile_q0 == kHopperDecodeRows;
 }

@@ -1097,7 +1097,7 @@ class BackwardPass {
   // Clears rows that do not count, or are not finite. exists(i): whether there is such a row.
   // lse_log2, d: of the rows; null for keys.
   template <class Exists>
-  __device__ __forceinline__ void RecomputeNanRows(int num, unsigned char* rows1,
+  __device__ __forceinline__ void RecomputeNonFiniteRows(int num, unsigned char* rows1,
                                                    unsigned char* rows2, float* lse_log2, float* d,
                                                    unsigned char* kinds,
                                                    const Exists& exists) const {
@@ -1128,7 +1128,7 @@ class BackwardPass {
   __device__ __forceinline__ void RecomputeOwned() {
     WaitCopies<0>();
     __syncthreads();
-    RecomputeNanRows(kOwned, shared_.own1, shared_.own2, kOfKeys ? nullptr : shared_.lse_log2,
+    RecomputeNonFiniteRows(kOwned, shared_.own1, shared_.own2, kOfKeys ? nullptr : shared_.lse_log2,
                      kOfKeys ? nullptr : shared_.d, shared_.own_kind,
                      [&](int i) { return shared_.own_at[i] >= 0; });
     __syncthreads();
@@ -1136,7 +1136,7 @@ class BackwardPass {
 
   __device__ __forceinline__ void RecomputeStream(int slot, int begin, const Bounds& all) {
     Stream& stream = shared_.stream[slot];
-    RecomputeNanRows(kStep, stream.rows1, stream.rows2,
+    RecomputeNonFiniteRows(kStep, stream.rows1, stream.rows2,
                      kOfKeys ? shared_.lse_log2 + slot * kStep : nullptr,
                      kOfKeys ? shared_.d + slot * kStep : nullptr, shared_.stream_kind,
                      [&](int i) { return begin + i >= all.any_begin && begin + i < all.any_end; });

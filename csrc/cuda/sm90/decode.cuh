@@ -348,8 +348,8 @@ class DecodeRows {
     const float (&sums)[4][32] = exchange_.of_warps;
     const float sum = sums[0][lane_] + sums[1][lane_] + sums[2][lane_] + sums[3][lane_];
     nan_rows &= __ballot_sync(kFullWarp, lane_ < num_rows_ && sum == sum) & 0x11111111u << warp_;
-    RecomputeNanRows<Traits>(p_, index_, 0, nan_rows, exchange_.running_maxima[lane_],
-                             exchange_.o_scales[lane_], lane_);
+    RecomputeNonFiniteRows<Traits>(p_, index_, 0, nan_rows, exchange_.running_maxima[lane_],
+                                   exchange_.o_scales[lane_], lane_);
   }
 
   const AttentionParams& p_;

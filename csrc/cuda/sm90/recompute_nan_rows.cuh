@@ -367,9 +367,9 @@ class NanRowRecomputer {
 // Call it with a whole warp once results that are not finite are written. See
 // NanRowRecomputer::Run.
 template <class Traits>
-__device__ __noinline__ void RecomputeNanRows(const AttentionParams& p, int index, int first_row,
-                                              u32 rows, float running_max, float o_scale,
-                                              int lane) {
+__device__ __noinline__ void RecomputeNonFiniteRows(const AttentionParams& p, int index,
+                                                    int first_row, u32 rows, float running_max,
+                                                    float o_scale, int lane) {
   NanRowRecomputer<Traits>(p, index, first_row, lane).Run(rows, running_max, o_scale);
 }
 

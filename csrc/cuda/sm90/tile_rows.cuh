@@ -733,9 +733,9 @@ class TileRows {
       o_scales[h] = __shfl_sync(kFullWarp, o_scale[h], lane_ % 8 * 4);
     }
     const int h = lane_ / 8 % 2;
-    RecomputeNanRows<Traits>(p_, index_, first_row_, rows,
-                             h == 0 ? running_maxima[0] : running_maxima[1],
-                             h == 0 ? o_scales[0] : o_scales[1], lane_);
+    RecomputeNonFiniteRows<Traits>(p_, index_, first_row_, rows,
+                                   h == 0 ? running_maxima[0] : running_maxima[1],
+                                   h == 0 ? o_scales[0] : o_scales[1], lane_);
   }
 
   __device__ __forceinline__ LogitStage<Traits> Stage() const {
