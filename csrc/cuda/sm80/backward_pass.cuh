@@ -1098,9 +1098,9 @@ class BackwardPass {
   // lse_log2, d: of the rows; null for keys.
   template <class Exists>
   __device__ __forceinline__ void RecomputeNonFiniteRows(int num, unsigned char* rows1,
-                                                   unsigned char* rows2, float* lse_log2, float* d,
-                                                   unsigned char* kinds,
-                                                   const Exists& exists) const {
+                                                         unsigned char* rows2, float* lse_log2,
+                                                         float* d, unsigned char* kinds,
+                                                         const Exists& exists) const {
 #pragma unroll 1
     for (int i = Warp(); i < num; i += kWarps) {
       unsigned char *row1 = rows1 + i * L1::kPitch, *row2 = rows2 + i * L2::kPitch;
@@ -1129,17 +1129,17 @@ class BackwardPass {
     WaitCopies<0>();
     __syncthreads();
     RecomputeNonFiniteRows(kOwned, shared_.own1, shared_.own2, kOfKeys ? nullptr : shared_.lse_log2,
-                     kOfKeys ? nullptr : shared_.d, shared_.own_kind,
-                     [&](int i) { return shared_.own_at[i] >= 0; });
+                           kOfKeys ? nullptr : shared_.d, shared_.own_kind,
+                           [&](int i) { return shared_.own_at[i] >= 0; });
     __syncthreads();
   }
 
   __device__ __forceinline__ void RecomputeStream(int slot, int begin, const Bounds& all) {
     Stream& stream = shared_.stream[slot];
-    RecomputeNonFiniteRows(kStep, stream.rows1, stream.rows2,
-                     kOfKeys ? shared_.lse_log2 + slot * kStep : nullptr,
-                     kOfKeys ? shared_.d + slot * kStep : nullptr, shared_.stream_kind,
-                     [&](int i) { return begin + i >= all.any_begin && begin + i < all.any_end; });
+    RecomputeNonFiniteRows(
+        kStep, stream.rows1, stream.rows2, kOfKeys ? shared_.lse_log2 + slot * kStep : nullptr,
+        kOfKeys ? shared_.d + slot * kStep : nullptr, shared_.stream_kind,
+        [&](int i) { return begin + i >= all.any_begin && begin + i < all.any_end; });
     __syncthreads();
     const int row = Thread();
     if (row >= kOwned || shared_.own_kind[row] == kCountsNot) return;
