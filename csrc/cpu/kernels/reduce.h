@@ -90,9 +90,9 @@ class FoldedRow {
         step_(group.partials_step),
         row_(row) {}
 
-  // Their sum. Batches of kReduceBatch states are each reduced to one state, and these are added one
-  // after the other. So a row has the same bits whether batches are reduced here or by groups of
-  // their own. o: [head_dim_vo], not normalized.
+  // Their sum. Batches of kReduceBatch states are each reduced to one state, and these are added
+  // one after the other. So a row has the same bits whether batches are reduced here or by groups
+  // of their own. o: [head_dim_vo], not normalized.
   RowState Fold(const MergeGroup& group, float* o) const {
     alignas(64) float batch_o[kMaxHeadDim];
     const i64 n = group.num_partials;
