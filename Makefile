@@ -1,11 +1,11 @@
-# Every target does the set-up it needs: a virtual environment in $(VENV), the build, the run.
+# Every target does its own set-up: a virtual environment in $(VENV), the build, the run.
 #
 #   make demo       a small real model generates text for a dozen requests at once
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
 #   make test       a covering selection of C++ and Python tests, in minutes
 #   make test-rest  the tests that `make test` leaves out
 #   make test-all   both
-#   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: five minutes of it
+#   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: a five-minute part
 #   make fuzz       made-up plans, requests and bytes on the socket; ARGS=--seconds=N, --help
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
@@ -14,20 +14,20 @@
 #   make docs       the pages of docs/ -> build/docs; warnings are errors
 #   make wheels     the sdist and manylinux wheels -> dist/; each is tried. aarch64 by cross compiler
 #   make digest     hashes of the sources that a result file must carry
-#   make clean      remove what the above made
+#   make clean      remove the results of the above
 #
 # Variables
 #   PYTHON  a version (3.12) or a path; default: python3 if supported, else one that is (find_python.sh)
 #   VENV    where the environment goes
 #   JAX     a requirement that narrows jax, e.g. make test VENV=.venv-old JAX='jax==0.10.0'
 #   ARCH    of wheels; default: this machine's and aarch64
-#   PY      an interpreter that has jax_attn and its dependencies already: no set-up at all
+#   PY      an interpreter that already has jax_attn and its dependencies: skips the set-up
 VENV ?= .venv
 JAX ?= jax
 ARCH ?= $(sort $(shell uname -m) aarch64)
 ARGS ?=  # more arguments for the demo, the server, pytest or the benchmarks
 
-# Python's own: without compiled modules every start of a process takes seconds more.
+# Python's variable: without compiled modules every start of a process takes seconds longer.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-rest test-all sanitize fuzz bench bench-gpu bench-serve lint docs wheels digest clean
@@ -41,16 +41,16 @@ test_ready := $(VENV)/test.stamp
 dev_ready := $(VENV)/dev.stamp
 docs_ready := $(VENV)/docs.stamp
 cuda_ready := $(VENV)/cuda.stamp
-# Much of a test is XLA compiling, on one core.
+# XLA's compilation, on one core, takes much of a test's time.
 pytest_workers := -n auto --maxprocesses 4 --dist worksteal
 endif
 QUIETLY = build_tools/quietly.sh
-# --no-compile, further on: most of what is installed is never imported, and what is gets compiled then.
+# --no-compile below: most installed modules are never imported; the others are compiled on import.
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 build_dir := build/$(subst /,-,$(VENV))
 headers := build/ffi_headers
-# Without build isolation objects survive from one build to the next, and only what changed is compiled.
-# --verbose: of the compiler's steps, for $(QUIETLY) to count.
+# Without build isolation, objects are reused by the next build, and only changes are compiled.
+# --verbose prints the compiler's steps, which $(QUIETLY) counts.
 INSTALL = $(PIP) install --verbose --no-compile --no-build-isolation \
   --config-settings=build-dir=$(build_dir) \
   --config-settings=cmake.define.JAX_ATTN_TESTS=ON \
@@ -115,7 +115,7 @@ lint: $(ready) $(dev_ready)
 	$(PY) build_tools/readme_tables.py --check
 
 docs: $(ready) $(docs_ready)
-	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: all pages, or none warns twice
+	$(PY) -m sphinx -q -E -W --keep-going -c docs . build/docs  # -E: rebuild all pages, so that warnings repeat
 
 wheels:
 	build_tools/make_wheels.sh $(ARCH)
@@ -148,7 +148,7 @@ $(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 
 $(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'linters into $(VENV)' $(INSTALL) '.[dev]' '$(JAX)'
-	@touch $@ $(VENV)/test.stamp  # of which dev has all
+	@touch $@ $(VENV)/test.stamp  # dev includes the packages of test
 
 $(VENV)/docs.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'Sphinx into $(VENV)' $(PIP) install --no-compile --group docs

@@ -1,10 +1,10 @@
-"""Adds what peers printed in runs of their own to the rows of a results file.
+"""Adds the output of separate peer runs to the rows of a results file.
 
     python -m benchmarks.peers.fa4_attention >fa4.txt
     python -m benchmarks.add_peers results/h200.json fa4.txt
 
-A line is what benchmarks/peers prints: a time goes to the row of its workload, an error to
-`missing_peers`, everything else is left out. A time of a workload without a row is an error.
+Each line is a line printed by benchmarks/peers. A time goes to the row of its workload, an error to
+`missing_peers`; other lines are ignored. A time of a workload without a row is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks import report
 
 
 def add_peers(result: dict[str, Any], lines: list[str]) -> None:
-    """Changes `result`, the object of a results file. KeyError: there is no such row."""
+    """Updates `result`, the object of a results file. Raises KeyError if a row is missing."""
     rows = {row["workload"]: row for row in result["rows"]}
     for line in lines:
         found = json.loads(line) if line.startswith("{") else {}

@@ -1,4 +1,4 @@
-"""What every benchmark is: parts that may fail, rows that gather, a table and a file in the end."""
+"""The frame of every benchmark: parts that may fail, collected rows, a table and a results file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report import Ceilings, Row, log
 
 
 class Bench:
-    """One run. Rows gather in `rows`; anything that fails is named in `failures` and skipped."""
+    """One run. `rows` collects the rows; a part that fails is skipped and named in `failures`."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -25,11 +25,11 @@ class Bench:
         raise NotImplementedError
 
     def write(self) -> None:
-        """The results file, where the run has one."""
+        """Writes the results file, if the run has one."""
         raise NotImplementedError
 
     def guard(self, name: str, action: Callable[[], Any]) -> bool:
-        """Whether `action` did not fail."""
+        """Runs `action` and returns whether it succeeded."""
         try:
             action()
             return True
@@ -50,8 +50,8 @@ class Bench:
         )
 
     def main(self) -> int:
-        """Runs; the exit status."""
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
+        """Runs the benchmark and returns the exit status."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # sent by `timeout`
         try:
             self.run()
         except KeyboardInterrupt:

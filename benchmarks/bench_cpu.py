@@ -1,12 +1,12 @@
-"""CPU kernels beside jax.nn and, where torch is installed, torch SDPA: `make bench`.
+"""CPU kernels compared with jax.nn and, if torch is installed, torch SDPA: `make bench`.
 
-Everything in one process and one run, in turns (ours, jax.nn, torch, ours, ...), so that a machine
-whose speed drifts treats all alike. Before each timed call the process rests until the threads of
-the peer before have stopped spinning, makes the same call once, because idle cores take up to a
-millisecond to wake, and empties the caches, because floors are of memory. Prefill is dense, decode
-is paged with pages of 16 for us and dense for the peers, which have no pages. Writes
-benchmarks/results/cpu-ISA.json, ISA being the instructions that ran: so processors of
-several kinds each have a file.
+All calls run in one process, interleaved (ours, jax.nn, torch, ours, ...), so that drift of the
+machine's speed affects all alike. Before each timed call the process does three things. It rests
+until the threads of the previous peer have stopped spinning. It makes the same call once, because
+idle cores take up to a millisecond to wake. It empties the caches, because floors are memory
+floors. Prefill is dense. Decode is paged with pages of 16 for us, and dense for the peers, which
+have no pages. Writes benchmarks/results/cpu-ISA.json, where ISA is the instruction set that ran, so
+each kind of processor has a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ except ImportError:  # a peer, not a dependency
 
 RESULTS = Path(__file__).with_name("results")
 PAGE_SIZE = 16
-NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decode
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128  # of decodes
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4", "nvfp4", "int4")
 PREFILL_HEADS = 8
 REST_S = 0.02  # OpenMP and XLA threads spin for some milliseconds before they sleep
@@ -60,7 +60,7 @@ def wall_us(run: Callable[[], Any]) -> float:
 
 
 def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Runs all in turns until the time is over, at least 5 rounds."""
+    """Runs all functions interleaved until the time is over, at least 5 rounds."""
     for run in runs.values():
         run()
         run()
@@ -77,7 +77,7 @@ def medians_us(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, 
 
 
 def read_bytes_per_us() -> float:
-    """Read-only stream: one thread a core, each over memory of its own, larger than the caches."""
+    """Measures read-only bandwidth: one thread per core, each over its own memory beyond caches."""
     threads = [np.ones(48 << 20, np.float32) for _ in range(len_processors())]
 
     def run() -> None:
@@ -106,13 +106,13 @@ def len_processors() -> int:
 
 
 def processor() -> str:
-    """Which one it is, and which instructions run on how many of its threads."""
-    name = this_cpu().name.rpartition(", ")[0]  # behind it are the best instructions that it has
+    """Returns the processor's name, the instruction set in use and the number of threads."""
+    name = this_cpu().name.rpartition(", ")[0]  # after the comma: its best instruction set
     return f"{name}, {ja._core.cpu_isa()} on {len_processors()} threads"
 
 
 def torch_attention(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
-    """q, k, v: [batch, tokens, heads, head_dim]."""
+    """Makes a torch SDPA call. q, k, v: [batch, tokens, heads, head_dim]."""
     dtype = torch.bfloat16 if q.dtype == jnp.bfloat16 else torch.float32
     to = [torch.tensor(np.asarray(a, np.float32)).to(dtype).transpose(1, 2) for a in (q, k, v)]
     to = [a.contiguous() for a in to]
@@ -181,7 +181,7 @@ def decode(dtype: str, batch: int, length: int) -> tuple[str, dict[str, Any], fl
 def decode_format(
     dtype: str, batch: int, length: int, kv_dtype: str, products: bool = False
 ) -> tuple[Any, ...]:
-    """Decodes over a cache of another format, beside those of the dtype. products: of codes."""
+    """Decodes over a quantized cache, with the dtype's cache as peer. products: 8-bit matmuls."""
     fields = {"kv_dtype": kv_dtype, "eight_bit_products": products}
     tables = np.split(np.random.default_rng(0).permutation(batch * length // PAGE_SIZE), batch)
     runs = {
@@ -200,7 +200,7 @@ def decode_format(
 def _paged_decode(
     dtype: str, tables: list[np.ndarray], lengths: list[int], **options: Any
 ) -> Callable[[], Any]:
-    """One decode step of ours. tables: page ids of each request."""
+    """Makes one decode step of ours. tables: page ids of each request."""
     batch, num_pages = len(lengths), 1 + max(int(table.max()) for table in tables)
     keys = jax.random.split(jax.random.key(3), 3)
     q = jax.random.normal(keys[0], (batch, NUM_QO_HEADS, HEAD_DIM), dtype)
@@ -208,7 +208,7 @@ def _paged_decode(
     pool = (num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
     k, v = (jax.random.normal(key, pool, dtype) for key in keys[1:])
     if kv_dtype is not None:
-        # Of a few pages, over and over: the reference takes a hundred times their memory.
+        # Quantize a few pages and repeat them: the reference needs a hundred times their memory.
         repeats = -(-num_pages // 32)
         k, v = (
             jnp.tile(reference.quantize(np.asarray(x[:32]), None, kv_dtype), (repeats, 1, 1, 1))
@@ -233,7 +233,7 @@ def _paged_decode(
 
 
 def shared_prefix(dtype: str, batch: int, prefix: int, own: int) -> tuple[Any, ...]:
-    """Requests that begin with the same pages, beside the same without sharing."""
+    """Requests that begin with the same pages; the peer is the same without sharing."""
     num_shared, num_own = prefix // PAGE_SIZE, own // PAGE_SIZE
     ids = np.random.default_rng(0).permutation(num_shared + batch * num_own)
     tables = [
@@ -251,7 +251,7 @@ def shared_prefix(dtype: str, batch: int, prefix: int, own: int) -> tuple[Any, .
 
 
 def skewed(dtype: str, batch: int, length: int) -> tuple[Any, ...]:
-    """Lengths of a zipf distribution, beside as many tokens in requests of equal length."""
+    """Zipf-distributed lengths; the peer has as many tokens in requests of equal length."""
     z = np.minimum(np.random.default_rng(0).zipf(1.5, batch), 200)
     pages = np.maximum(1, (z / z.sum() * batch * length / PAGE_SIZE).astype(int))
     equal = np.full(batch, pages.sum() // batch)
@@ -306,7 +306,7 @@ def _train_dense(dtype: str, batch: int, length: int) -> tuple[Callable[[], Any]
 def _train_planned(
     dtype: str, qo_lens: Any, kv_lens: Any, tables: list[np.ndarray] | None = None
 ) -> Callable[[], Any]:
-    """Requests over ragged keys, or over pages: `tables`, page ids of each request."""
+    """Trains on ragged keys or, with `tables` (page ids of each request), on pages."""
     qo_indptr = np.concatenate([[0], np.cumsum(qo_lens)])
     num_tokens, num_keys = int(qo_indptr[-1]), int(np.sum(kv_lens))
     heads = PREFILL_HEADS, PREFILL_HEADS, HEAD_DIM
@@ -334,7 +334,7 @@ def _train_planned(
 
 
 def _train_flops(qo_lens: Any, kv_lens: Any) -> float:
-    """Causal: two products forward, five backward."""
+    """Floating-point operations of causal attention: two matmuls forward, five backward."""
     qo, kv = np.asarray(qo_lens, float), np.asarray(kv_lens, float)
     return 7 * 2 * float((qo * (kv - qo / 2)).sum()) * PREFILL_HEADS * HEAD_DIM
 
@@ -355,7 +355,7 @@ def backward(dtype: str, batch: int, length: int) -> tuple[Any, ...]:
 
 
 def ragged_backward(dtype: str, batch: int, mean: int) -> tuple[Any, ...]:
-    """Lengths drawn evenly from 1 to twice the mean, beside the same padded to the longest."""
+    """Uniform lengths from 1 to twice the mean; the peer pads them to the longest."""
     lens = np.random.default_rng(0).integers(1, 2 * mean, batch)
     padded, _ = _train_dense(dtype, batch, int(lens.max()))
     runs = {"ours": _train_planned(dtype, lens, lens), "ours, padded": padded}
@@ -369,8 +369,8 @@ def ragged_backward(dtype: str, batch: int, mean: int) -> tuple[Any, ...]:
 
 
 def packed_backward(dtype: str, documents: int, length: int) -> tuple[Any, ...]:
-    """Documents end to end; beside them, by the dense entry, a batch of as many, and one sequence
-    with as much work, which reads and writes less."""
+    """Packed documents. The peers use the dense entry: a batch of as many documents, and one
+    sequence with as much work, which reads and writes less."""
     lens = [length] * documents
     whole = round(length * documents**0.5 / 16) * 16
     batch, _ = _train_dense(dtype, documents, length)
@@ -389,7 +389,7 @@ def packed_backward(dtype: str, documents: int, length: int) -> tuple[Any, ...]:
 
 
 def group_backward(dtype: str, group: int, prefix: int, own: int) -> tuple[Any, ...]:
-    """Answers to one prompt, whose prompt is attended once; beside it as many whole sequences."""
+    """Answers that share one prompt, attended once; the peer has as many whole sequences."""
     num_prefix, num_own = prefix // PAGE_SIZE, own // PAGE_SIZE
     prompt = np.arange(num_prefix)
     tables = [prompt] + [
@@ -414,7 +414,7 @@ def group_backward(dtype: str, group: int, prefix: int, own: int) -> tuple[Any, 
 
 
 def variant(dtype: str, length: int, name: str) -> tuple[Any, ...]:
-    """A user's function, beside what is built in or, where nothing is, beside no variant."""
+    """A user's function; the peer is the built-in equivalent or, if there is none, no variant."""
     logits, mask, operands, built_in = _variants(length, dtype)[name]
     q, k, v = jax.random.normal(
         jax.random.key(4), (3, length, PREFILL_HEADS, HEAD_DIM), jnp.dtype(dtype)
@@ -474,7 +474,7 @@ def _torch_bias(q: Any, k: Any, v: Any, bias: np.ndarray) -> Callable[[], Any]:
 def _variants(
     length: int, dtype: str
 ) -> dict[str, tuple[Any, Any, dict[str, np.ndarray], dict[str, Any]]]:
-    """logits, mask, operands and, where it is one, the built-in's fields of AttentionSpec."""
+    """Returns logits, mask, operands and the built-in equivalent's AttentionSpec fields, if any."""
     rng = np.random.default_rng(0)
     heads = np.arange(1, PREFILL_HEADS + 1)
     array = rng.normal(size=(1, PREFILL_HEADS, length, length) if length <= 2048 else (1, 1, 1, 1))

@@ -1,12 +1,12 @@
-"""What it costs to split decodes over devices: keys striped over CPU devices against one device.
+"""The cost of splitting decodes over devices: KV shards on CPU devices compared with one device.
 
     python -m benchmarks.bench_devices [--devices 2] [--context 16384] [--requests 8] [--layers 16]
 
-Devices of one CPU share its cores and its pool of threads, so no split can be faster: the ratio of
-the two is what plans and the exchange add to the same work. A step is the attention of all layers,
-by one plan, as in a model; its layers have the same keys. Steps are timed in turns, one after the
-other; medians of rounds are printed, with the load. Beside other work on the machine, two devices
-have more threads that ask for a core; then the seconds of processors are what compares them.
+Devices of one CPU share its cores and its thread pool, so a split cannot be faster. The ratio of
+the two times is the overhead of plans and of the exchange. A step is the attention of all layers
+with one plan, as in a model; all layers have the same keys. Steps are interleaved, and medians of
+rounds are printed with the machine's load. If the machine is busy, two devices have more threads
+that compete for cores; then compare processor seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[str, Any]:
-    """Of each kind of step, and of plans on the host: median seconds, and those of processors."""
+    """Returns median wall and processor seconds of each kind of step, and of plans on the host."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec

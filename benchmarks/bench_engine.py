@@ -4,12 +4,13 @@
     python -m benchmarks.bench_engine --tiny --out FILE    tries the script on any machine
     python -m benchmarks.bench_engine --cpu                on a CPU -> results/cpu-<isa>-engine.json
 
-On a CPU: decodes of Qwen3-0.6B's shapes, of one client and of several, beside transformers and
-llama.cpp where they are installed, in this Python or in those of --peer-python. They take turns.
+On a CPU it measures decodes of Qwen3-0.6B's shapes, for one client and for several. Peers are
+transformers and llama.cpp, if installed in this Python or in those of --peer-python. They are
+interleaved with ours.
 
-A step's floor is that of its own sequences: weights and their keys and values once through memory,
-or its matrix products, at the ceilings of the same run. Steps overlap, so the time of one is that
-from when the host has the tokens of the step before to when it has its own.
+A step's floor is computed from its own sequences: one read of weights, keys and values, or its
+matmuls, at the ceilings measured in the same run. Steps overlap, so the time of a step runs from
+when the host has the previous step's tokens to when it has this step's tokens.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from jax_attn.serve._scheduling.scheduler import Scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How much of everything. `tiny` is for trying the script."""
+    """The sizes of the measurements. `tiny` is for trying the script."""
 
     num_running: int  # of the decode and the shared prefix
     max_step_tokens: int
     context: int  # of the decode
     shared_prefix: int
-    own_prompt: int  # behind it
-    num_requests: int  # of the throughput
+    own_prompt: int  # tokens after it
+    num_requests: int  # of the throughput measurement
     lengths: tuple[int, int]  # of its prompts and outputs, uniform between
     num_traced: int  # steps
 
     @property
     def num_measured(self) -> int:
-        """Decode steps; their mean context is `context`."""
+        """The number of decode steps; their mean context is `context`."""
         return self.context // 8
 
     def throughput_name(self, shape: str) -> str:
@@ -68,7 +69,7 @@ class Load:
         return f"serve/{shape}/throughput/{self.num_requests}x{low}..{high}"
 
     def throughput_lengths(self) -> np.ndarray:
-        """[2, num_requests]: tokens of prompts, and of outputs."""
+        """Tokens of prompts and of outputs, [2, num_requests]."""
         low, high = self.lengths
         return np.random.default_rng(0).integers(low, high + 1, (2, self.num_requests))
 
@@ -77,7 +78,7 @@ FULL = Load(64, 8192, 1024, 2048, 128, 256, (100, 1024), 16)
 TINY = Load(8, 256, 64, 64, 16, 12, (4, 40), 4)
 NUM_PAGES = {"llama-3.1-8b": 10240, "qwen3-0.6b": 12288}  # 22 GB each; the tiny ones take less
 PAGE_SIZE = 16
-# Of XLA's options, for decodes: Triton's matmuls where XLA thinks that they are faster.
+# XLA options for decodes: Triton matmuls where XLA predicts that they are faster.
 VARIANTS = {
     "triton": {"xla_gpu_enable_triton_gemm": True},
 }
@@ -88,7 +89,7 @@ def make_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
 
 
 class Step:
-    """What one step computed, and how long it took."""
+    """The work of one step, and its time."""
 
     def __init__(self, entries: Iterable[Any]):
         self.qo_lens = [entry.num_tokens for entry in entries]
@@ -101,7 +102,7 @@ class Step:
 
 
 class Driver:
-    """An engine, compiled, whose steps are recorded."""
+    """A compiled engine that records its steps."""
 
     def __init__(self, model: Model, config: EngineConfig):
         self.model, self.engine = model, Engine(model, config)
@@ -121,11 +122,11 @@ class Driver:
 
     @property
     def num_compiles(self) -> int:
-        """Since the engine was warm."""
+        """Compilations since the warm-up."""
         return self.engine.device.num_compiles_after_warm_up
 
     def restart(self, **changes: Any) -> None:
-        """A scheduler that knows nothing, on the same device. changes: of the engine's config."""
+        """Starts with an empty scheduler on the same device. changes: to the engine's config."""
         assert not self.engine.has_work
         config = dataclasses.replace(self.engine.config, **changes)
         self.engine.scheduler = Scheduler(capacities(config, self.model.config.max_positions))
@@ -152,21 +153,21 @@ class Driver:
         )
 
     def run(self, num_steps: int | None = None) -> list[Step]:
-        """Until nothing is left, or so many steps are done and the next is launched."""
+        """Runs until no work is left, or until num_steps are done and the next is launched."""
         steps: list[Step] = []
         last = time.perf_counter()
         while self.engine.has_work and (num_steps is None or len(steps) <= num_steps):
             self._planned.clear()
             self.engine.step()
             now = time.perf_counter()
-            if steps and not steps[-1].us:  # this call has waited for what the last one launched
+            if steps and not steps[-1].us:  # this call waited for that step
                 steps[-1].us = 1e6 * (now - last)
             last = now
             steps += self._planned
         return [step for step in steps if step.us]
 
     def mean_ttft_us(self, prompts: list[list[int]]) -> float:
-        """From when all of them are submitted to the first token of each."""
+        """Mean time from the submission of all prompts to the first token of each."""
         first: dict[str, float] = {}
         begin = time.perf_counter()
         self.submit(prompts, 8)
@@ -183,7 +184,7 @@ class Driver:
         self.run()
 
     def recover(self) -> None:
-        """After whatever went wrong in the middle of a step or between two."""
+        """Makes the engine usable again after an error within or between steps."""
         self.engine.recover("The benchmark failed.")
         self.abort_all()
         self.restart()
@@ -191,7 +192,7 @@ class Driver:
     # ---- floors --------------------------------------------------------------------------------
 
     def num_bytes(self, step: Step) -> float:
-        """The cache is read up to each sequence's length, and its new tokens are written."""
+        """Bytes of a step, with reads of the cache up to each length and writes of new tokens."""
         tokens = sum(step.kv_lens) + sum(step.qo_lens)
         return self.weight_bytes + self.kv_token_bytes * tokens
 
@@ -211,13 +212,13 @@ WAITS = ("active", "passive")
 class Peer:
     """transformers or llama.cpp in a process of its own (peers/decode_turns.py).
 
-    module: of benchmarks.peers. waiting: of OMP_WAIT_POLICY. Threads that spin are faster on
-    processors of their own, and many times slower where other work wants those. Outside its turns
-    the process is stopped, else they would spin on.
+    module: a module of benchmarks.peers. waiting: a value of OMP_WAIT_POLICY. Spinning threads are
+    faster on idle processors, and many times slower on busy ones. The process is stopped while
+    others are measured, because its threads would spin on.
     """
 
     def __init__(self, python: str, module: str, waiting: str, config: Any, dtype: str):
-        """Raises OSError where it does not start."""
+        """Starts the process. Raises OSError if it does not start."""
         self.name = f"{PEERS[module]}, {waiting} waits"
         command = [python, "-m", f"benchmarks.peers.{module}"]
         self._process = subprocess.Popen(
@@ -293,7 +294,7 @@ class CpuBench(Bench):
                 peer.close()
 
     def decode(self, dtype: str, clients: int, driver: Driver, peers: list[Peer]) -> None:
-        """Turns of ours, the peers and the bandwidth of memory."""
+        """Measures our decodes, the peers' and memory bandwidth, interleaved."""
         num_tokens = self.context + (self.steps + 4) * (self.rounds + 1)
         driver.submit([driver.prompt(self.context) for _ in range(clients)], num_tokens)
         while any(seq.num_output == 0 for seq in driver.engine.scheduler.running) or (
@@ -305,7 +306,7 @@ class CpuBench(Bench):
         reads: list[float] = []
         for _ in range(self.rounds):
             ours += driver.run(self.steps)
-            jax.block_until_ready(driver.engine.device.newest)  # of the step that is launched
+            jax.block_until_ready(driver.engine.device.newest)  # wait for the launched step
             for peer in peers:
                 theirs[peer.name] += peer.steps_us(clients, self.context, self.steps)
             reads.append(bench_cpu.read_bytes_per_us())
@@ -332,16 +333,16 @@ class EngineBench(Bench):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
         self.load = TINY if arguments.tiny else FULL
-        self.driver: Driver | None = None  # of the shape that is measured
+        self.driver: Driver | None = None  # for the shape being measured
         self.path = arguments.out or report.RESULTS / f"{report.device_name()}-engine.json"
 
     def run(self) -> None:
         log(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-        # Steps follow each other without rests.
+        # Sustained, because steps follow each other without rests.
         self.guard("ceilings", lambda: self.measure_ceilings(sustained=True))
         for shape in self.arguments.shapes.split(","):
             self.measure_shape(shape)
-            gc.collect()  # weights and cache, so that the next shape has the memory
+            gc.collect()  # free weights and cache for the next shape
 
     def measure_shape(self, shape: str) -> None:
         if self.guard(f"{shape}, setup", lambda: self.make_driver(shape)):
@@ -364,7 +365,7 @@ class EngineBench(Bench):
         if not (done := super().guard(name, action)):
             if self.driver is not None:
                 self.driver.recover()
-        self.write()  # what a run that is cut short has measured is kept
+        self.write()  # keeps the results of a run that is cut short
         return done
 
     def write(self) -> None:
@@ -405,7 +406,7 @@ class EngineBench(Bench):
         temperature: float = 0.0,
         traced: bool = False,
     ) -> None:
-        """Steps in which all decode, around that context. temperature 0: greedy."""
+        """Measures steps of decodes only, around that context. temperature 0: greedy."""
         load, engine = self.load, driver.engine
         length = context - load.num_measured // 2 - 8
         num_tokens = load.num_measured + 2 * load.num_traced + 64
@@ -441,7 +442,7 @@ class EngineBench(Bench):
         driver.restart()
 
     def trace(self, row: Row, driver: Driver, step_us: float | None) -> None:
-        """step_us: of a step without the profiler, to say what the device idles then."""
+        """Profiles steps. step_us: time of a step without the profiler, for the idle share."""
         summary = device_trace.record(lambda: driver.run(self.load.num_traced), "jit_forward")
         if summary is None:
             log(f"{row.workload}: no GPU in the trace")
@@ -459,13 +460,13 @@ class EngineBench(Bench):
             },
         }
         if step_us is not None:
-            # Below 0 where kernels are faster by command buffers, without the profiler.
+            # May come out below 0: without the profiler, command buffers make kernels faster.
             idle = max(0.0, 1 - summary.busy / n / step_us)
             row.more["idle_percent_without_profiler"] = round(100 * idle, 2)
             log(f"{row.workload}: idle {100 * idle:.1f} % of a step without the profiler")
 
     def prefill(self, shape: str, driver: Driver) -> None:
-        """Steps that are nothing but prompts: of one request, and of eight."""
+        """Measures steps of prompts only, of one request and of eight."""
         num_tokens = self.load.max_step_tokens
         for num_prompts in (8, 1):
             length = num_tokens // num_prompts
@@ -491,7 +492,7 @@ class EngineBench(Bench):
                 driver.restart()
 
     def shared_prefix(self, shape: str, driver: Driver) -> None:
-        """Mean time to first token with the prefix cache, and without it as the peer."""
+        """Measures mean time to first token with the prefix cache; the peer is without it."""
         load = self.load
         shared = driver.prompt(load.shared_prefix)
         ttft_us: dict[bool, float] = {}
@@ -550,8 +551,8 @@ class EngineBench(Bench):
         self.measure_decode(name, driver, load.num_requests, context, traced=True)
 
     def chunks(self, shape: str, driver: Driver) -> None:
-        """Steps in which all decode and prompts have the rest of a bucket: what a larger chunk of
-        prompts costs those who decode, and what it gives those who wait."""
+        """Measures steps of decodes in which prompts fill the rest of a bucket: the cost of larger
+        prefill chunks for decodes, and their gain for waiting prompts."""
         load, engine = self.load, driver.engine
         num_decodes = load.num_running - 1
         driver.restart(prefix_cache=False)
@@ -573,12 +574,12 @@ class EngineBench(Bench):
             row.more = {"prompt_tokens_per_s": round(1e6 * chunk / us), "steps": len(steps)}
             self.rows.append(row)
             log(f"{name}: {us:.0f} us, floor {row.parts_floor_us:.0f}, {row.more}")
-            driver.run(8)  # what is left of the prompts
+            driver.run(8)  # the rest of the prompts
         driver.abort_all()
         driver.restart()
 
     def variants(self, shape: str, driver: Driver) -> None:
-        """The largest bucket of decodes, compiled otherwise."""
+        """Measures the largest bucket of decodes, compiled with other options."""
         device, num_running = driver.engine.device, driver.engine.config.max_running
         bucket = next(b for b in device.buckets if b.num_tokens == num_running)
         context = self.load.context // (1 if num_running == self.load.num_running else 2)
@@ -598,7 +599,7 @@ class EngineBench(Bench):
 
 
 def _phases_us(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """Of the engine's thread, a step. "wait": for the device."""
+    """Returns microseconds per step by phase of the engine's thread. "wait": for the device."""
     num_steps = max(1, after["steps"] - before["steps"])
     seconds = {p: after["step_seconds"][p] - before["step_seconds"][p] for p in PHASES}
     return {phase: round(1e6 * s / num_steps, 1) for phase, s in seconds.items()}
@@ -637,7 +638,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Weights, two caches and NVRTC's kernels: nearly all of the memory, taken once.
+    # Weights, two caches and NVRTC's kernels need nearly all of the memory: allocate it once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     given = parse_arguments()
     sys.exit((CpuBench if given.cpu else EngineBench)(given).main())

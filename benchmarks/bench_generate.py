@@ -1,10 +1,10 @@
-"""Time per token of generation: one executable that plans inside, against a Python loop.
+"""Time per token of generation: one executable that plans inside, compared with a Python loop.
 
     python -m benchmarks.bench_generate                      -> a table; --out FILE: JSON too
     python -m benchmarks.bench_generate --tiny --steps 8     tries the script on any machine
 
-A model of a known shape with random weights, greedy sampling, pages of 16 off a free list; every
-request starts with `--context` tokens of nothing (zeros) and ends with the last step.
+The model has a known shape and random weights. Sampling is greedy, and pages of 16 come from a free
+list. Every request starts with `--context` tokens of zeros and ends with the last step.
 
 A row is the time of a step: one token of every request.
 
@@ -13,8 +13,8 @@ A row is the time of a step: one token of every request.
   while         lax.while_loop with ja.plan of traced arrays and a stop condition on the tokens
   while-node    the same with WHILE among XLA's command-buffer commands, graphs of any size
 
-`handler_runs` counts how often the handlers' host code ran in the timed call: 0 is a replayed
-graph. To see what XLA converts: TF_CPP_VMODULE=command_buffer_conversion_pass=2.
+`handler_runs` counts how often the handlers' host code ran in the timed call; 0 means a replayed
+graph. To see what XLA converts, set TF_CPP_VMODULE=command_buffer_conversion_pass=2.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Loop:
         }
 
     def begin(self, s: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Pages of the step, and the arguments of ja.plan."""
+        """Allocates the step's pages and returns the arguments of ja.plan."""
         full = s["kv_lens"] % PAGE_SIZE == 0
         rows = jnp.where(full, jnp.arange(self.batch_size), self.batch_size)
         page = s["free"][s["num_free"] - jnp.cumsum(full)]
@@ -112,7 +112,7 @@ class Loop:
 
     def in_one_call(self, options: dict[str, Any]) -> Any:
         def unfinished(s: dict[str, Any]) -> Any:
-            # A stop condition on data, which is never met: token ids are not negative.
+            # A data-dependent stop condition that is never met: token ids are not negative.
             return (s["count"] < self.num_steps) & (s["token"] >= 0).any()
 
         @functools.partial(jax.jit, donate_argnums=1, compiler_options=options or None)
@@ -126,7 +126,7 @@ class Loop:
         return lambda s: generate(self.model.params, s)
 
     def from_python(self, reads_tokens: bool) -> Any:
-        """The host knows the page tables, as an engine does, and plans while the device works."""
+        """Runs steps from Python. The host has the page tables and plans while the device works."""
         begin = jax.jit(self.begin, donate_argnums=0)
         finish = jax.jit(self.finish, donate_argnums=1)
         order = np.arange(self.batch_size + 1, dtype=np.int32)
@@ -134,7 +134,7 @@ class Loop:
         def generate(s: dict[str, Any]) -> Any:
             for count in range(self.num_steps):
                 s, lengths = begin(s)
-                # Of the pages the host only needs the ids; it has them without asking the device.
+                # The host needs only the page ids, and has them without asking the device.
                 kv_lens = np.full(self.batch_size, self.context + count + 1, np.int32)
                 tables = self.tables[count]
                 plans = self.plans((order, kv_lens, order * self.pages_each, tables))
@@ -147,7 +147,7 @@ class Loop:
 
     @functools.cached_property
     def tables(self) -> list[np.ndarray]:
-        """The page table of every step, as the host of an engine would keep it."""
+        """The page table of every step, as an engine's host would keep it."""
         s = {name: x for name, x in self.start().items() if name not in ("k_pages", "v_pages")}
         begin, tables = jax.jit(self.begin), []
         for _ in range(self.num_steps):

@@ -1,9 +1,9 @@
-"""GPU benchmarks: ours beside its peers and the device's own ceilings, in one run.
+"""GPU benchmarks: ours, the peers and the device's ceilings, measured in one run.
 
     python -m benchmarks.bench_gpu            every workload, peers, -> results/<device>.json
     python -m benchmarks.bench_gpu --quick    six workloads, no peers, no file: for tuning
 
-How a time is taken: timing.py. What a chain is made of: ops.py. What was expected: docs/notes/.
+timing.py defines how a time is taken, ops.py the chains. docs/notes/ has the expected results.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def parse_arguments() -> argparse.Namespace:
 
 ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 if ARGUMENTS is not None:
-    # Before jax is imported: memory is shared with the peers' processes, and kernels come from an
-    # empty cache, so that a run measures what a fresh machine does.
+    # Set before jax is imported. The peers' processes share the memory. The kernel cache is empty,
+    # so a run measures a fresh machine.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if ARGUMENTS.platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -107,7 +107,7 @@ class GpuBench(Bench):
         if not a.quick or a.compile_for:
             self.guard("compile times", self.compile_times)
         plans = [w for w in self.workloads if w.kind == "plan"]
-        for workload in plans:  # before others want the host: peers' compilers, for minutes
+        for workload in plans:  # first, because the peers' compilers load the host for minutes
             self.guard(workload.id, lambda w=workload: self.measure_plan(w))
         build = self.start_build()
         self.guard("ceilings", self.measure_ceilings)
@@ -125,7 +125,7 @@ class GpuBench(Bench):
         self.guard("peers", lambda: self.collect_peers(build))
 
     def miss(self, peer: str, message: str) -> None:
-        """A peer that is not installed or not done is no failure of ours."""
+        """Notes a peer that is missing or did not finish. This is not a failure of ours."""
         self.missing_peers.append(f"{peer}: {message}")
         log(f"MISSING {peer}: {message}")
 
@@ -181,7 +181,7 @@ class GpuBench(Bench):
 
     def measure_plan(self, workload: workloads.Workload) -> None:
         spec = ops.make_spec(workload, {})
-        # A tenth of a second, so that what a process does for the first time is no part of it.
+        # A tenth of a second, so that first-time costs of a process do not affect the median.
         us = ops.plan_us(workload, spec, repeats=2001)
         self.rows.append(Row(workload.id, round(us, 1)))
         log(f"{workload.id}: {us:.1f} us on the host")
@@ -211,7 +211,7 @@ class GpuBench(Bench):
         self.add(workload, variant, chain, **more)
 
     def data_of(self, workload: workloads.Workload) -> ops.AttentionData:
-        """Kept while one workload's variants are measured."""
+        """Returns the inputs of a workload, cached while its variants are measured."""
         if self.data is None or self.data.workload != workload:
             self.data = None  # frees the last one's gigabytes first
             self.data = ops.make_data(workload)
@@ -221,7 +221,7 @@ class GpuBench(Bench):
         return 32 if ops.on_gpu() else 2
 
     def layer_us(self, workload: workloads.Workload) -> float | None:
-        """Attention plus append of one layer, each from a chain of its own."""
+        """Returns attention plus append time of one layer, each from its own chain."""
         spec = ops.make_spec(workload, {})
         plan = ops.make_plan(workload, spec)
         num_calls = 32 if ops.on_gpu() else 2
@@ -251,13 +251,13 @@ class GpuBench(Bench):
     # ---- peers ---------------------------------------------------------------------------------
 
     def start_build(self) -> subprocess.Popen[Any] | None:
-        """FlashInfer's nvcc runs while ours are measured; the GPU is not touched by it."""
+        """Starts FlashInfer's nvcc build, which runs while ours are measured; it needs no GPU."""
         if "flashinfer" not in self.peers or not ops.on_gpu():
             return None
         return _start_peer("flashinfer", ["--build-only"], self.build_log)
 
     def collect_peers(self, build: subprocess.Popen[Any] | None) -> None:
-        """Each peer alone on the device, in a process of its own."""
+        """Measures each peer alone on the device, in its own process."""
         self.data = None
         names = ",".join(workload.id for workload in self.workloads)
         for name in self.peers:
@@ -278,7 +278,7 @@ class GpuBench(Bench):
                 options += ["--shrink", str(SHRINK)]
             self.read_peer(name, _start_peer(name, options), left)
         read = [row for row in self.rows if row.workload == "ceiling/read"]
-        if read and read[0].peers:  # the floors are those of the fastest reader
+        if read and read[0].peers:  # floors use the fastest read bandwidth
             best_us = min(read[0].median_us, *read[0].peers.values())
             self.ceilings.bytes_per_us = read[0].bytes / best_us
 

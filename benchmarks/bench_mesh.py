@@ -1,14 +1,14 @@
-"""Models, keys and sequences over the GPUs of one host, beside one of them in the same run.
+"""Models, keys and sequences over the GPUs of one host, compared with one GPU in the same run.
 
     python -m benchmarks.bench_mesh                          -> results/<device>-x<number>.json
     python -m benchmarks.bench_mesh --select kv,exchange     those rows only, no file
     python -m benchmarks.bench_mesh --tiny --platform cpu    small shapes: tries the script
 
-Each row says over how many devices it ran. `of_linear`: the time of one device over N times that of
-N. Calls are dispatched one after the other without waiting, as a server and a training loop do, and
-the host's clock is read around many of them. `collectives` and `collective_bytes` are those of one
-call (of a layer, where a call is one), from its compiled HLO. `collective_us` of a profile, and of
-those `hidden_us`, in which the same device also computes.
+Each row names its number of devices N. `of_linear` is the time of one device divided by N times the
+time of N devices. Calls are dispatched back to back without waiting, as in a server or a training
+loop, and timed by the host's clock around many of them. `collectives` and `collective_bytes` are
+per call (per layer, if a call is one layer), from its compiled HLO. `collective_us` comes from a
+profile; `hidden_us` is the part of it in which the same device also computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 PARTS = ("exchange", "kv", "sequence/65536", "heads", "sequence/262144")
 SHRINK = 256  # --tiny
-MODEL_ERROR = 5e-2  # of logits: 32 layers whose sums are rounded to bf16 elsewhere
-LAYERS_A_CHAIN = 16  # of kv: what a call of an executable costs the host is shared by them
-BUSY_S = 0.1  # of a round
+MODEL_ERROR = 5e-2  # of logits: 32 layers, whose sums are rounded to bf16 at other points
+LAYERS_A_CHAIN = 16  # kv rows: layers that share the host's cost of a call
+BUSY_S = 0.1  # length of a round
 ROUNDS = 7
 
 
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 if ARGUMENTS is not None:
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which needs rights of its own
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast, which needs extra privileges
     if ARGUMENTS.platform == "cpu":
         count = f"--xla_force_host_platform_device_count={ARGUMENTS.devices or 2}"
         os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
@@ -74,9 +74,9 @@ EVERYWHERE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A compiled function and the arrays that it is called with, again and again.
+    """A compiled function and the arrays for repeated calls.
 
-    donated: positions of arrays that the function's last results take the place of.
+    donated: indices of the donated arrays. The function's last results replace them.
     """
 
     compiled: Any
@@ -84,7 +84,7 @@ class Call:
     donated: tuple[int, ...] = ()
 
     def __call__(self) -> Any:
-        """All but what takes the place of the donated arrays."""
+        """Calls and returns the results, except those that replace donated arrays."""
         results = self.compiled(*self.arrays)
         if not self.donated:
             return results
@@ -100,13 +100,13 @@ def compile_call(function: Any, *arrays: Any, donated: tuple[int, ...] = ()) -> 
 
 
 def steady_us(call: Callable[[], Any]) -> tuple[float, float]:
-    """Median and the distance of the quartiles, over rounds, of what one of many calls takes."""
+    """Returns median and interquartile range, over rounds, of the time of one of many calls."""
 
     def round_s(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
             last = call()
-            if not ops.on_gpu():  # collectives of several runs would wait for each other's threads
+            if not ops.on_gpu():  # collectives of several runs would block each other's threads
                 jax.block_until_ready(last)
         jax.block_until_ready(last)
         return time.perf_counter() - begin
@@ -122,7 +122,7 @@ def steady_us(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def communication(call: Call, num_layers: int = 1) -> dict[str, Any]:
-    """Of one layer."""
+    """Returns the collectives of one layer and their bytes."""
     found = executed(call.compiled.as_text())
     kinds: collections.Counter[str] = collections.Counter()
     for (kind, _), count in found.items():
@@ -134,7 +134,7 @@ def communication(call: Call, num_layers: int = 1) -> dict[str, Any]:
 
 
 def overlap(call: Callable[[], Any]) -> dict[str, Any]:
-    """Of one call on the first GPU: what collectives take, and how much of it is hidden."""
+    """Returns the time of one call's collectives on the first GPU, and the hidden part of it."""
     if not ops.on_gpu():
         return {}
     events = device_trace.record_events(lambda: jax.block_until_ready([call() for _ in range(3)]))
@@ -210,7 +210,7 @@ class MeshBench(Bench):
     def add(
         self, name: str, size: int, call: Callable[[], Any], calls: int = 1, **fields: Any
     ) -> Row:
-        """The row `name/xN`; bytes and flops are of one device. `calls` are in one `call`."""
+        """Adds the row `name/xN`. bytes, flops: per device. calls: measured calls in one `call`."""
         us, spread = steady_us(call)
         more = fields.pop("more", {})
         row = Row(f"{name}/x{size}", us / calls, more={"spread_us": round(spread / calls, 2)})
@@ -225,7 +225,7 @@ class MeshBench(Bench):
     def check(
         self, name: str, call: Callable[[], Any], want: Any, most: float = 1e-2
     ) -> dict[str, Any]:
-        """Bit-equal repeats, and the largest error of a result relative to one device."""
+        """Checks that repeats are bit-equal, and bounds the error relative to one device."""
         got, again = (jax.tree.leaves(jax.block_until_ready(call())) for _ in range(2))
         if any(_bits_differ(*pair) for pair in zip(got, again, strict=True)):
             self.fail(name, "two runs gave different bits")
@@ -241,7 +241,7 @@ class MeshBench(Bench):
     # ---- keys ----------------------------------------------------------------------------------
 
     def measure_exchange(self) -> None:
-        """The all-gather or all-to-all of states, and their merge, of a layer."""
+        """Measures the all-gather or all-to-all of states, and their merge, for one layer."""
         for rows, heads, width in ((1, 32, 128), (8, 32, 128), (1, 128, 512)):
             o = self.put(*ops.normal((rows, heads, width)), EVERYWHERE)
             for scatter in (None, "heads"):
@@ -278,7 +278,7 @@ class MeshBench(Bench):
     def measure_keys(
         self, name: str, batch: int, context: int, heads: int, kv_heads: int, width: int, out: int
     ) -> None:
-        """Decodes of a layer: all keys on one device, and striped."""
+        """Measures decodes of a layer: all keys on one device, and KV shards."""
         size, is_mla = self.size, kv_heads == 1
         pages_each = context // (64 * size)
         num_pages = batch * pages_each
@@ -355,7 +355,7 @@ class MeshBench(Bench):
             sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 256}
             raw |= sizes | {"num_hidden_layers": 2}
         config = models.parse_config(raw)
-        # All layers have the weights of the first: they are far larger than any cache.
+        # All layers share the first layer's weights, which are far larger than any cache.
         first = models.parse_config(raw | {"num_hidden_layers": 1})
         params = models.random_params(first, jax.random.key(0), "bfloat16")
         split = models.TensorParallel(config, self.mesh, "x")
@@ -438,7 +438,7 @@ class MeshBench(Bench):
                     )
 
     def measure_documents(self, name: str, indptr: Any, direction: str) -> None:
-        """Packed documents on one device, and split by either exchange."""
+        """Measures packed documents on one device, and split with either exchange."""
         tokens, lens = int(indptr[-1]), np.diff(indptr)
         spec = ja.AttentionSpec(
             32, 8, 128, page_size=None, max_batch=len(lens), max_qo_tokens=tokens,
@@ -484,7 +484,7 @@ class MeshBench(Bench):
             if tokens <= 1 << 16:
                 row.more |= overlap(call)
 
-    # ---- the end -------------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def write(self) -> None:
         a, device = self.arguments, f"{report.device_name()}-x{self.size}"

@@ -3,13 +3,13 @@
     python -m benchmarks.bench_serve                     starts one with the bundled model, beside
                                                          the same model through jax.nn; writes
                                                          results/<device>-serve.json
-    python -m benchmarks.bench_serve -- --model DIR      with another model, which has no peer
+    python -m benchmarks.bench_serve -- --model DIR      with another model, without a peer
     python -m benchmarks.bench_serve --url http://127.0.0.1:8000 --out FILE
 
-Closed loop: so many clients that each send the next request when the last is answered. Open loop:
-Poisson arrivals at shares of the requests a second that the largest closed loop got through. All
-streams; prompts are slices of one text, so that no two begin alike. Client and server share the
-machine.
+Closed loop: a fixed number of clients, each of which sends its next request when the last is
+answered. Open loop: Poisson arrivals at fractions of the largest closed loop's requests per second.
+All answers are streamed. Prompts are slices of one text, so no two have a common prefix. Client and
+server share the machine.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from benchmarks.http_client import Answer, Client, running_server
 from benchmarks.report import Row, log
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "data" / "tiny-llama-stdlib"  # what a server has that gets no --model
-RAMP = 0.2  # share of a loop's time that is not counted
+MODEL = ROOT / "data" / "tiny-llama-stdlib"  # the server's default without --model
+RAMP = 0.2  # share of a loop's time that is not counted, at its start
 PEER = "jax.nn, padded caches"
-WHOLE_STEP = 1 << 20  # tokens of prompts beside decodes: what a step has room for
+WHOLE_STEP = 1 << 20  # tokens of prompts beside decodes: all that fit in a step
 
 
 @dataclasses.dataclass
 class Requests:
-    """Endless, and the same for the same seed."""
+    """An endless sequence of requests, deterministic for a seed."""
 
     text: list[int]  # tokens
     prompt_len: int
@@ -64,7 +64,7 @@ def prompt_text() -> str:
 async def closed_loop(
     client: Client, requests: Requests, num_clients: int, seconds: float
 ) -> tuple[list[Answer], float, float]:
-    """The answers, and the tokens and requests a second behind the ramp."""
+    """Returns the answers, and the tokens and requests per second after the ramp."""
     begin = time.perf_counter()
     end = begin + seconds
     answers: list[Answer] = []
@@ -75,7 +75,7 @@ async def closed_loop(
 
     await asyncio.gather(*(loop() for _ in range(num_clients)))
     counted = begin + RAMP * seconds, end
-    # A chunk has a token, or a few where the text of one waited for the next.
+    # A chunk has one token, or a few if a token's text had to wait for the next one.
     num_tokens = sum(
         answer.num_tokens * _share_between(answer.times, *counted) for answer in answers
     )
@@ -87,7 +87,7 @@ async def closed_loop(
 async def open_loop(
     client: Client, requests: Requests, rate: float, seconds: float
 ) -> list[Answer]:
-    """Poisson arrivals, `rate` a second. The answers to those behind the ramp."""
+    """Sends Poisson arrivals, `rate` per second. Returns the answers to those after the ramp."""
     begin = time.perf_counter()
     arrival = 0.0
     tasks: list[asyncio.Task[Answer]] = []
@@ -101,7 +101,7 @@ async def open_loop(
 async def shared_prefix(
     client: Client, text: list[int], prefix_len: int, num_requests: int
 ) -> dict[str, float]:
-    """All at once; each has 32 tokens of its own behind the prefix."""
+    """Sends all requests at once; each has 32 tokens of its own after the prefix."""
     own = 32
     begin = random.Random(1).randrange(len(text) // 2)
     prefix = text[begin : begin + prefix_len]
@@ -114,7 +114,7 @@ async def shared_prefix(
         name: after[f"jax_attn_{name}_tokens_total"] - before[f"jax_attn_{name}_tokens_total"]
         for name in ("prompt", "prefix_hit")
     }
-    computed = prefix_len + num_requests * own  # what nobody can avoid
+    computed = prefix_len + num_requests * own  # the minimum that must be computed
     return {
         "hit_rate": round(grown["prefix_hit"] / grown["prompt"], 4),
         "ideal": round(1 - computed / grown["prompt"], 4),
@@ -131,7 +131,7 @@ class ServeBench(Bench):
         with tempfile.TemporaryDirectory() as cache:
             with running_server(*a.server, cache=cache) as client:
                 self.measure(client)
-            # Prompts as fast as they go: whoever decodes waits for those of others.
+            # Whole prompts per step, for throughput: decodes wait for the prompts of others.
             whole = "--prefill-chunk", str(WHOLE_STEP)
             with running_server(*a.server, *whole, cache=cache) as client:
                 self.loops(client, a.clients[-1:], "/whole-prompts")
@@ -151,7 +151,7 @@ class ServeBench(Bench):
         a = self.arguments
         requests = Requests(self.text(client), a.prompt, tuple(a.output), random.Random(0))
         other_model = any(option.partition("=")[0] == "--model" for option in a.server)
-        asyncio.run(closed_loop(client, requests, 2, 2))  # connections, imports, caches
+        asyncio.run(closed_loop(client, requests, 2, 2))  # warm-up: connections, imports, caches
         rate = 0.0
         for num_clients in nums_clients:
             answers, tokens_per_s, rate = asyncio.run(
@@ -186,7 +186,7 @@ class ServeBench(Bench):
         return found
 
     def measure_peer(self, row: Row, batch: int) -> None:
-        """In its own process, while the server has nothing to do."""
+        """Measures the peer in its own process, while the server is idle."""
         a = self.arguments
         command = [sys.executable, "-m", "benchmarks.peers.jax_nn_decoder", "--model", str(MODEL)]
         command += ["--batch", str(batch), "--prompt", str(a.prompt)]
@@ -223,7 +223,7 @@ class ServeBench(Bench):
 
     def write(self) -> None:
         a = self.arguments
-        # Only now, when a server that was started here has given the device back.
+        # Import jax only now: a server that was started here has released the device.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         device = report.device_name()
         path = a.out or report.RESULTS / f"{device}-serve.json"

@@ -1,11 +1,11 @@
-"""When chains run, and when the device rests: one protocol for us and for the peers.
+"""Timing of chains, with rests of the device between them: one protocol for us and for the peers.
 
-What multiplies matrices without a pause brings a GPU to its power limit in 0.1 s, and its clock
-falls by up to a sixth (an H200: 1980 MHz, then 1600 to 1780; the driver names the power limit as
-the reason). A number without that beside it is of an unknown clock, so there are two: `us` of short
-bursts with rests, in which the clock stays where it is, as graphs of 10 to 20 calls have it
-elsewhere; and `sustained_us`, without rests, of the second half of 0.4 s. Work that waits for
-memory stays below the limit: there both are the same, and the second is not measured.
+Continuous matmuls bring a GPU to its power limit in 0.1 s, and its clock falls by up to a sixth (an
+H200: 1980 MHz, then 1600 to 1780; the driver names the power limit as the reason). A single number
+would be for an unknown clock, so there are two. `us` is from short bursts with rests, in which the
+clock does not fall; other projects' graphs of 10 to 20 calls measure the same. `sustained_us` is
+without rests, from the second half of 0.4 s. Memory-bound work stays below the limit: there both
+are equal, and the second is not measured.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import statistics
 import time
 from collections.abc import Callable
 
-TARGET_US = 2000  # of a short chain: long beside the jitter of the host, some 10 us
+TARGET_US = 2000  # length of a short chain: long compared with the host's jitter, some 10 us
 MEASURE_S = 0.6
-REST = 3  # times as long as a repeat is at work
+REST = 3  # length of a rest, in times of a repeat
 SUSTAINED_S = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call. spread: between the quartiles of the repeats."""
+    """Microseconds of a call. spread: interquartile range of the repeats."""
 
     us: float
     spread: float
@@ -37,10 +37,10 @@ def measure(
     *,
     sustained: bool = False,
 ) -> Timing:
-    """short_us, long_us: run a chain of n calls, one of 2n, and return what it took.
+    """Measures a call. short_us, long_us: run a chain of n and of 2n calls and return its time.
 
-    What one call costs is the difference over n; dispatch, synchronisation and the edges of a chain
-    are in both and cancel.
+    The time of a call is the difference divided by n. Dispatch, synchronization and the edges of a
+    chain are in both and cancel.
     """
 
     def difference_us() -> float:
@@ -54,7 +54,7 @@ def measure(
     differences = []
     for _ in range(repeats):
         time.sleep(REST * busy_s)
-        short_us()  # whoever comes first wakes up host and device, 150 us
+        short_us()  # the first run wakes up host and device, 150 us
         differences.append(difference_us())
     low, middle, high = statistics.quantiles(differences, n=4)
     if not sustained:

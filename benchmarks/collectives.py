@@ -1,4 +1,4 @@
-"""What a compiled module sends between devices, read from its HLO."""
+"""The collectives of a compiled module, read from its HLO."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BITS = {"f32": 32, "s32": 32, "u32": 32, "bf16": 16, "f16": 16, "u16": 16, "pre
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
-    """(kind, bytes of the results on one device) of every collective of a compiled module.
+    """Returns (kind, bytes of the results on one device) for every collective of a module.
 
-    One that starts and is awaited later has its operands beside its results, and scalars that are
-    the runtime's; an all-reduce has its results alone.
+    The result of an asynchronous start op holds its operands, its results and scalars of the
+    runtime. An all-reduce start holds only its results.
     """
     found = []
     for shapes, kind, start in re.findall(rf" = (.*?) ({_KINDS})(-start)?\(", text):
@@ -28,7 +28,7 @@ def collectives(text: str) -> list[tuple[str, int]]:
 
 
 def executed(text: str) -> collections.Counter[tuple[str, int]]:
-    """How often each of `collectives` runs: those in the body of a loop as often as it turns."""
+    """Returns how often each of `collectives` runs; a loop's body counts once per iteration."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     for caller, body in bodies.items():

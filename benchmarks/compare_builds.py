@@ -1,11 +1,11 @@
-"""Builds of jax_attn beside each other: the same calls by each, in turns, on one device.
+"""Comparison of builds of jax_attn: each runs the same calls, interleaved, on one device.
 
     python -m benchmarks.compare_builds --select 'prefill/64x256/*,mla/*' main=. other=../other
 
-NAME=FOLDER: a folder with jax_attn and its compiled extension in it, such as a worktree. Each build
-runs in processes of its own, by the protocol of this checkout (timing.py), and is compared with the
-first one. For tuning: no peers, no file. On an H200 medians of one build lie within 0.5 % of each
-other on one card, and cards 4 % apart.
+NAME=FOLDER: a folder with jax_attn and its compiled extension, such as a worktree. Each build runs
+in its own processes, with the protocol of this checkout (timing.py), and is compared with the first
+one. For tuning: no peers, no file. On an H200, medians of one build differ by up to 0.5 % on one
+card, and by 4 % between cards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure(folder: Path, select: list[str], shrink: int) -> Iterator[dict[str, Any]]:
-    """One build, in this process, which must not have imported jax_attn yet."""
+    """Measures one build in this process, which must not have imported jax_attn yet."""
     sys.path.insert(0, str(folder))
     import jax_attn as ja
     from benchmarks import ops, timing, workloads
@@ -49,7 +49,7 @@ def measure(folder: Path, select: list[str], shrink: int) -> Iterator[dict[str, 
 
 
 def compare(builds: dict[str, Path], rounds: int, options: list[str]) -> dict[str, dict[str, list]]:
-    """workload -> build -> a time a round."""
+    """Returns workload -> build -> one time per round."""
     times: dict[str, dict[str, list[float]]] = {}
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     for _ in range(rounds):

@@ -1,15 +1,15 @@
-"""Cold compile times: NVRTC on every kernel the given specs need, in a process of its own.
+"""Cold compile times: NVRTC on every kernel that the given specs need, in a separate process.
 
     python -m benchmarks.compile_time SPECS.json
 
-SPECS.json: a list of AttentionSpec fields. Prints one JSON object a kernel. No GPU is touched; the
-cache is the one in JAX_ATTN_CACHE_DIR, so a second run with the same folder must compile nothing.
+SPECS.json: a list of AttentionSpec fields. Prints one JSON object per kernel. No GPU is used. The
+cache is in JAX_ATTN_CACHE_DIR, so a second run with the same folder must compile nothing.
 
-How a time is taken: processor time of the thread that compiles. NVRTC does all of a kernel's work
-in the thread that asks, so this is what a caller waits for who has a core alone, and time in which
-others have the core does not count. A quarter of the cores compile at once: more would share caches
-and the halves of cores, which is in processor time, too. NVRTC has a cache of its own in the user's
-folder, where the same source takes 0.02 to 0.12 s the next time: it is off.
+A time is the processor time of the compiling thread. NVRTC compiles a kernel in the calling thread,
+so this is the wait of a caller on an idle core; time in which other work has the core does not
+count. A quarter of the cores compile at once. More would share caches and hyper-threads, which
+lengthens processor time, too. NVRTC's own cache in the user's folder, with which the same source
+takes 0.02 to 0.12 s the next time, is off.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _run(path: Path, cache_dir: Path) -> list[dict[str, Any]]:
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_ATTN_CACHE_DIR": str(cache_dir),
-        "CUDA_CACHE_DISABLE": "1",  # of NVRTC
+        "CUDA_CACHE_DISABLE": "1",  # NVRTC's own cache
     }
     command = [sys.executable, "-m", "benchmarks.compile_time", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)

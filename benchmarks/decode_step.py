@@ -1,7 +1,7 @@
-"""A decode step of many layers in one jit: is it captured, and what does a call cost inside it.
+"""A decode step of many layers in one jit: whether it is captured, and the cost of a call in it.
 
 Proof of capture: the handlers' host code counts its runs (jax_attn._core.jit_stats). A step that
-replays a CUDA graph launches num_layers kernels and runs that code not once.
+replays a CUDA graph launches num_layers kernels and never runs that code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jax_attn import _core
 
 FORMS = ("unrolled", "scan", "fori", "while")
 LOOP_STEPS = 10  # decode steps inside one call of the forms that loop over steps
-NUM_STEPS = 20  # of the proof
+NUM_STEPS = 20  # steps of the proof
 
 
 def make_step(num_layers: int, form: str) -> Callable[..., Any]:
-    """step(k, v, x, k_new, v_new, buffer, plan) -> k, v, x: append and attention of every layer.
+    """Returns step(k, v, x, k_new, v_new, buffer, plan) -> k, v, x: appends and attends per layer.
 
-    Nothing but our calls: a layer's o is the next layer's q. unrolled, scan: one step over the
-    layers; fori: LOOP_STEPS unrolled steps in a fori_loop; while: as many scanned ones in a
+    The step has only our calls: a layer's o is the next layer's q. unrolled, scan: one step over
+    the layers. fori: LOOP_STEPS unrolled steps in a fori_loop. while: as many scanned steps in a
     while_loop whose end depends on data.
     """
 
@@ -77,7 +77,7 @@ def make_step(num_layers: int, form: str) -> Callable[..., Any]:
 
 
 def bench_step(workload: Workload, spec: Any, plan: Any, kernels_us: float | None) -> Iterator[Row]:
-    """kernels_us: attention plus append of one layer, from chains of either; None: not measured."""
+    """Measures a step. kernels_us: attention plus append of one layer; None: not measured."""
     w = workload
     row = (w.num_kv_heads, w.head_dim)
     num_layers = w.num_layers if ops.on_gpu() else 3
@@ -140,9 +140,9 @@ def bench_step(workload: Workload, spec: Any, plan: Any, kernels_us: float | Non
 
 
 def _profiled_kernels_us(run: Callable[[], Any], num_steps: int) -> float | None:
-    """Sum of the durations of all kernels and memsets of a step, as the profiler saw them.
+    """Returns the total duration of all kernels and memsets of a step, from the profiler.
 
-    XLA runs without command buffers while a profiler looks, so every kernel shows by itself.
+    XLA runs without command buffers under a profiler, so every kernel appears separately.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def _profiled_kernels_us(run: Callable[[], Any], num_steps: int) -> float | None
                     for event in line.events:
                         count, total = totals.get(event.name, (0, 0.0))
                         totals[event.name] = (count + 1, total + event.duration_ns / 1e3)
-    except Exception as error:  # a profiler that does not work costs a number, not the run
+    except Exception as error:  # a broken profiler must not fail the run
         log(f"profiler: {type(error).__name__}: {error}")
         return None
     for name, (count, total) in sorted(totals.items(), key=lambda item: -item[1][1]):

@@ -1,4 +1,4 @@
-"""The device's own time, read between executables: free of the host that waits for results."""
+"""The device's clock, read between executables, without the host's waiting time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _read(zeros_ref: Any, now_ref: Any) -> None:
 
 @functools.cache
 def _stamp() -> Callable[[], jax.Array]:
-    """A kernel of one warp. A GPU runs executables one after the other, in the order of calls."""
+    """Makes a one-warp kernel that reads the clock. A GPU runs executables in call order."""
     read = pl.pallas_call(
         _read, out_shape=_WARP, compiler_params=triton.CompilerParams(num_warps=1), name="stamp"
     )
@@ -35,12 +35,11 @@ def _stamp() -> Callable[[], jax.Array]:
 
 
 def elapsed_us(ahead: Callable[[], Any], run: Callable[[], Any]) -> float:
-    """From the end of `ahead` to the end of `run`, both asynchronous; below 4 s.
+    """Returns the time from the end of `ahead` to the end of `run`, both asynchronous; below 4 s.
 
-    What the host does for a call before it launches the first kernel, some us a call, it does
-    while the device is busy with `ahead`, if that takes long enough.
+    If `ahead` takes long enough, it hides the host's work before the first launch, some us a call.
     """
     results = ahead(), _stamp()(), run(), _stamp()()
     _, begin, _, end = jax.block_until_ready(results)
-    # By copies: an index of a jax array would be another executable, and the device would rest.
+    # Copy the arrays: indexing a jax array would run another executable, and the device would idle.
     return (int(np.asarray(end)[0]) - int(np.asarray(begin)[0])) % 2**32 / 1e3

@@ -1,7 +1,7 @@
-"""What a GPU did while the profiler looked: how long it was busy, with which kernels, and the gaps.
+"""A GPU's activity under the profiler: busy time, kernels and gaps.
 
-XLA runs without command buffers while a profiler looks, so every kernel shows by itself, and the
-gaps between the kernels of one executable are wider than they are otherwise.
+XLA runs without command buffers under a profiler. So every kernel appears separately, and the gaps
+between the kernels of one executable are wider than without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Copies between host and device run beside the kernels. A device that does only that is idle.
+# Copies between host and device run beside the kernels; they alone do not make a device busy.
 _HOST_COPIES = ("MemcpyH2D", "MemcpyD2H", "Memcpy HtoD", "Memcpy DtoH")
 
 
@@ -24,14 +24,14 @@ class Event(NamedTuple):
     begin_us: float
     end_us: float
     name: str
-    module: str  # the executable it belongs to; "": not known
+    module: str  # its executable; "": unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Microseconds, over the `num_steps` steps between the first and the last begin of one.
+    """Microseconds over `num_steps` steps, from the first step's begin to the last one's begin.
 
-    busy + idle_within + idle_between = span. idle_between: from an executable to the next one.
+    busy + idle_within + idle_between = span. idle_between: between executables.
     """
 
     num_steps: int
@@ -39,7 +39,7 @@ class Summary:
     busy: float
     idle_within: float
     idle_between: float
-    kernels: tuple[tuple[str, int, float], ...]  # name, count, total; the dearest first
+    kernels: tuple[tuple[str, int, float], ...]  # name, count, total; longest total first
 
     def describe(self) -> str:
         n = self.num_steps
@@ -55,16 +55,16 @@ class Summary:
 
 
 def record(run: Callable[[], Any], first_module: str) -> Summary | None:
-    """Runs under the profiler. first_module: a step begins with this executable (jit_forward).
+    """Profiles `run`. first_module: the executable that begins a step (jit_forward).
 
-    None: there is no GPU in the trace.
+    Returns None if the trace has no GPU.
     """
     events = record_events(run)
     return summarize(events, first_module) if events else None
 
 
 def record_events(run: Callable[[], Any]) -> list[Event]:
-    """Runs under the profiler: the work of the first GPU, by begin."""
+    """Profiles `run` and returns the events of the first GPU, sorted by begin."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -73,7 +73,7 @@ def record_events(run: Callable[[], Any]) -> list[Event]:
 
 
 def covered_us(events: list[Event]) -> float:
-    """In which at least one of the events is there; they are by begin."""
+    """Returns the time covered by at least one event. events: sorted by begin."""
     total, end = 0.0, -math.inf
     for event in events:
         total += max(0.0, event.end_us - max(end, event.begin_us))
@@ -82,7 +82,7 @@ def covered_us(events: list[Event]) -> float:
 
 
 def device_events(profile: Any) -> list[Event]:
-    """The work of the first GPU, by begin."""
+    """Returns the events of the first GPU, sorted by begin."""
     events = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:0"):
@@ -100,7 +100,7 @@ def device_events(profile: Any) -> list[Event]:
 
 
 def summarize(events: list[Event], first_module: str) -> Summary:
-    """Without module names in the trace, all of it counts as one step."""
+    """Summarizes events. Without module names in the trace, all of it counts as one step."""
     events = _with_modules(events)
     begins = [
         event.begin_us
@@ -108,7 +108,7 @@ def summarize(events: list[Event], first_module: str) -> Summary:
         if event.module.startswith(first_module)
         and (before is None or before.module != event.module)
     ]
-    # The first steps are those of a profiler that wakes up.
+    # Skip the first steps, in which the profiler warms up.
     begins = begins[min(2, max(0, len(begins) - 2)) :]
     if len(begins) >= 2:
         events = [event for event in events if begins[0] <= event.begin_us < begins[-1]]
@@ -134,7 +134,7 @@ def summarize(events: list[Event], first_module: str) -> Summary:
 
 
 def _with_modules(events: list[Event]) -> list[Event]:
-    """Fills and the like have no module: they belong to the one before."""
+    """Assigns events without a module, such as fills, to the previous event's module."""
     named, module = [], ""
     for event in events:
         module = event.module or module

@@ -1,7 +1,7 @@
-"""Hash of the sources that decide how fast attention runs, so that a stale result file shows.
+"""Hash of the sources that determine the speed of attention, to detect stale result files.
 
-`make digest` prints it for CPUs and for GPUs. A file in benchmarks/results carries the one it was
-measured with.
+`make digest` prints it for CPUs and for GPUs. A file in benchmarks/results records the hash of the
+sources that it was measured with.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ COMMENT_OR_STRING = re.compile(rb'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DO
 
 
 def without_comments(content: bytes) -> bytes:
-    """Neither comments nor more than one blank between words. Strings stay."""
+    """Removes comments and repeated blanks. Strings stay."""
     code = COMMENT_OR_STRING.sub(lambda x: x[0] if x[0][:1] == b'"' else b" ", content)
     return b" ".join(code.split())
 
 
 def sources_digest(platform: str) -> str:
-    """16 hex digits over the names and contents of csrc/ and of the plan code.
+    """Returns 16 hex digits of a hash of names and contents of csrc/ and of the plan code.
 
-    Of C++ and CUDA without comments and line breaks, which decide nothing, and without the kernels
-    of the other platform. platform: "cpu" or "gpu".
+    Comments and line breaks of C++ and CUDA do not count, nor do the kernels of the other platform.
+    platform: "cpu" or "gpu".
     """
     others = ROOT / "csrc" / {"cpu": "cuda", "gpu": "cpu"}[platform]
     files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]

@@ -1,16 +1,17 @@
-"""Speculative decoding: the engine with and without drafts, in turns.
+"""Speculative decoding: the engine with and without drafts, interleaved.
 
     python -m benchmarks.drafts                  -> a table, tokens/s, of n-gram lookup
     python -m benchmarks.drafts --draft-model    -> one of draft models
     python -m benchmarks.drafts --rounds 1 --tokens 40    tries the script
 
-The bundled model. Repetitive text is a function that is there six times; source code is the
-beginning of a module, whose continuations repeat less. A ratio is that of two runs of one round,
-next to each other; the table has the median of all rounds, the least and the most. Processor time
-of a token is less noisy than its time where others use the machine: its ratio is the last column.
+The target is the bundled model. Repetitive text is a function repeated six times. Source code is
+the beginning of a module, whose continuations repeat less. A ratio compares two adjacent runs of a
+round; the table has the median, minimum and maximum over rounds. On a busy machine the processor
+time of a token is less noisy than its wall time: its ratio is the last column.
 
-Draft models are for a model that has 24 more layers, which add nothing: the bundled one finds the
-same at a fifth of the time. Beside it, one of weights near it, and one of noise.
+With draft models, the target is the bundled model with 24 more layers that add nothing. The bundled
+model is then a perfect draft at a fifth of the time. The other drafts have weights near it, and
+random weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 PROMPTS = Path(__file__).resolve().parents[1] / "examples" / "prompts"
 CONFIG = EngineConfig(num_pages=2048, page_size=16, max_running=8, max_step_tokens=64)
 NUM_MORE_LAYERS = 24
-CONTEXT = 200  # tokens of source code before what is written
+CONTEXT = 200  # tokens of source code before the generated ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ MODEL_CASES = [CASES[i] for i in (2, 3)]
 
 class Run(NamedTuple):
     tokens_per_second: float
-    cpu_seconds: float  # of a token
+    cpu_seconds: float  # per token
 
 
 class Bench:
@@ -73,11 +74,11 @@ class Bench:
         draft_model: models.Model | None = None,
     ):
         self._model, self._draft_model, self._num_tokens = model, draft_model, num_tokens
-        # One after the other on the same device: what is compiled is the same.
+        # Both run one after the other on the same device and share compiled code.
         self._configs = [CONFIG, dataclasses.replace(CONFIG, max_drafts=max_drafts)]
         self._warm = Engine(model, self._configs[1], draft_model=draft_model)
         self._warm.warm_up()
-        self.right = 0.0  # of the drafts of the last run, as a share
+        self.right = 0.0  # accepted share of the last run's drafts
 
     def _prompt(self, repetitive: bool) -> list[int]:
         text = "def add(a, b):\n    return a + b\n\n\n" * 6
@@ -115,7 +116,7 @@ class Bench:
             events = engine.step()
             if begin:
                 num_tokens += sum(len(event.tokens) for event in events)
-            elif events:  # from the first token on: prefill is not what is measured
+            elif events:  # from the first token on: prefill is not measured
                 begin, begin_cpu = time.perf_counter(), time.process_time()
         if num_drafts := engine.stats()["draft_tokens"]:
             self.right = engine.stats()["draft_tokens_taken"] / num_drafts
@@ -123,7 +124,7 @@ class Bench:
         return Run(num_tokens / seconds, cpu / num_tokens)
 
     def rounds(self, case: Case, num_rounds: int) -> Iterator[tuple[Run, Run]]:
-        """Without and with drafts. Which is first takes turns."""
+        """Yields runs without and with drafts. Their order alternates."""
         for seed in range(num_rounds):
             order = self._configs if seed % 2 == 0 else self._configs[::-1]
             found = {id(c): self.measure(case, c, seed) for c in order}
@@ -147,7 +148,7 @@ class Bench:
 
 
 def deeper(model: models.Model) -> models.Model:
-    """The same function, by more layers."""
+    """Returns a model that computes the same function with more layers."""
     layer = dict(model.params["layers"][0])
     layer |= {name: jnp.zeros_like(layer[name]) for name in ("o", "down")}
     layers = [*model.params["layers"], *[layer] * NUM_MORE_LAYERS]
@@ -157,7 +158,7 @@ def deeper(model: models.Model) -> models.Model:
 
 
 def near(model: models.Model, std: float) -> models.Model:
-    """Each weight times 1 + std * a normal number."""
+    """Returns the model with each weight multiplied by 1 + std * a normal random number."""
     key = jax.random.key(0)
 
     def change(weight: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""What a kv cache in float8_e4m3fn costs in accuracy, beside one in bfloat16, on CPU.
+"""Accuracy of a KV cache in float8_e4m3fn compared with bfloat16, on CPU.
 
     python -m benchmarks.error_e4m3
 
-q, k and v are drawn in float64, and that attention, in float64, is the truth. Rows: what is stored
-how. `stored` is the error of the rounded operands in float64, what no kernel can avoid; `kernel`
-that of jax_attn.attention on them. Both are norm(o - truth) / norm(truth) over all rows; `lse` is
-the largest error of a log-sum-exp. docs/notes/e4m3.md has the table that it prints.
+q, k and v are drawn in float64, and float64 attention over them is the truth. A row names the
+stored formats. `stored` is the error of float64 attention over the rounded operands, which no
+kernel can avoid. `kernel` is the error of jax_attn.attention on them. Both are norm(o - truth) /
+norm(truth) over all rows. `lse` is the largest error of a log-sum-exp. docs/notes/e4m3.md has the
+table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HEADS, KV_HEADS, DIM = 8, 2, 128
 
 
 def draw(data: str, rng: np.random.Generator, tokens: int, heads: int, part: str) -> np.ndarray:
-    """[tokens, heads, DIM]: what a model's q, k or v may look like."""
+    """Draws q, k or v as in a model, [tokens, heads, DIM]."""
     x = rng.normal(size=(tokens, heads, DIM))
     if data == "heavy tails":  # Student's t, 3 degrees of freedom
         x = rng.standard_t(3, size=x.shape) / np.sqrt(3)
@@ -37,7 +38,7 @@ def draw(data: str, rng: np.random.Generator, tokens: int, heads: int, part: str
 
 
 def scale_of(x: np.ndarray, how: str) -> np.ndarray | None:
-    """[heads]: the largest element becomes 448; or none."""
+    """Returns scales [heads] that map the largest element to 448, or None."""
     return (np.abs(x).max(axis=(0, 2)) / 448).astype(np.float32) if how == "scaled" else None
 
 

@@ -1,14 +1,14 @@
-"""Attention error by format of the paged cache, perplexity and a decode's time with it, on CPU.
+"""Attention error, perplexity and decode time by format of the paged cache, on CPU.
 
     python -m benchmarks.error_formats
 
-Perplexity: of the bundled model over 2,000 tokens of the Python standard library, in four parts,
-each read in one prefill over a cache of the format. Error: norm(o - truth) / norm(truth) of one
-query over 4096 keys; truth is float64 attention over the drawn q, k and v. Scales of heads are
-those that make the largest element of a head the largest of the format; of the model, 1. "int8
-products": with eight_bit_products, so of q and weights rounded to codes as well. Time: a
-decode of 8 requests with 2048 keys, 32 query and 8 KV heads, the formats in turns, the best of 100
-each. docs/notes/e4m3.md has the table that it prints.
+Perplexity: the bundled model over 2,000 tokens of the Python standard library, in four parts, each
+read in one prefill over a cache of the format. Error: norm(o - truth) / norm(truth) of one query
+over 4096 keys; truth is float64 attention over the drawn q, k and v. Head scales map the largest
+element of a head to the largest value of the format; for the model they are 1. "int8 products":
+with eight_bit_products, which also quantizes q and P. Time: a decode of 8 requests with 2048 keys,
+32 query and 8 KV heads, formats interleaved, the best of 100 each. docs/notes/e4m3.md has the
+table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DATA = ("normal", "sharp", "heavy tails", "outlier channels")
 
 
 def fields_of(name: str | None) -> dict[str, Any]:
-    """Fields of AttentionSpec."""
+    """Returns the AttentionSpec fields of a format."""
     kv_dtype, _, products = (name or "").partition(" ")
     return {"kv_dtype": kv_dtype or None, "eight_bit_products": bool(products)}
 
@@ -51,7 +51,7 @@ def largest(kv_dtype: str) -> float:
 
 
 def as_pages(x: np.ndarray, name: str | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """[tokens, heads, DIM] as pages of the format, and the scales of its heads, if it has them."""
+    """Converts x [tokens, heads, DIM] to pages of the format, and head scales if it has them."""
     kv_dtype = fields_of(name)["kv_dtype"]
     x = x.reshape(-1, PAGE, *x.shape[1:])
     if kv_dtype is None:
@@ -77,7 +77,7 @@ def error(data: str, name: str | None, num_keys: int = 4096) -> float:
 
 
 def decode(name: str | None, batch: int = 8, num_keys: int = 2048) -> Any:
-    """A call of the decode, compiled."""
+    """Returns a compiled call of the decode."""
     rng = np.random.default_rng(0)
     num_pages = batch * num_keys // PAGE
     spec = make_spec(name, 32, 8, max_batch=batch, max_qo_tokens=batch, max_kv_pages=num_pages)
@@ -94,7 +94,7 @@ def decode(name: str | None, batch: int = 8, num_keys: int = 2048) -> Any:
 
 
 def perplexity(name: str | None, part: int = 500, num_parts: int = 4) -> float:
-    """exp of the mean negative log-likelihood of tokens, all but the first of each part."""
+    """Returns exp of the mean negative log-likelihood of all tokens but the first of each part."""
     model = models.load(models.BUNDLED)
     ids = model.tokenizer.encode(inspect.getsource(textwrap) + inspect.getsource(inspect)).ids
     num_pages = -(-part // PAGE)

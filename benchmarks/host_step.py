@@ -1,11 +1,11 @@
-"""What a step costs the host: the engine on a device that takes no time, full of decodes.
+"""The host's time per step: the engine, full of decodes, on a fake device that takes no time.
 
     python -m benchmarks.host_step
     python -m benchmarks.host_step --waiting 1000 --running 16 --context 4096
-                                                       and as many that there are no pages for
+                                                       and waiting requests without free pages
 
-The sequences, their pages, the plan and the texts are those of a real server; only the two
-executables are not run. What JAX needs to launch those is not in these times.
+Sequences, pages, plan and texts are those of a real server; only the two executables are not run.
+These times do not include JAX's time to launch them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ VOCAB = shapes.SHAPES["qwen3-0.6b"]["vocab_size"]
 
 
 def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
-    """Of a small model with the vocabulary of a large one, at work on its sequences.
+    """Makes an engine that is decoding: a small model with the vocabulary of a large one.
 
-    The waiting would have a slot, but no pages: a prompt needs as many as are left for the running
-    to grow.
+    Waiting requests have free slots but no free pages: a prompt needs the pages that are reserved
+    for running requests to grow.
     """
     model = shapes.make_model("qwen3-0.6b", tiny=True, dtype="float32")
     config = dataclasses.replace(model.config, vocab_size=VOCAB)  # its weights are never used
     model = Model(config, model.params, shapes.make_tokenizer(VOCAB))
     num_pages = num_running * (context + 512) // 16
     if num_waiting:
-        num_left = (context - 1) // 16 + num_running  # the latter nobody is admitted to
+        num_left = (context - 1) // 16 + num_running  # the reserve for growth admits no request
         num_pages = (num_running * context // 16 + num_left) * 100 // 99
     capacities = EngineConfig(
         num_pages=num_pages,
@@ -73,7 +73,7 @@ def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
 
 
 def measure(engine: Engine, num_steps: int) -> dict[str, float]:
-    """Median microseconds of a step in which all decode, by phase; "step" is processor time."""
+    """Returns median microseconds of a decode step by phase; "step" is processor time."""
     phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step")}
     for _ in range(num_steps):
         begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and a client that costs it little of the machine."""
+"""A server in a separate process, and a client that uses little processor time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-START_SECONDS = 600  # of a server that compiles for a large model
+START_SECONDS = 600  # start-up limit, for a server that compiles a large model
 
 
 @dataclasses.dataclass
 class Answer:
-    """One request, as its client saw it. Seconds on time.perf_counter's clock."""
+    """One request, as seen by its client. Times are in seconds of time.perf_counter."""
 
     sent: float
     status: int = 0
-    times: list[float] = dataclasses.field(default_factory=list)  # of the chunks that have text
+    times: list[float] = dataclasses.field(default_factory=list)  # of chunks with text
     num_tokens: int = 0
     num_cached: int = 0
 
@@ -44,7 +44,7 @@ class Client:
     url: str
 
     def get(self, path: str, body: Any = None) -> str:
-        """The answer's text. With a body it is a POST."""
+        """Returns the answer's text. A request with a body is a POST."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json"}
@@ -57,7 +57,7 @@ class Client:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     async def generate(self, prompt: list[int], max_tokens: int, **fields: Any) -> Answer:
-        """Streams a completion over a connection of its own."""
+        """Streams a completion over its own connection."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -77,7 +77,7 @@ class Client:
         try:
             writer.write(head.encode() + payload)
             answer.status = int((await reader.readline()).split()[1])
-            # Each event is one write of the server, so no line of it is split by chunked encoding.
+            # The server writes each event at once, so chunked encoding does not split its lines.
             async for line in reader:
                 if line.startswith(b"data: {"):
                     answer.times.append(time.perf_counter())
@@ -85,7 +85,7 @@ class Client:
         finally:
             writer.close()
         if answer.status == 200:
-            answer.times.pop()  # that of the usage
+            answer.times.pop()  # the chunk with the usage has no text
             usage = json.loads(last.removeprefix(b"data: "))["usage"]
             answer.num_tokens = usage["completion_tokens"]
             answer.num_cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -94,10 +94,9 @@ class Client:
 
 @contextlib.contextmanager
 def running_server(*options: str, cache: str) -> Iterator[Client]:
-    """`python -m jax_attn.serve` with these options, on a free port, until the block ends.
+    """Runs `python -m jax_attn.serve` with these options on a free port until the block ends.
 
-    cache: a directory for what XLA compiles, so that the next server of the same shapes starts
-      sooner.
+    cache: directory of XLA's compilation cache, so the next server with these shapes starts faster.
     """
     kept = {
         "JAX_COMPILATION_CACHE_DIR": cache,

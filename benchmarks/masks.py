@@ -1,4 +1,4 @@
-"""Masks that save work, on a CPU: packed documents against the same as a ragged batch, and maps.
+"""Masks that save work, on a CPU: packed documents compared with a ragged batch, and block maps.
 
 python -m benchmarks.masks
 """
@@ -23,7 +23,7 @@ NUM_TOKENS, NUM_DOCUMENTS, HEADS, HEAD_DIM = 16384, 16, 8, 128
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], repeats: int = 7) -> dict[str, float]:
-    """Median seconds of each call; they take turns, so that all meet the same machine."""
+    """Returns median seconds of each call. Calls are interleaved, so drift affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(repeats + 1):
         for name, call in calls.items():
@@ -35,7 +35,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int = 7) -> dict[str,
 
 
 def packed_documents(borders: np.ndarray) -> dict[str, float]:
-    """borders: [NUM_DOCUMENTS + 1], tokens."""
+    """Times packed documents. borders: [NUM_DOCUMENTS + 1], tokens."""
     spec = ja.AttentionSpec(
         HEADS, HEADS, HEAD_DIM, dtype="float32", page_size=None, max_batch=NUM_DOCUMENTS,
         max_qo_tokens=NUM_TOKENS, max_kv_tokens=NUM_TOKENS, target="cpu",
@@ -55,7 +55,7 @@ def packed_documents(borders: np.ndarray) -> dict[str, float]:
 
 
 def block_map_calls(num_tokens: int, target: str | None) -> dict[str, Callable[[], Any]]:
-    """Of document ids inside jit: the map, and the plan that follows from it."""
+    """Returns calls inside jit, for document ids: the block map, and the plan made from it."""
     spec = ja.AttentionSpec(
         HEADS, HEADS, HEAD_DIM, page_size=None, max_batch=1, max_qo_tokens=num_tokens,
         max_kv_tokens=num_tokens, max_steps=1 << 17, target=target,

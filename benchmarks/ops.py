@@ -1,4 +1,4 @@
-"""Our operations and the device's ceilings as chains that timing.time_chain can time."""
+"""Our operations and the device's ceilings, as chains for timing.time_chain."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.workloads import READ_BYTES, Workload
 from jax_attn import _core, reference
 from jax_attn._spec.formats import FOUR_BITS
 
-# Data sets that take turns must outgrow the last-level cache several times (60 MB on an H200), or
-# repeated calls would read that instead of memory.
+# Alternating data sets must be several times larger than the last-level cache (60 MB on an H200);
+# otherwise repeated calls would read the cache instead of memory.
 ROTATE_BYTES = 256 << 20
 MLA_SCALE = (128 + 64) ** -0.5  # DeepSeek-V3's heads, before absorption
-NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only to choose the length of a chain
+NOMINAL = Ceilings(bytes_per_us=4e6, flops_per_us=3e8)  # only for choosing the length of a chain
 
 
 KV_DTYPES = {"bf16": None, "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"} | {
@@ -35,7 +35,7 @@ def on_gpu() -> bool:
 
 
 def uncaptured() -> dict[str, Any] | None:
-    """Compiler options that keep calls ordinary launches on one stream, in program order."""
+    """Returns options without command buffers: launches on one stream, in program order."""
     return {"xla_gpu_enable_command_buffer": ""} if on_gpu() else None
 
 
@@ -46,7 +46,7 @@ def _normal(shape: tuple[int, ...], num: int, seed: int) -> list[jax.Array]:
 
 
 def normal(shape: tuple[int, ...], num: int = 1, seed: int = 0) -> list[jax.Array]:
-    """`num` arrays of fresh random bf16 on the device. rbg: gigabytes in milliseconds."""
+    """Returns `num` random bf16 arrays. The rbg generator fills gigabytes in milliseconds."""
     return list(_normal(tuple(shape), num, seed))
 
 
@@ -54,13 +54,13 @@ def normal(shape: tuple[int, ...], num: int = 1, seed: int = 0) -> list[jax.Arra
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """ "num_ctas=132,num_stages=4,schedule=no_split" -> a dict; integers where they parse."""
+    """Parses "num_ctas=132,num_stages=4,schedule=no_split" to a dict; integers where they parse."""
     pairs = [item.split("=", 1) for item in text.split(",") if item]
     return {k: int(v) if v.lstrip("-").isdigit() else v for k, v in pairs}
 
 
 def make_spec(workload: Workload, variant: dict[str, Any], target: str | None = None):
-    """The spec that exactly holds the batch.
+    """Returns the spec whose capacities are exactly the batch's sizes.
 
     variant: fields of AttentionSpec, or of KernelConfig (csrc/spec.h) for tuning.
     """
@@ -115,14 +115,14 @@ def make_plan(workload: Workload, spec: Any) -> Any:
 
 
 def plan_us(workload: Workload, spec: Any, repeats: int = 101) -> float:
-    """Median time of jax_attn.plan on the host, given arrays; its Python included."""
+    """Returns the median time of jax_attn.plan on the host, Python included."""
     arguments = plan_arguments(workload)
     return timing.median_us(lambda: ja.plan(spec, *arguments).buffer, repeats)
 
 
 def plan_chain(workload: Workload, spec: Any, *, plans: bool) -> Callable[[int], Callable[[], Any]]:
-    """Plans of traced arrays, each of lengths that the one before has its hand in: a 0 of its
-    header is added. plans=False: the additions alone, for what they cost."""
+    """Chains of plans of traced arrays. A zero from each plan's header is added to the next plan's
+    lengths, so the plans depend on each other. plans=False: only the additions, as a baseline."""
     arguments = [jnp.asarray(x, jnp.int32) for x in plan_arguments(workload)]
     buffer = jnp.asarray(make_plan(workload, spec).buffer)
     zero = spec.layout["header"] + 11  # PlanHeader.fault
@@ -147,7 +147,7 @@ def plan_chain(workload: Workload, spec: Any, *, plans: bool) -> Callable[[int],
 
 @dataclasses.dataclass
 class AttentionData:
-    """Inputs of one workload; sets take turns.
+    """Inputs of one workload, in several sets that calls alternate between.
 
     paged: k, v [num_sets, num_pages, page_size, num_kv_heads, head_dim], the set is the layer;
     mla: no v.
@@ -161,7 +161,7 @@ class AttentionData:
     num_sets: int
 
     def kv(self, index: int) -> tuple[Any, Any, int | None]:
-        """k, v and layer of call `index`."""
+        """Returns k, v and layer of call `index`."""
         index %= self.num_sets
         if self.workload.page_size is None:
             return self.k[index], self.v[index], None
@@ -189,7 +189,7 @@ def make_data(workload: Workload) -> AttentionData:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _codes(kv_dtype: str, x: jax.Array) -> jax.Array:
-    """Rows of a format of x: of normal data; of four bits any codes with scales of 1/4."""
+    """Quantizes normal data x to rows of a format; 4-bit formats get random values, scales 1/4."""
     if kv_dtype == "int8":
         scale = jnp.abs(x).max(axis=-1, keepdims=True).astype(jnp.float32) / 127
         codes = jnp.round(x / scale).astype(jnp.int8)
@@ -205,27 +205,27 @@ def _codes(kv_dtype: str, x: jax.Array) -> jax.Array:
 
 
 def _numbers(kv_dtype: str, rows: jax.Array) -> jax.Array:
-    """What rows of codes stand for."""
+    """Dequantizes rows."""
     if rows.dtype in (jnp.int8, jnp.uint8):
         rows = jnp.asarray(reference.dequantize(np.asarray(rows), None, np.float32, kv_dtype))
     return rows.astype(jnp.float32)
 
 
 def attention_once(data: AttentionData, spec: Any, plan: Any) -> Callable[[], jax.Array]:
-    """A function of no arguments: one jitted call."""
+    """Returns a function without arguments that makes one jitted call."""
     return attention_chain(data, spec, plan)(1)
 
 
 def attention_chain(
     data: AttentionData, spec: Any, plan: Any
 ) -> Callable[[int], Callable[[], Any]]:
-    """Chains of attention calls, nothing but those calls in the executable.
+    """Makes chains of attention calls, with only those calls in the executable.
 
-    Decode: each call's o is the next one's q, a true dependency, so the calls may be captured in
-    one CUDA graph and still run one after the other. Otherwise values matter (o shrinks toward the
-    mean of v, and the tensor cores run cooler on that), so every call gets the same q; every o is a
-    result, the plan is a new operand for each so that no two calls are the same expression, and
-    the calls stay ordinary launches of one stream.
+    Decode: each call's o is the next call's q. This true dependency lets the calls be captured in
+    one CUDA graph and still run in order. Otherwise every call gets the same q, because values
+    matter: o shrinks toward the mean of v, and tensor cores run cooler on that. Every o is a
+    result. Each call has its own plan operand, so no two calls are the same expression. The calls
+    stay ordinary launches of one stream.
     """
     linked = data.workload.kind in ("decode", "shared_prefix")
     buffer = jax.device_put(plan.buffer)
@@ -257,8 +257,8 @@ def attention_chain(
 def gradient_chain(
     attend: Callable[..., Any], arrays: Any, d_o: list[jax.Array]
 ) -> Callable[[int], Callable[[], Any]]:
-    """Chains of backward passes of attend(*arrays): the forward pass once, then the gradients of
-    all arrays for each of n d_o."""
+    """Makes chains of backward passes of attend(*arrays): one forward pass, then the gradients of
+    all arrays for each of n values of d_o."""
 
     def make_chain(num_calls: int) -> Callable[[], Any]:
         @functools.partial(jax.jit, compiler_options=uncaptured())
@@ -274,7 +274,7 @@ def gradient_chain(
 def backward_chain(
     workload: Workload, plan: Any, num_calls: int
 ) -> Callable[[int], Callable[[], Any]]:
-    """Ours, for chains of up to 2 * num_calls."""
+    """Makes our backward chain, for up to 2 * num_calls calls."""
     data = make_data(workload)
     k, v, layer = data.kv(0)
     if layer is not None:
@@ -298,10 +298,10 @@ def attention_chain_length(workload: Workload) -> int:
 
 
 def relative_error(data: AttentionData, o: jax.Array) -> float:
-    """‖o - exact‖ / ‖exact‖ over a few query rows, computed in float32 from the same inputs.
+    """Returns ‖o - exact‖ / ‖exact‖ over a few query rows; exact is float32 from the same inputs.
 
-    Rows: the first and last token of the longest request, the last token of the first and of the
-    last request. o: of set 0.
+    Rows: the first and last token of the longest request, and the last token of the first and of
+    the last request. o: result for set 0.
     """
     w = data.workload
     longest = int(np.argmax(w.kv_lens))
@@ -311,7 +311,7 @@ def relative_error(data: AttentionData, o: jax.Array) -> float:
         samples += [(longest, 0), (0, w.qo_lens[0] - 1), (last, w.qo_lens[last] - 1)]
     samples = sorted(set(samples))
     width = max(w.kv_lens)
-    rows = np.zeros((len(samples), width), np.int32)  # of k and v, one row a token
+    rows = np.zeros((len(samples), width), np.int32)  # rows of k and v, one per token
     visible = np.zeros(len(samples), np.int32)
     tokens = np.zeros(len(samples), np.int32)
     for s, (request, token) in enumerate(samples):
@@ -354,7 +354,7 @@ def _exact_rows(q: Any, k: Any, v: Any, visible: Any, scale: float) -> Any:
 
 
 def append_chain(workload: Workload, spec: Any, plan: Any) -> Callable[[int], Callable[[], Any]]:
-    """Appends to layer after layer of one donated cache. (spec and plan may be a step's.)"""
+    """Makes chains of appends to the layers of one donated cache. spec, plan: also of a step."""
     w = workload
     num_layers = max(2, min(64, -(-ROTATE_BYTES // w.bytes))) if on_gpu() else 2
     row = (w.num_kv_heads, w.head_dim)
@@ -384,7 +384,7 @@ def append_chain(workload: Workload, spec: Any, plan: Any) -> Callable[[int], Ca
 
 
 def merge_chain(workload: Workload) -> Callable[[int], Callable[[], Any]]:
-    """Merges of distinct states: ordinary launches, every result kept."""
+    """Makes chains of merges of distinct states: ordinary launches, every result kept."""
     w = workload
     rows = (w.num_states, w.nnz_qo, w.num_qo_heads)
 
@@ -404,9 +404,9 @@ def merge_chain(workload: Workload) -> Callable[[int], Callable[[], Any]]:
 
 
 def measure_ceilings(*, sustained: bool = False) -> tuple[Ceilings, list[Row]]:
-    """Read-only bandwidth (the best of a few XLA reductions) and an 8192^3 bf16 product.
+    """Measures read-only bandwidth (best of a few XLA reductions) and an 8192^3 bf16 matmul.
 
-    sustained: the product at the clock that a device under its power limit keeps (bursts.py).
+    sustained: times the matmul at the clock of a device at its power limit (bursts.py).
     """
     width = 1 << 16
     num_rows, size = (READ_BYTES // (2 * width), 8192) if on_gpu() else (32, 512)
@@ -458,7 +458,7 @@ def measure_ceilings(*, sustained: bool = False) -> tuple[Ceilings, list[Row]]:
 
 
 def _in_flight_us(run: Callable[[], Any], num_runs: int) -> float:
-    """Device time of one run, from n and 2n of them dispatched without waiting."""
+    """Returns the device time of one run, from n and 2n runs dispatched without waiting."""
 
     def make_chain(num_calls: int) -> Callable[[], Any]:
         return lambda: [run() for _ in range(num_calls)]

@@ -1,11 +1,11 @@
-"""What values that are not finite cost: time of a batch with a poisoned prompt beside a clean one.
+"""The cost of non-finite values: time of a batch with a poisoned prompt compared with a clean one.
 
     python -m benchmarks.poison [--prompt 16384] [--decodes 64] [--kv_len 4096] [--repeats 15]
 
-One prompt, causal, beside decodes of clean requests, as an engine runs them in one call: the prompt
-alone, the decodes alone, and both. A NaN of one request must cost the others nothing worth
-measuring: `ratio` is to the clean batch. Also checks that the other requests' results are the same
-bits. Times are those of a whole call, launch included, medians.
+One causal prompt and decodes of clean requests share a call, as in an engine. Measured are the
+prompt alone, the decodes alone, and both. A NaN in one request must not slow the others measurably:
+`ratio` is relative to the clean batch. Also checks that the other requests' results keep their
+bits. Times are medians of a whole call, launch included.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ POISONS: dict[str, Poison] = {
 
 
 def measure(qo_lens: list[int], kv_lens: list[int], poisoned: int | None, repeats: int) -> None:
-    """poisoned: the request whose values are; None: only the clean time."""
+    """Times a batch. poisoned: the request with non-finite values; None: only the clean time."""
     rng = np.random.default_rng(0)
     pages = [-(-n // PAGE) for n in kv_lens]
     page_indptr = np.concatenate([[0], np.cumsum(pages)])

@@ -1,9 +1,9 @@
-"""Quantised weights: on a CPU steps of a model beside the same in f32, and memory; on a GPU the
-products of an 8B model beside the same in bf16, and in XLA's way.
+"""Quantized weights. On a CPU: model steps and memory, compared with f32. On a GPU: matmuls of an
+8B model, compared with bf16 and with XLA.
 
     python -m benchmarks.quantized [--rows 1,64,256]
 
-A chain on a GPU multiplies by many matrices in turn, so that each comes from memory.
+On a GPU a chain cycles through many matrices, so each is read from memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ LLAMA = {
 }
 
 
-# Of a layer of llama-3.1-8b: rows and columns of qkv, o, gate and up, down.
+# Rows and columns of qkv, o, gate and up, down in a layer of llama-3.1-8b.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-SHOWN_IN_XLA = (4096, 28672)  # alone: XLA takes long to compile, and to run
+SHOWN_IN_XLA = (4096, 28672)  # only this one: XLA takes long to compile and run it
 NUM_LAYERS = 32
 
 
 def product_us(
     num_rows: int, shape: tuple[int, int], kind: str, product: Callable[..., Any]
 ) -> tuple[float, int]:
-    """Of one product of bf16 rows, and bytes of its matrix. kind: of shapes.QUANTIZED, or bf16."""
+    """Returns the time of a matmul with bf16 rows, and its matrix's bytes. kind: a key of
+    shapes.QUANTIZED, or bf16."""
 
     def matrices(count: int) -> list[Any]:
         plain = {"layers": [{"w": w} for w in ops.normal(shape, count)]}

@@ -29,7 +29,7 @@ def elapsed_s() -> float:
 
 @dataclasses.dataclass
 class Ceilings:
-    """What this device did in this run: bytes and floating-point operations a microsecond."""
+    """Measured ceilings of the device in this run: bytes and operations per microsecond."""
 
     bytes_per_us: float
     flops_per_us: float
@@ -37,22 +37,22 @@ class Ceilings:
 
 @dataclasses.dataclass
 class Row:
-    """One measured thing. `more`: fields beyond the format's, with the unit in the name."""
+    """One measurement. `more`: further fields, with the unit in the name."""
 
     workload: str
     median_us: float
-    bytes: float = 0  # of the rate: K and V alone for attention, as the field counts
+    bytes: float = 0  # for the rate: K and V only for attention, by convention
     flops: float = 0
-    min_bytes: float = 0  # of the floor: every input read once, every output written once
+    min_bytes: float = 0  # for the floor: each input read once, each output written once
     peers: dict[str, float] = dataclasses.field(default_factory=dict)
-    sustained_us: float | None = None  # without rests, where power is a limit (bursts.py)
+    sustained_us: float | None = None  # without rests, if power is a limit (bursts.py)
     peers_sustained: dict[str, float] = dataclasses.field(default_factory=dict)
     anchor_us: float | None = None
-    parts_floor_us: float | None = None  # of a row that is a sequence of parts: their floors' sum
+    parts_floor_us: float | None = None  # for a sequence of parts: sum of floors
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def floor_us(self, ceilings: Ceilings) -> float | None:
-        """None: there is nothing to move or to multiply, as in a compilation."""
+        """Returns the floor; None if nothing is moved or multiplied, as in a compilation."""
         if self.parts_floor_us is not None:
             return self.parts_floor_us
         us = max(self.min_bytes / ceilings.bytes_per_us, self.flops / ceilings.flops_per_us)
@@ -91,7 +91,7 @@ def workload_row(workload: Workload, us: float, **more: Any) -> Row:
 
 
 def table(rows: list[Row], ceilings: Ceilings) -> str:
-    """One line a row: ours, the floor, their ratio, the rate, the best peer of this run."""
+    """Returns one line per row: ours, the floor, their ratio, the rate, this run's best peer."""
     head = ("workload", "ours us", "floor", "% floor", "GB/s", "TFLOP/s", "best peer", "peer/ours")
     lines = [head]
     for row in rows:
@@ -149,7 +149,7 @@ def write(path: Path, rows: list[Row], ceilings: Ceilings, **more: Any) -> None:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """The object of a results file, one row a line."""
+    """Writes a results file, one row per line."""
     fields = [f' "{name}": {json.dumps(value)}' for name, value in result.items() if name != "rows"]
     lines = ",\n".join("  " + json.dumps(row) for row in result["rows"])
     path.write_text("{\n" + ",\n".join(fields) + ',\n "rows": [\n' + lines + "\n ]\n}\n")

@@ -1,7 +1,7 @@
-"""Models of known shapes with random weights, for measuring the server without any file.
+"""Models of known shapes with random weights, for measuring the server without model files.
 
 A shape is the object of a config.json. The tokenizer has a text for each token of the vocabulary,
-so that the host does what it would do for a real model.
+so the host does the same work as for a real model.
 
     python -m benchmarks.shapes qwen3-0.6b DIRECTORY       writes it, for `jax_attn.serve --model`
 """
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 QUANTIZED = {"int8": 0, "e4m3": 128, "int4": 128, "e2m1": 32}
 """Kinds of codes, and rows of a scale; 0: all."""
-TINY = {  # of any shape: for trying a script
+TINY = {  # replaces sizes of any shape, for trying a script
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -97,7 +97,7 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, mean: float) -> 
 
 
 def quantize(params: models.Params, kind: Any) -> models.Params:
-    """Random codes of a kind in the place of the layers' matrices."""
+    """Replaces the layers' matrices by random quantized values of a kind."""
     keys = iter(jax.random.split(jax.random.key(1, impl="rbg"), len(jax.tree.leaves(params))))
 
     def of(weight: jax.Array) -> Any:
@@ -119,7 +119,7 @@ def quantize(params: models.Params, kind: Any) -> models.Params:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level: the 256 bytes, then words of three to five letters. It never merges."""
+    """Makes a byte-level tokenizer: 256 bytes, then words of 3 to 5 letters. It never merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("".join(w) for n in (3, 4, 5) for w in itertools.product("aeinorst", repeat=n))
     longer = (f"{word}{i}" for i in itertools.count() for word in ("Ġthe", "Ġof", "Ġand"))
@@ -132,7 +132,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
-    """A model directory: config.json, tokenizer.json, and random weights in f16."""
+    """Writes a model directory: config.json, tokenizer.json, and random weights in f16."""
     from safetensors.numpy import save_file
 
     from jax_attn.models._weights.tensors import file_shapes
@@ -142,7 +142,7 @@ def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     make_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
-    # One long row of numbers for all: what they are does not matter, and drawing takes a minute.
+    # All weights repeat one long row of numbers: values do not matter, and drawing takes a minute.
     numbers = np.random.default_rng(0).standard_normal(10_000_019, np.float32).astype(np.float16)
     tensors, begin = {}, 0
     for name, sizes in file_shapes(config).items():
@@ -154,33 +154,33 @@ def write_directory(shape: str, directory: Path, tiny: bool = False) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-# ---- what a step cannot do without -------------------------------------------------------------
+# ---- minimum work of a step --------------------------------------------------------------------
 
 
 def weight_bytes(model: Model) -> int:
-    """Read by a step, whatever its size: all but an embedding that is no head, too."""
+    """Bytes of weights that every step reads: all but an embedding that is not also the head."""
     leaves = dict(model.params)
     if not model.config.tie_embeddings:
-        del leaves["embed"]  # a row a token
+        del leaves["embed"]  # one row per token
     return sum(x.nbytes for x in jax.tree.leaves(leaves))
 
 
 def kv_token_bytes(model: Model) -> int:
-    """Of one token in the cache, all layers."""
+    """Bytes of one token in the cache, all layers."""
     c = model.config
     itemsize = model.params["embed"].dtype.itemsize
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
 
 
 def step_flops(model: Model, qo_lens: list[int], kv_lens: list[int]) -> float:
-    """Matrix products of a step and causal attention; kv_lens include the new tokens. Logits are
-    of one row a sequence."""
+    """Floating-point operations of a step: matmuls and causal attention. kv_lens include the new
+    tokens. Logits are computed for one row per sequence."""
     c = model.config
     matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim == 2)
     per_token, per_row = 2.0 * matrices, 2.0 * c.hidden_size * c.vocab_size
     pairs = sum(
         qo * kv - qo * (qo - 1) / 2 for qo, kv in zip(qo_lens, kv_lens, strict=True)
-    )  # of a query and a key that it sees
+    )  # per query and visible key
     attention = 4.0 * c.num_layers * c.num_qo_heads * c.head_dim * pairs
     return per_token * sum(qo_lens) + per_row * len(qo_lens) + attention
 

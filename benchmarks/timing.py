@@ -1,8 +1,8 @@
-"""Device time of one call inside jit, free of what a jit call costs on the host.
+"""Device time of one call inside jit, without the host's cost of a jit call.
 
-A chain of n calls and one of 2n are compiled, each one executable; what a call costs is in their
-difference (bursts.py). Each runs behind other work and is timed by the device (device_clock.py);
-where there is no GPU, by the host.
+A chain of n calls and one of 2n are compiled to one executable each. Their difference gives the
+time of a call (bursts.py). Each runs behind other work and is timed by the device's clock
+(device_clock.py) or, without a GPU, by the host's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from benchmarks import bursts, device_clock
 from benchmarks.bursts import Timing
 
-# Read so often: 2 ms, in which the host launches all of a chain.
+# Reads of this array: 2 ms in all, in which the host launches the whole chain.
 AHEAD_BYTES, NUM_AHEAD = 1 << 30, 6
 
 
 def wall_us(run: Callable[[], Any]) -> float:
-    """One run, results awaited. Their memory is free again before the next run."""
+    """Times one run on the host, results awaited. Frees their memory before returning."""
     begin = time.perf_counter()
     jax.block_until_ready(run())
     return 1e6 * (time.perf_counter() - begin)
@@ -47,9 +47,9 @@ def _reader() -> Callable[[], jax.Array]:
 
 
 def _read_ahead() -> list[jax.Array]:
-    """Keeps the device busy at next to no cost for the host.
+    """Keeps the device busy at almost no cost for the host.
 
-    Chains of short calls do not: the host takes as long to launch one as the device to run it.
+    Chains of short calls would not: the host takes as long to launch one as the device to run it.
     """
     return [_reader()() for _ in range(NUM_AHEAD)]
 
@@ -57,7 +57,7 @@ def _read_ahead() -> list[jax.Array]:
 def time_chain(
     make_chain: Callable[[int], Callable[[], Any]], num_calls: int, *, sustained: bool = False
 ) -> Timing:
-    """make_chain(n): a function of no arguments that runs n dependent or distinct calls."""
+    """Times one call. make_chain(n): returns a function that runs n dependent or distinct calls."""
     short, long = make_chain(num_calls), make_chain(2 * num_calls)
     # Both compile before either is timed: a new executable with a command buffer evicts the graphs
     # of the older ones, which are captured again on their next run.

@@ -1,4 +1,4 @@
-"""Variants that tests, benchmarks and checks of kernels have in common: functions of scalars."""
+"""Variants shared by tests, benchmarks and kernel checks: functions of scalars."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def soft_cap_of(cap: float) -> Callable[..., Any]:
 
 
 def sigmoid_of(shift: float) -> Callable[..., Any]:
-    """A weight, for normalize="none"."""
+    """Returns a function that makes a score a weight, for normalize="none"."""
 
     def sigmoid(score: Any, at: Any) -> Any:
         return jax.nn.sigmoid(score - shift)
@@ -56,7 +56,7 @@ def documents(at: Any, q_doc: Any, kv_doc: Any) -> Any:
 
 
 def documents_of_rows(at: Any, doc: Any) -> Any:
-    """Where rows of q are those of k, too."""
+    """Document mask for the case that rows of q are also the rows of k."""
     return doc[at.q_row] == doc[at.kv_row]
 
 
@@ -72,7 +72,7 @@ def tree(at: Any, ancestors: Any) -> Any:
 def variant_of(
     known: Mapping[str, Any], logits: Any = None, mask: Any = None, normalize: Any = "softmax"
 ) -> tuple[ja.Variant, dict[str, Any]]:
-    """The variant, and its operands: those of the known ones that the functions name."""
+    """Returns the variant and its operands: the known operands that the functions name."""
     functions = [f for f in (logits, mask) if f is not None]
     named = {name for f in functions for name in inspect.signature(f).parameters}
     operands = {name: x for name, x in known.items() if name in named}

@@ -1,6 +1,6 @@
-"""What variants cost on a GPU, beside the built-in kernel and XLA: bf16, 32/8 heads, d128.
+"""The cost of variants on a GPU, compared with built-in kernels and XLA: bf16, 32/8 heads, d128.
 
-python -m benchmarks.variants_gpu [NAME ...]        names of rows, or how they begin
+python -m benchmarks.variants_gpu [NAME ...]        names of rows, or their prefixes
 python -m benchmarks.variants_gpu --shrink 64       tries the script, also on a CPU
 """
 
@@ -34,7 +34,7 @@ from jax_attn import masks
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 MAP_TOKENS = 65536
-CALLS = 20  # that are timed together
+CALLS = 20  # calls timed together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Batch:
     page_size: int | None = None
 
     def shrunk(self, by: int) -> Batch:
-        """qo_len of a prefill alone."""
+        """Returns the batch with shorter lengths; qo_len shrinks only for a prefill."""
         qo_len = self.qo_len // by if self.qo_len == self.kv_len else self.qo_len
         return dataclasses.replace(self, qo_len=qo_len, kv_len=self.kv_len // by)
 
@@ -57,7 +57,7 @@ DRAFTS = Batch(64, 8, 4096, page_size=16)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """base: the row that this one is compared with. operands: of the batch, by name."""
+    """A row. base: the row to compare with. operands: makes the operands of a batch, by name."""
 
     base: str = "causal built in"
     logits: Any = None
@@ -74,7 +74,7 @@ def slopes(low: float, high: float) -> Callable[[Batch], Mapping[str, Any]]:
 
 
 def documents(length: int) -> Callable[[Batch], Mapping[str, Any]]:
-    """Of so many tokens each; 0: one."""
+    """Makes documents of `length` tokens each; 0: a single document."""
 
     def ids(batch: Batch) -> Mapping[str, Any]:
         place = np.arange(batch.size * batch.qo_len) % batch.qo_len
@@ -93,7 +93,7 @@ def bias(batch: Batch) -> Mapping[str, Any]:
 
 
 def ancestors(batch: Batch) -> Mapping[str, Any]:
-    """Of each draft a bit, and its own: a binary tree."""
+    """Returns a bit mask per draft, of its ancestors and itself in a binary tree."""
     bits: list[int] = []
     for draft in range(batch.qo_len):
         bits.append(1 << draft | (bits[(draft - 1) // 2] if draft else 0))
@@ -124,13 +124,13 @@ CASES = {
         "drafts causal built in", mask=tree, operands=ancestors, causal=False, batch=DRAFTS
     ),
 }
-XLA_BIAS = "jax.nn dense bias"  # and its implementations
+XLA_BIAS = "jax.nn dense bias"  # followed by the implementation's name
 MAP = "block map of 64k"
 NAMES = [*CASES, *(f"{XLA_BIAS}, {name}" for name in ("xla", "cudnn")), MAP, f"{MAP} and plan"]
 
 
 def arrays_of(batch: Batch) -> list[Any]:
-    """q, and k and v of rows, or of pages."""
+    """Returns q, k, v; k and v are rows or pages."""
     rows = batch.size * batch.kv_len
     kv_shape: tuple[int, ...] = rows, KV_HEADS, HEAD_DIM
     if batch.page_size is not None:
@@ -159,7 +159,7 @@ def make(case: Case, batch: Batch) -> Callable[[], Any]:
         pages = np.arange(batch.size + 1) * (batch.kv_len // batch.page_size), order
     block_map = None
     if case.lists:
-        # Of tiles, 128 rows of Hopper.
+        # q_block in tokens: a tile has 128 rows on Hopper.
         block_map = masks.Mask(case.mask, operands).block_map(spec, *lengths, q_block=32)
     plan = ja.plan(spec, *lengths, *pages, block_map=block_map)
     for line in plan.describe().splitlines():
@@ -173,7 +173,7 @@ def make(case: Case, batch: Batch) -> Callable[[], Any]:
 
 
 def make_xla(implementation: str, batch: Batch) -> Callable[[], Any]:
-    """jax.nn with the same dense bias."""
+    """Makes a call of jax.nn with the same dense bias."""
     given = bias(batch)["bias"]
     q, k, v = (x.reshape(batch.size, -1, *x.shape[1:]) for x in arrays_of(batch))
     attend = jax.jit(
@@ -200,7 +200,7 @@ def median_us(run: Callable[[], Any]) -> float:
 
 
 class Rows:
-    """Times of rows, each taken once."""
+    """Times of rows, each measured once."""
 
     def __init__(self, shrink: int) -> None:
         self._shrink = shrink
@@ -220,7 +220,7 @@ class Rows:
         return calls["map and plan" if name.endswith("plan") else "map"]
 
     def check_bias(self, name: str) -> None:
-        """That jax.nn computes what ours does."""
+        """Checks that jax.nn computes the same as ours."""
         both = (self.call(n)().astype(jnp.float32) for n in (name, "dense bias [B, H, T, S]"))
         difference = jnp.max(jnp.abs(jnp.subtract(*both)))
         log(f"{name}: differs from ours by at most {float(difference):.4f}")
@@ -249,7 +249,7 @@ def main() -> None:
             if name.startswith(XLA_BIAS):
                 rows.check_bias(name)
             rows.report(name)
-        except Exception as error:  # a row that does not run costs a line
+        except Exception as error:  # a row that fails prints one line
             log(f"{name:36} {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 

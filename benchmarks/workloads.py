@@ -1,6 +1,6 @@
-"""The canonical workloads: what is in workloads.json, with lengths drawn and floors counted.
+"""The canonical workloads of workloads.json, with drawn lengths and computed floors.
 
-No jax and no torch here: ours and every peer draw the same batch from the same file.
+This module imports neither jax nor torch: ours and every peer draw the same batch from it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 PATH = Path(__file__).with_name("workloads.json")
 ATTENTION_KINDS = ("decode", "mixed", "prefill", "mla", "shared_prefix")
-BACKWARD_PRODUCTS = 5  # S again, dP, dV, dQ, dK; the forward pass has two
-READ_BYTES = 30 << 27  # of the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
+BACKWARD_PRODUCTS = 5  # S recomputed, dP, dV, dQ, dK; the forward pass has two
+READ_BYTES = 30 << 27  # for the read ceiling: 67 times an H200's cache, fewer than 2^31 bf16
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One batch. Lengths are in tokens, one entry a request."""
+    """One batch. Lengths are in tokens, one entry per request."""
 
     id: str
     kind: str
@@ -36,10 +36,10 @@ class Workload:
     num_states: int = 0  # merge
     num_layers: int = 0  # step
     head_dim_latent: int | None = None  # mla: columns of k that are v; None: v is an array
-    shared_len: int = 0  # leading tokens, whole pages, that all requests have in common
-    kv_dtype: str = "bf16"  # of k and v: or e4m3, e5m2, int8, mxfp4, nvfp4, int4; all else is bf16
-    q_dtype: str = "bf16"  # of q: or e4m3
-    eight_bit_products: bool = False  # of codes
+    shared_len: int = 0  # leading tokens, in whole pages, that all requests share
+    kv_dtype: str = "bf16"  # k and v; or e4m3, e5m2, int8, mxfp4, nvfp4, int4; others bf16
+    q_dtype: str = "bf16"  # q; or e4m3
+    eight_bit_products: bool = False  # matmuls of quantized values
 
     @property
     def batch_size(self) -> int:
@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def num_pages(self) -> int:
-        """Pages of a pool that just holds the batch."""
+        """Pages of a pool that exactly holds the batch."""
         assert self.page_size is not None
         num_shared = self.shared_len // self.page_size
         return self.num_page_indices - max(0, self.batch_size - 1) * num_shared
@@ -95,13 +95,13 @@ class Workload:
         return self.head_dim if self.head_dim_latent is None else self.head_dim_latent
 
     def unshared(self) -> Workload:
-        """Of a prompt and answers to it, a request each: the answers as sequences of their own."""
+        """For a prompt and its answers as one request each: the answers as whole sequences."""
         lens = self.kv_lens[1:]
         return dataclasses.replace(self, qo_lens=lens, kv_lens=lens, shared_len=0, page_size=None)
 
     @property
     def kv_bytes(self) -> int:
-        """K and V, each read once."""
+        """Bytes of K and V, each read once."""
         tokens = sum(self.kv_lens) - max(0, self.batch_size - 1) * self.shared_len
         dim = self.head_dim
         four_bits = {"mxfp4": dim // 32, "nvfp4": dim // 16, "int4": dim // 16}  # bytes of scales
@@ -125,7 +125,7 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * (QK and PV) over the visible (query, key) pairs; backward: 2 * five such products."""
+        """2 * (QK and PV) over visible (query, key) pairs; backward: 2 * five such matmuls."""
         if self.kind not in (*ATTENTION_KINDS, "backward"):
             return 0
         pairs = 0
@@ -136,21 +136,21 @@ class Workload:
 
     @property
     def max_error(self) -> float:
-        """Of o against float32, norms over a few rows, with normal data."""
+        """Bound of o's error relative to float32, in norms over a few rows, for normal data."""
         return 6e-2 if self.eight_bit_products else 1e-2
 
     @property
     def sustained(self) -> bool:
-        """Whether it multiplies enough for the power limit to matter (bursts.py)."""
+        """Whether its matmuls are large enough to reach the power limit (bursts.py)."""
         return self.kind in ("mixed", "prefill", "mla", "backward")
 
     def floor_us(self, bytes_per_us: float, flops_per_us: float) -> float:
-        """No version runs faster than this on a device that does so much in a microsecond."""
+        """The least possible time on a device with these ceilings."""
         return max(self.bytes / bytes_per_us, self.flops / flops_per_us)
 
 
 def load(select: Iterable[str] = (), kinds: Iterable[str] = (), shrink: int = 1) -> list[Workload]:
-    """Workloads whose id matches one of `select` and whose kind is one of `kinds`; empty: all.
+    """Returns workloads with an id in `select` and a kind in `kinds`; empty means all.
 
     select: ids, or prefixes that end in "*".
     shrink: divides lengths and tokens, for trying the scripts on a machine without the device.
@@ -213,7 +213,7 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
 
 
 def _lengths(entry: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """(qo_lens, kv_lens); the distributions are those that workloads.json describes."""
+    """Returns (qo_lens, kv_lens), drawn from the distributions described in workloads.json."""
     requests = entry["requests"]
     if isinstance(requests, list):
         qo_lens = [r["qo_len"] for r in requests for _ in range(r["count"])]

@@ -1,6 +1,6 @@
-# Functions to build and try the package for aarch64 on another machine, by cross compiler and QEMU.
-# To be sourced. Nothing is installed on this machine: a Python of Debian's is in FOLDER/python, where
-# debian_python unpacked it, packages go into FOLDER/site.
+# Functions to build and try the package for aarch64 on another machine, with a cross compiler and QEMU.
+# To be sourced. Nothing is installed on this machine: debian_python unpacks Debian's Python into
+# FOLDER/python, and packages go into FOLDER/site.
 . build_tools/debian.sh
 
 # aarch64_platforms PYTHON: $platforms becomes pip's options for all of glibc up to that Python's.
@@ -40,7 +40,7 @@ aarch64_install() {
     --implementation cp --abi "cp${version/./}" --abi abi3 --abi none "${platforms[@]}" \
     --target "$work/site" "$@"
   [[ $("$host/python" --version) == "Python $version."* ]] || return 0
-  # Here, because under QEMU it takes many times as long, and every process would do it again.
+  # Compile modules here: under QEMU it takes many times as long, and every process would repeat it.
   "$host/python" -m compileall -q -j 0 -x '/tests?/' "$work/site" "$work/python/root/usr/lib/python$version"
 }
 

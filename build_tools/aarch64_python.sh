@@ -3,7 +3,7 @@
 #
 #   build_tools/aarch64_python.sh BUILD    the CMake build for aarch64 of `.ci/run aarch64`
 #
-# Exits with 77, and says why, where Debian's Python or PyPI's wheels for aarch64 cannot be had.
+# Exits with 77, and says why, if Debian's Python or PyPI's wheels for aarch64 are not available.
 set -euo pipefail
 build=$(realpath "$1")
 host=$PWD/.venv/bin
@@ -29,7 +29,7 @@ cd "$build/checkout"
 aarch64_python 3.11 "$build"
 "${emulated[@]}" -c 'from jax_attn import _core; print(_core.cpu_isa())' | grep -x neon
 "${emulated[@]}" try_wheel.py
-# One set of parameters of each test. Of variants three tests: a minute of the three that it all takes.
+# One set of parameters of each test. Three tests of variants take one of the three minutes in all.
 printf '%s\n' tests/ops/test_attention.py \
   "tests/variant/test_variant.py -k 'test_functions or test_without_softmax or test_rows_of_operands'" \
   'tests/ops/test_append.py tests/ops/test_formats.py tests/ops/test_merge.py' \

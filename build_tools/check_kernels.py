@@ -1,9 +1,9 @@
-"""Compiles CUDA kernels, built-in ones and variants, with pip's NVRTC, and bounds what they use.
+"""Compiles CUDA kernels, built-in and variants, with pip's NVRTC, and checks their resource use.
 
     python build_tools/check_kernels.py [sm_80 sm_90a sm_100a sm_120a] [--only TEXT] [--some]
 
-Sources and options are the ones that a process would compile at run time. Every field of a
-specialisation takes each of its values somewhere in the list below; the product would take hours.
+Sources and options are those that a process compiles at run time. Every field of a specialization
+takes each of its values somewhere in the list below; all combinations would take hours.
 Prints a table and fails if a kernel
 
   - spills registers, or uses the stack at all (its frame is not 0 bytes), unless SPILLS says why;
@@ -11,11 +11,11 @@ Prints a table and fails if a kernel
   - does not fit its CTAs on a multiprocessor as select/cuda.cc launches them (registers, shared
     memory).
 
---some: one kernel in SOME of them, others for other sources, so that all have their turn. All take
-some 20 minutes of processor time.
+--some: compiles one kernel in SOME. The selection changes with the sources, so all get checked over
+time. All kernels take some 20 minutes of processor time.
 
-Compile times are printed, not bounded: they are those of this machine and of its other work. NVRTC
-uses one core, so that there is a process for each.
+Compile times are printed, not bounded: they depend on this machine and its load. NVRTC uses one
+core, so there is one process per core.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SMEM_KB = {80: (164, 163), 86: (100, 99), 89: (100, 99), 90: (228, 227), 100: (2
     120: (100, 99),
     121: (100, 99),
 }
-REGISTERS = 65536  # of a multiprocessor; a warp gets a multiple of 256
+REGISTERS = 65536  # per multiprocessor; a warp gets a multiple of 256
 
 # Kernel name (as printed, without its architecture) -> bytes of stack that are accepted, and why.
 # Compilers differ: what NVRTC 13.0 keeps in registers, 13.5 may not.
@@ -289,7 +289,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         " Of it 4 words are spilled on sm_80, up to 27 on sm_120a, none on sm_90a",
     ),
 }
-# Of plans with step lists: what the same kernels without them keep.
+# Kernels for plans with step lists spill what the same kernels without them do.
 SPILLS |= {
     f"attention-bf16-{kernel}": why
     for kernel, why in {
@@ -312,11 +312,11 @@ SPILLS |= {
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What one kernel asks of a multiprocessor."""
+    """Resources of one kernel."""
 
-    registers: int  # a thread
-    stack: int  # bytes a thread; spilled registers live there
-    smem: int  # bytes a CTA
+    registers: int  # per thread
+    stack: int  # bytes per thread, for spilled registers
+    smem: int  # bytes per CTA
     num_threads: int
 
 
@@ -398,19 +398,19 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(256, 2, 16, logits_soft_cap=50.0, window_left=4096)
     yield spec(256, 8, None, causal=False)
     yield spec(256, 4, 1, schedule="fixed_split", kv_split=1024)
-    # New tokens beside the pages: boxes, odd pages, short steps.
+    # Fresh tokens beside the pages: TMA tiles, odd pages, short steps.
     yield spec(128, 4, 16, fresh_kv=True)
     yield spec(64, 8, 64, fresh_kv=True, causal=False)
     yield spec(96, 5, 5, fresh_kv=True, window_left=100, logits_soft_cap=30.0)
     yield spec(256, 2, 1, fresh_kv=True)
     yield spec(128, 4, 16, fresh_kv=True, schedule="fixed_split", kv_split=1024)
-    # Batches of so few rows that sm_90 has a kernel of decodes alone for them.
+    # Batches of few rows, for which sm_90 has a decode-only kernel.
     yield spec(128, 4, 16, max_qo_tokens=8)
     yield spec((192, 128), 16, None, dtype="float16", max_qo_tokens=2)
     yield spec(256, 2, 1, logits_soft_cap=50.0, window_left=4096, max_qo_tokens=16)
     yield spec((64, 256), 4, 16, max_qo_tokens=8)
     yield spec(96, 5, 5, fresh_kv=True, window_left=100, max_qo_tokens=4)
-    # MLA: blocks of up to 64 heads, 32 where shared memory is short and of codes on Hopper.
+    # MLA: blocks of up to 64 heads; 32 if shared memory is short, and for quantized KV on Hopper.
     for kv_dtype in (None, "float8_e4m3fn"):
         for heads, page_size, options in (
             (128, 1, {}),
@@ -432,7 +432,7 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         (128, 4, 16, {"schedule": "fixed_split", "kv_split": 1024}),
     ):
         yield spec(dims, group, page_size, kv_dtype="float8_e4m3fn", **options)
-    # Products of these.
+    # e4m3 matmuls.
     if target == "sm_90":
         for dims, group, page_size, options in (
             (128, 8, None, {}),
@@ -447,21 +447,21 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ):
             fields = {"kv_dtype": "float8_e4m3fn", "eight_bit_products": True}
             yield spec(dims, group, page_size, **fields, **options)
-    # Codes that are decoded in shared memory.
+    # Quantized values that are decoded in shared memory.
     for kv_dtype in ("float8_e5m2", "int8", "mxfp4", "nvfp4", "int4"):
         yield spec(128, 4, 16, kv_dtype=kv_dtype)
         yield spec((192, 128), 1, 64, kv_dtype=kv_dtype, dtype="float16", causal=False)
         yield spec(256, 2, 16, kv_dtype=kv_dtype)
     yield spec(64, 8, 8, kv_dtype="mxfp4", window_left=100, logits_soft_cap=30.0)
     yield spec(64, 8, 8, kv_dtype="nvfp4", window_left=100, logits_soft_cap=30.0)
-    # New tokens beside pages of codes.
+    # Fresh tokens beside quantized pages.
     for kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "mxfp4", "nvfp4", "int4"):
         yield spec(128, 4, 16, kv_dtype=kv_dtype, fresh_kv=True)
         yield spec(256, 2, 16, kv_dtype=kv_dtype, fresh_kv=True, dtype="float16")
     yield spec(128, 4, 16, kv_dtype="float8_e4m3fn", fresh_kv=True, schedule="fixed_split")
     yield spec(80, 5, 16, kv_dtype="int8", fresh_kv=True, window_left=100, logits_soft_cap=30.0)
     yield spec(128, 4, 16, kv_dtype="int8", schedule="fixed_split", kv_split=1024)
-    # f32 has a kernel of its own.
+    # f32 has its own kernel.
     yield spec(64, 1, None, dtype="float32", causal=False)
     yield spec(128, 4, 16, dtype="float32", window_left=100, logits_soft_cap=30.0)
     yield spec((192, 128), 5, 5, dtype="float32")
@@ -513,7 +513,7 @@ def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int |
 
 
 def backward_sources(spec: ja.AttentionSpec) -> list[_core.KernelSource]:
-    """With the gradients of all operands of its variant that are floats."""
+    """Returns backward kernels, with the gradients of all float operands of the spec's variant."""
     if spec.variant is None:
         return _core.backward_sources(spec.problem, [])
     types = spec.variant.operand_types
@@ -522,7 +522,7 @@ def backward_sources(spec: ja.AttentionSpec) -> list[_core.KernelSource]:
 
 
 def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
-    """The same of the backward pass."""
+    """A covering set for the backward pass."""
     for dims, group, page_size, options in (
         ((128, 128), 4, None, {}),
         ((128, 128), 8, 16, {"dtype": "float16", "causal": False}),
@@ -569,7 +569,7 @@ QUANTIZED_PRODUCTS = (
 
 
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
-    """Sources, with the CTAs of a multiprocessor that launches count on (0: as many as fit)."""
+    """Yields sources, with the CTAs per multiprocessor that launches need (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
     for spec in attention_specs(target):
         num_sms = spec.problem.spec["num_processors"]
@@ -599,7 +599,7 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
 
 
 def read_usage(cubin: bytes, entry: str) -> Usage:
-    """From the sections of a cubin (ELF64): registers, frame, shared memory of kernel `entry`."""
+    """Reads registers, frame and shared memory of kernel `entry` from a cubin's ELF64 sections."""
     (table_at,) = struct.unpack_from("<Q", cubin, 40)
     entry_bytes, count, names_at = struct.unpack_from("<HHH", cubin, 58)
     headers = [
@@ -648,7 +648,7 @@ def read_usage(cubin: bytes, entry: str) -> Usage:
 
 
 def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
-    """What does not fit. num_ctas: CTAs that must share a multiprocessor."""
+    """Returns exceeded limits. num_ctas: CTAs that must share a multiprocessor."""
     sm_kb, cta_kb = SMEM_KB[arch]
     warp_registers = -(-usage.registers * 32 // 256) * 256
     found = []
@@ -667,7 +667,7 @@ def faults(usage: Usage, arch: int, num_ctas: int) -> list[str]:
 
 @functools.cache
 def variant_kernels(target: str) -> dict[str, str]:
-    """Names of the kernels with variants, and the same with the variant's instead of a hash."""
+    """Maps names of variant kernels to readable ones, with the variant's name instead of a hash."""
     names = {variant.words: name for name, variant in variants().items()}
     sources = [(spec, _core.attention_source(spec.problem)) for spec in attention_specs(target)]
     sources += [(spec, backward_sources(spec)[0]) for spec in backward_specs(target)]
@@ -690,7 +690,7 @@ def kernels_of(target: str) -> list[tuple[_core.KernelSource, int]]:
 
 
 def check(which: tuple[str, int]) -> tuple[bool, str]:
-    """Whether a kernel, the i-th of its target, is as it should be, and a line about it."""
+    """Checks a kernel, the i-th of its target. Returns whether it passes, and a line about it."""
     target, i = which
     source, num_ctas = kernels_of(target)[i]
     start = time.perf_counter()
@@ -731,7 +731,7 @@ def main() -> int:
     print(f"{'kernel':<62} regs  stack    smem CTAs   compile")
     failures = 0
     num_processes = min(os.cpu_count() or 1, len(chosen))
-    # Not forked: jax has threads.
+    # Spawn, not fork: jax has threads.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
         for ok, line in processes.map(check, chosen):
             failures += not ok

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness against a live server: check_lm_eval.py PYTHON, of an environment with it.
+"""Checks a live server with lm-evaluation-harness: check_lm_eval.py PYTHON.
 
-Its `local-completions` measures bits per byte of a few texts (log-probabilities of prompts) and
-whether what is generated is what is expected. Both are computed here, too, by the reference of the
-bundled model. Nothing is asked of any hub: the task's data are files.
+PYTHON is that of an environment with the harness. Its `local-completions` measures bits per byte of
+a few texts (log-probabilities of prompts) and whether generated text is as expected. Both are
+compared with the bundled model's reference. No hub is contacted: the task's data are files.
 """
 
 import json
@@ -20,7 +20,7 @@ from jax_attn import models
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = sorted((ROOT / "examples" / "prompts").glob("*.py.txt"))
-NUM_CHARS = 1500  # of each
+NUM_CHARS = 1500  # of each text
 MAX_LEN = 640  # tokens, which the texts do not reach
 NUM_GENERATED = 12  # tokens
 DIGITS = 1e-4  # relative, of bits per byte
@@ -55,7 +55,7 @@ class Reference:
         self._forward = jax.jit(models.reference_forward, static_argnames="config")
 
     def _logits(self, tokens: list[int]) -> np.ndarray:
-        padded = np.zeros(MAX_LEN, np.int32)  # behind them, where nobody looks
+        padded = np.zeros(MAX_LEN, np.int32)  # tokens do not see the padding behind
         padded[: len(tokens)] = tokens
         logits = self._forward(self._model.params, self._model.config, padded)
         return np.asarray(logits, np.float64)[: len(tokens)]
@@ -68,7 +68,7 @@ class Reference:
         return float((norms - logits[np.arange(len(norms)), tokens[1:]]).sum() / np.log(2))
 
     def greedy(self, prompt: str) -> str:
-        # The harness sends tokens, and puts nothing before those of a prompt.
+        # The harness sends tokens and adds none before a prompt's.
         tokens = list(self._model.tokenizer.encode(prompt).ids)
         begin = len(tokens)
         for _ in range(NUM_GENERATED):
@@ -77,7 +77,7 @@ class Reference:
 
 
 def write_tasks(directory: Path) -> float:
-    """Their data beside them. Returns the bits per byte that are expected."""
+    """Writes the tasks and their data. Returns the expected bits per byte."""
     reference = Reference()
     texts = [path.read_text(encoding="utf-8")[:NUM_CHARS].rstrip() for path in TEXTS]
     prompts = [text[: NUM_CHARS // 4].rstrip() for text in texts]
@@ -95,7 +95,7 @@ def write_tasks(directory: Path) -> float:
 
 
 def evaluate(python: str, directory: Path, url: str) -> dict[str, dict[str, float]]:
-    """The harness's figures, by task."""
+    """Runs the harness and returns its results by task."""
     arguments = {
         "model": models.BUNDLED.name,
         "base_url": f"{url}/v1/completions",

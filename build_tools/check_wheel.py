@@ -1,8 +1,8 @@
-"""Check a wheel before anyone installs it: check_wheel.py WHEEL.
+"""Checks a wheel before it is installed: check_wheel.py WHEEL.
 
-It must be small, hold the package and nothing else, run on glibc 2.28, and carry the tag of the
-stable ABI, or of Python 3.11, which has none that suffices. auditwheel must have tagged it: its tag
-tells the newest version of glibc of which the wheel calls a function.
+The wheel must be small, contain only the package, run on glibc 2.28, and have the tag of the stable
+ABI or of Python 3.11, whose stable ABI does not suffice. auditwheel must have tagged it: that tag
+names the newest version of glibc whose functions the wheel calls.
 """
 
 import re

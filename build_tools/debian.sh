@@ -1,4 +1,4 @@
-# Functions that unpack Debian's packages, and Pythons of them, into folders. To be sourced. Nothing is
+# Functions that unpack Debian's packages, including Pythons, into folders. To be sourced. Nothing is
 # installed on this machine.
 
 # debian_apt FOLDER ARCH COMMAND...: apt-get with package lists of its own, in FOLDER.
@@ -10,7 +10,7 @@ debian_apt() {
     -oDir::Etc::sourceparts=/dev/null "$@" >/dev/null 2>&1
 }
 
-# debian_lists FOLDER ARCH RELEASE [deb-src]. Fails, and says why, where they cannot be had.
+# debian_lists FOLDER ARCH RELEASE [deb-src]. Fails, and says why, if the lists are not available.
 debian_lists() {
   mkdir -p "$1/lists/partial" "$1/debs/partial" "$1/root"
   echo "${4:-deb} [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
@@ -18,7 +18,7 @@ debian_lists() {
   debian_apt "$1" "$2" update || { echo "no package lists of Debian $3 for $2"; return 1; }
 }
 
-# debian_unpack FOLDER ARCH RELEASE PACKAGE...: into FOLDER/root, without what they depend on.
+# debian_unpack FOLDER ARCH RELEASE PACKAGE...: into FOLDER/root, without dependencies.
 debian_unpack() {
   local folder=$1 arch=$2 release=$3 package
   shift 3
@@ -56,9 +56,9 @@ debian_python() {
 
 root_libraries() { echo "$1/lib/x86_64-linux-gnu:$1/usr/lib/x86_64-linux-gnu"; }
 
-# old_python FOLDER VERSION: FOLDER/root/usr/bin/pythonVERSION, which runs on glibc 2.31, that
-# of Debian 11, the oldest that Debian's mirrors have. Debian 11 has Python 3.9, so it is compiled, from
-# the source of a later release, by this machine's compiler.
+# old_python FOLDER VERSION: FOLDER/root/usr/bin/pythonVERSION, which runs on glibc 2.31 of Debian 11, the
+# oldest release on Debian's mirrors. Debian 11 has Python 3.9, so this machine's compiler builds the
+# source of a later release.
 old_python() {
   local folder=$1 root=$1/root version=$2 release=bookworm
   [[ ! -e $folder/python.stamp ]] || return 0
@@ -85,7 +85,7 @@ old_python() {
   touch "$folder/python.stamp"
 }
 
-# run_from_root FOLDER VERSION PATCHELF: that Python of x86-64, and what it starts, run on FOLDER's libc.
+# run_from_root FOLDER VERSION PATCHELF: makes that x86-64 Python and its children run on FOLDER's libc.
 run_from_root() {
   "$3" --set-interpreter "$1/root/lib64/ld-linux-x86-64.so.2" --force-rpath \
     --set-rpath "$(root_libraries "$1/root")" "$1/root/usr/bin/python$2"

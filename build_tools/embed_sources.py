@@ -11,13 +11,13 @@ import pathlib
 
 SUFFIXES = {".h", ".cuh"}
 DELIMITER = "jax_attn_src"
-# Compilers must accept string literals of 65,536 characters; longer files become several, which the
-# compiler joins.
+# Compilers must accept string literals of 65,536 characters. Longer files become several literals,
+# which the compiler joins.
 CHUNK = 32_000
 
 
 def literal(text: str) -> str:
-    """The C++ expression of `text`."""
+    """Returns the C++ expression of `text`."""
     if f"){DELIMITER}" in text:
         raise SystemExit(f"a device source contains the raw string delimiter {DELIMITER}")
     chunks = [text[i : i + CHUNK] for i in range(0, len(text), CHUNK)] or [""]

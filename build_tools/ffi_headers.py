@@ -1,8 +1,8 @@
-"""Unpack XLA's FFI headers of the oldest supported jaxlib: ffi_headers.py DESTINATION.
+"""Unpacks XLA's FFI headers of the oldest supported jaxlib: ffi_headers.py DESTINATION.
 
-The version is the one pinned in pyproject.toml, which pip's isolated builds use too. The Makefile
-builds without isolation, so that objects survive from one build to the next, and takes its headers
-from DESTINATION/jaxlib/include.
+pyproject.toml pins the version, which pip's isolated builds also use. The Makefile builds without
+isolation, so that objects are reused by later builds, and takes the headers from
+DESTINATION/jaxlib/include.
 """
 
 import subprocess

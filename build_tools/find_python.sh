@@ -5,8 +5,8 @@
 #   find_python.sh 3.12         that version
 #   find_python.sh PATH         that interpreter
 #
-# A version is looked for on PATH and among pyenv's. It must start (a pyenv shim may not), have the
-# venv module, and have the header Python.h.
+# A version is searched on PATH and among pyenv's. It must start (a pyenv shim may not), and have the
+# venv module and the header Python.h.
 set -u
 
 supported=(3.15 3.14 3.13 3.12 3.11)

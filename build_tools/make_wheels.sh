@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The sdist, and made of it two wheels for each architecture, into dist/: for Python 3.11, and for 3.12
+# Builds into dist/ the sdist and, from it, two wheels per architecture: for Python 3.11, and for 3.12
 # and later (stable ABI).
 #
 #   build_tools/make_wheels.sh x86_64 aarch64
 #
-# auditwheel tags them by the oldest glibc that has what they call, 2.28 or older (old_glibc.cc). Each is
-# checked, installed into environments with nothing but its dependencies, and called there: by the Python
-# that it was built with, by one that runs on glibc 2.31, and the later Pythons' wheel by Debian's 3.14
-# and 3.15, with its extras. aarch64 on another machine: by cross compiler, and QEMU with Debian's Pythons.
-# Pythons stay in build/pythons.
+# auditwheel tags them with the oldest glibc that has the functions they call, 2.28 or older
+# (old_glibc.cc). Each wheel is checked, installed into environments with only its dependencies, and
+# called there: with the Python that built it, and with one on glibc 2.31. The wheel for later Pythons is
+# also called with Debian's 3.14 and 3.15, with its extras. On another machine aarch64 uses a cross
+# compiler, and QEMU with Debian's Pythons. Pythons are kept in build/pythons.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . build_tools/debian.sh
@@ -31,11 +31,11 @@ later=$(build_tools/find_python.sh 3.12 || build_tools/find_python.sh 3.13)
 "$tools/python" -m build --sdist --outdir dist . >"$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 sdist=$(echo dist/*.tar.gz)
 release=${sdist#dist/jax_attn-}
-# Into one folder for all, so that ccache knows the files that later wheels compile again.
+# One source folder for all wheels, so that ccache recognizes files that later wheels compile again.
 mkdir "$work/source"
 tar -xf "$sdist" -C "$work/source" --strip-components=1
 
-# A wheel that was repaired: its version is that of the sdist, which has no git.
+# The repaired wheel has the version of the sdist, which has no git.
 check() {
   [[ $(basename "$1") == "jax_attn-${release%.tar.gz}-"* ]] ||
     { echo "$(basename "$1"): expected the version of $sdist"; return 1; }
@@ -50,7 +50,7 @@ try_with() {
   (cd / && "$work/try/bin/python" "$OLDPWD/build_tools/try_wheel.py")
 }
 
-# try_elsewhere WHEEL VERSION...: on x86-64, with Pythons that this machine need not have.
+# try_elsewhere WHEEL VERSION...: on x86-64, with Pythons that this machine may lack.
 try_elsewhere() {
   local wheel=$1 version=$2 folder=$pythons/$2-old-glibc
   shift 2

@@ -1,7 +1,7 @@
-// What the extension calls of glibc that is newer than 2.28, made of what 2.28 has, so that a wheel
-// built on a current machine runs on older ones. All of it is hidden: only the extension, and the
-// libstdc++ linked into it, call it. The list is what GCC 12 and glibc 2.36 need; check_wheel.py
-// fails where others need more.
+// Replacements for the glibc functions newer than 2.28 that the extension calls, made from
+// functions of 2.28, so that a wheel built on a current machine runs on older ones. They are
+// hidden: only the extension and the libstdc++ linked into it call them. The list is complete for
+// GCC 12 and glibc 2.36; check_wheel.py fails if other versions need more.
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -51,15 +51,15 @@ int lstat(const char* path, struct stat* result) noexcept {
 int fstat(int file, struct stat* result) noexcept { return syscall(SYS_fstat, file, result); }
 int fstat64(int file, struct stat64* result) noexcept { return syscall(SYS_fstat, file, result); }
 
-// std::random_device calls it. It is new in 2.36.
+// std::random_device calls this. New in 2.36.
 uint32_t arc4random() noexcept {
   uint32_t value;
   if (getentropy(&value, sizeof value) != 0) abort();
   return value;
 }
 
-// While it is true libstdc++ counts references without atomics. No process that has loaded XLA has
-// a single thread. It is new in 2.32.
+// While this is true, libstdc++ counts references without atomics. A process that has loaded XLA
+// always has several threads. New in 2.32.
 extern char __libc_single_threaded;
 char __libc_single_threaded = 0;
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs a command whose output matters only if it fails: quietly.sh WHAT COMMAND...
 #
-# Prints WHAT and the seconds it took. On a terminal the seconds run, beside the count of the compiler's
-# steps, if there are any. A command that fails shows the end of its output, and where all of it is.
+# Prints WHAT and the seconds it took. A terminal shows the running seconds and the count of compiler
+# steps, if any. If the command fails, prints the end of its output, and where all of it is.
 set -u
 what=$1
 shift
 log=$(mktemp)
 begin=$SECONDS
 
-show() {  # what stands in the line, over what stood there
+show() {  # replaces the current line
   printf '\r== %s: %d s%s\e[K' "$what" $((SECONDS - begin)) "${1:+ $1}"
 }
 

@@ -1,4 +1,4 @@
-"""Rewrites what documents quote from other files: readme_tables.py [--check].
+"""Rewrites the blocks of documents that quote other files: readme_tables.py [--check].
 
 In README.md and docs/**/*.md, a block between these lines:
 
@@ -11,8 +11,8 @@ In README.md and docs/**/*.md, a block between these lines:
     targets          benchmarks/targets.toml beside benchmarks/results/*.json (targets.py)
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
-if anything differs from its source. Both fail where a link leads nowhere, also in the other pages
-that LINKED names.
+if anything differs from its source. Both fail on broken links, also in the other pages that LINKED
+names.
 """
 
 import re
@@ -54,7 +54,7 @@ def linked() -> list[Path]:
 
 
 def block(name: str) -> str:
-    """The contents of a block. Raises SystemExit for a name that nothing stands behind."""
+    """Returns the contents of a block. Raises SystemExit for an unknown name."""
     kind, _, file = name.partition(" ")
     if kind == "example" and (path := ROOT / "examples" / file).is_file():
         return f"```python\n{path.read_text()}```"
@@ -77,7 +77,7 @@ def rewritten(text: str, document: str) -> str:
 
 
 def broken_links(document: Path) -> list[str]:
-    """Links and pictures of a document that are not there, or headings that no file has."""
+    """Returns links and pictures of a document whose file or heading does not exist."""
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", document.read_text())):
         if "://" not in link:
@@ -89,7 +89,7 @@ def broken_links(document: Path) -> list[str]:
 
 
 def anchors(document: Path) -> set[str]:
-    """What GitHub calls its headings."""
+    """Returns GitHub's anchors of a document's headings."""
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

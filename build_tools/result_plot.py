@@ -1,7 +1,7 @@
 """README's plot of its ten rows: two bars a row, ours and the best peer's, as text SVG.
 
-The bars of a row share a scale of their own: the longer one fills the width. The picture has its
-own background, so that it can be read wherever it stands, and dark colours for dark pages.
+Each row has its own scale: the longer bar fills the width. The picture has its own background, so
+it is readable on any page, and dark colours for dark pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Markdown tables of benchmarks/results/*.json: result_tables.py prints all of them.
 
-README has ten rows (readme_tables.py). docs/performance.md has all rows where `make docs` builds it
+README has ten rows (readme_tables.py). docs/performance.md has all rows when `make docs` builds it
 (docs/conf.py).
 """
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 Row = dict[str, Any]
 
-# README's ten rows: the file, the workload, and what it is in words. They show one row of each kind
-# of work, among them three that a peer does faster.
+# README's ten rows: file, workload and description. They have one row of each kind of work, among
+# them three for which a peer is faster.
 HIGHLIGHTS = (
     ("h100", "decode/64x4096", "Decode", "64 requests of 4,096 tokens"),
     ("h100", "decode/64xzipf", "Decode", "64 requests of very unequal lengths"),
@@ -102,7 +102,7 @@ def highlights() -> list[Highlight]:
 
 
 def highlights_table() -> str:
-    """README's ten rows, and how many of all rows on the H100 the best peer wins."""
+    """Returns README's ten rows, and how many of all rows on the H100 the best peer wins."""
     lines = [
         "| batch | ours | best peer | peer / ours | floor | machine |",
         "| --- | ---: | --- | ---: | ---: | --- |",
@@ -139,7 +139,7 @@ def _tally() -> str:
 
 
 def duration(us: float) -> str:
-    """Three or four digits with their unit."""
+    """Formats a duration with three or four digits and a unit."""
     if us >= 1000:
         return f"{us / 1000:.2f} ms"
     return f"{us:.1f} µs" if us >= 1 else f"{us:.2f} µs"
@@ -150,13 +150,13 @@ def read(name: str) -> dict[str, Any]:
 
 
 def best_peer(row: Row) -> str:
-    """The name of the fastest peer of the run; "": there is none."""
+    """Returns the name of the run's fastest peer; "" if there is none."""
     peers = row.get("peers") or {}
     return min(peers, key=peers.get, default="")
 
 
 def attention_tables() -> str:
-    """Every result of bench_cpu.py and bench_gpu.py: a heading, a table, and a longer, folded one.
+    """Returns the results of bench_cpu.py and bench_gpu.py: a heading, a table and a folded table.
 
     A file: {"device", "driver", "jax", "date", "sources_digest", "rows": [{"workload", "median_us",
     "floor_us", "gbps", "tflops", "peers": {name: us}}]}. A row may lack all but the first two.

@@ -2,14 +2,14 @@
 # The C++ tests and a CPU selection of the Python tests, built for the sanitizers of GCC and run.
 #
 #   build_tools/sanitize.sh PYTHON         all of it, most of an hour
-#   build_tools/sanitize.sh PYTHON --some  what fits five minutes on two cores
+#   build_tools/sanitize.sh PYTHON --some  a part that fits five minutes on two cores
 #
-# PYTHON is that of an environment with the tests' dependencies (make's). It stays as it is: the
-# instrumented extension goes into an environment of its own, which borrows the packages of that one.
+# PYTHON is the interpreter of an environment with the tests' dependencies (make's), which does not
+# change: the instrumented extension goes into a separate environment that borrows its packages.
 #
-# There are no suppressions. What is not looked at:
-#   leaks in Python: the interpreter and XLA keep to the end what they allocate, and so do the
-#     registry and the kernels on purpose; the C++ tests do look for leaks.
+# There are no suppressions. Not checked:
+#   leaks in Python: the interpreter and XLA keep allocations until exit, and so do, on purpose, the
+#     registry and the kernels. The C++ tests do check for leaks.
 #   fork in a process with threads: AddressSanitizer's allocator leaves its locks as they are (GCC
 #     before 14). ThreadSanitizer does run that test.
 #   races in Python: neither the interpreter nor XLA's thread pool is built for ThreadSanitizer, so
@@ -89,7 +89,7 @@ run thread "${thread_tests[@]}"
 echo "== AddressSanitizer and UndefinedBehaviorSanitizer: Python"
 make_environment
 # PYTHONSAFEPATH: the source tree, which has no extension in it, must not shadow that environment.
-# The sanitizer has to be in the process before everything else, and looks for libstdc++ at its start.
+# The sanitizer must be loaded first, and looks for libstdc++ when it starts.
 libasan=$(g++ -print-file-name=libasan.so)
 libstdcxx=$(g++ -print-file-name=libstdc++.so.6)
 run_python() {

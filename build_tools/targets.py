@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 Row = dict[str, Any]
-Rows = dict[str, Row]  # by workload
+Rows = dict[str, Row]  # workload -> row
 
 
 class Metric(NamedTuple):
@@ -51,7 +51,7 @@ class Target(NamedTuple):
     workload: str  # and its file in brackets, where the group has several
     metric: Metric
     wanted: float
-    measured: float | None  # None: this record does not have the row
+    measured: float | None  # None: the results file lacks the row
     peer: str  # our time over that of the best peer in the same run; "": there is none
     why: str  # anchor of the paragraph
 
@@ -89,7 +89,7 @@ def beside(row: Row) -> str:
 
 
 def table() -> str:
-    """What is short, ordered as in targets.toml; then the names of what is met."""
+    """Returns the missed targets, ordered as in targets.toml, then the names of met ones."""
     targets = read_targets()
     missing = [t.workload for t in targets if t.measured is None]
     known = [t for t in targets if t.measured is not None]

@@ -1,4 +1,4 @@
-"""Call an installed jax_attn once: two decodes over pages, beside numpy."""
+"""Calls an installed jax_attn once: two decodes over pages, compared with numpy."""
 
 import os
 import platform

@@ -1,8 +1,8 @@
 // Plain arguments of every kernel, and the records of a plan.
 //
-// Read by host C++ and by NVRTC alike, so this file includes nothing and uses only built-in types.
-// Every pointer has its shape beside it; the words are those of docs/api.md, "Shapes".
-// Indices are int32 in storage. Addresses are computed in 64 bits.
+// Host C++ and NVRTC both read this file, so it includes nothing and uses only built-in types.
+// Every pointer has its shape beside it, in the words of docs/api.md, "Shapes". Indices are int32
+// in storage. Addresses are computed in 64 bits.
 #pragma once
 
 namespace jax_attn {
@@ -14,10 +14,10 @@ using u64 = unsigned long long;
 inline constexpr i32 kPlanMagic = 0x6a61706c;        // "japl"
 inline constexpr i32 kFaultyPlanMagic = 0x6a617066;  // "japf": a device planner met a PlanFault
 inline constexpr i32 kPlanVersion = 4;
-inline constexpr int kMaxTiles = 3;  // query tile heights one plan may mix
+inline constexpr int kMaxTiles = 3;  // tile sizes that one plan may mix
 inline constexpr int kMaxVariantOperands = 8;
 
-// What an element of q, k or v is stored as.
+// How elements of q, k or v are stored.
 enum FormatCode : i32 {
   kPlainFormat = 0,  // the spec's dtype
   kE4m3Format,       // 8 bits, 4 of exponent and 3 of mantissa, without infinities (float8_e4m3fn)
@@ -25,20 +25,21 @@ enum FormatCode : i32 {
   kInt8Format,       // integers of [-127, 127]
   kMxfp4Format,      // 4 bits, 2 of exponent and 1 of mantissa, with scales that are powers of two:
                      // OCP Microscaling Formats 1.0
-  kNvfp4Format,      // the same codes, with scales of e4m3
+  kNvfp4Format,      // the same values, with scales of e4m3
   kInt4Format,       // integers of [-8, 7], with scales of f16
   kNumFormats
 };
 
 struct KvFormat {
-  const char* name;     // as in names of kernels
-  i32 bits;             // of a code; 0: those of the spec's dtype
-  bool has_head_scale;  // an operand has one for each head (q_scale, k_scale, v_scale)
-  i32 scale_bytes;      // of each scale behind the codes of a token and head; 0: none is there
-  i32 block;            // codes that share such a scale; 0: all of the row
-  i32 span;             // of 4 bits: byte i of every n <= span codes has codes i and n / 2 + i
+  const char* name;     // as in kernel names
+  i32 bits;             // of a quantized value; 0: the spec's dtype
+  bool has_head_scale;  // each head has a scale (q_scale, k_scale, v_scale)
+  i32 scale_bytes;      // of each scale behind the values of a token and head; 0: no such scales
+  i32 block;            // values that share such a scale; 0: the whole row
+  i32 span;             // 4 bits: byte i of every n <= span values has values i and n / 2 + i
 };
-// static, here and below: objects of different CPU instruction sets must share no function.
+// static, here and below: objects compiled for different CPU instruction sets must share no
+// function.
 static constexpr KvFormat FormatOf(i64 code) {
   return code == kE4m3Format    ? KvFormat{"e4m3", 8, true, 0, 0, 0}
          : code == kE5m2Format  ? KvFormat{"e5m2", 8, true, 0, 0, 0}
@@ -49,7 +50,7 @@ static constexpr KvFormat FormatOf(i64 code) {
                                 : KvFormat{"", 0, false, 0, 0, 0};
 }
 
-// Scales behind the codes of a row, and the bytes of a row of one head with both; not of
+// Scales behind the quantized values of a row, and the bytes of one head's row with both. Not for
 // kPlainFormat.
 static constexpr i64 NumRowScales(i64 code, i64 head_dim) {
   const KvFormat format = FormatOf(code);
@@ -57,23 +58,25 @@ static constexpr i64 NumRowScales(i64 code, i64 head_dim) {
          : format.block == 0     ? 1
                                  : (head_dim + format.block - 1) / format.block;
 }
-static constexpr i64 CodeRowBytes(i64 code, i64 head_dim) {
+static constexpr i64 QuantizedRowBytes(i64 code, i64 head_dim) {
   const KvFormat format = FormatOf(code);
   return head_dim * format.bits / 8 + NumRowScales(code, head_dim) * format.scale_bytes;
 }
 
-// Whether CUDA kernels make rows of the spec's dtype of these codes before they multiply them.
-static constexpr bool DecodesRows(i64 code) { return code != kPlainFormat && code != kE4m3Format; }
+// Whether CUDA kernels convert these quantized rows to the spec's dtype before they multiply them.
+static constexpr bool DequantizesRows(i64 code) {
+  return code != kPlainFormat && code != kE4m3Format;
+}
 
-// Why a batch has no plan, in the order in which the planners look. A device planner cannot refuse:
-// it leaves a faulty plan, whose words plan/fault.cc turns into the host planner's sentence.
+// Why a batch has no plan, in the order in which planners check. A device planner cannot raise: it
+// leaves a faulty plan, and plan/fault.cc turns its words into the host planner's sentence.
 enum PlanFaultCode : i32 {
   kNoFault = 0,
   kFaultQoIndptrBegin,   // qo_indptr[0] is not 0
-  kFaultQoIndptrOrder,   // at: entry; expected: the one before
+  kFaultQoIndptrOrder,   // at: entry; expected: the entry before
   kFaultQoTokens,        // max_qo_tokens
   kFaultKvIndptrBegin,   // page_indptr[0], or ragged kv_indptr[0], is negative
-  kFaultKvIndptrOrder,   // at: entry; expected: the one before
+  kFaultKvIndptrOrder,   // at: entry; expected: the entry before
   kFaultKvLenNegative,   // at: request, here and below
   kFaultKvLenTooLarge,   // 2^30
   kFaultQueryPositions,  // got: q_offset
@@ -81,21 +84,22 @@ enum PlanFaultCode : i32 {
   kFaultPageIndices,     // got: entries; expected: page_indptr[-1]
   kFaultKvOfRequest,     // paged: got pages, expected kv_len; ragged: got kv_len, expected rows
   kFaultPageId,          // at: entry of page_indices; expected: its request
-  kFaultTiles,           // got: query tiles, 2^25
-  kFaultCost,            // got: 2^32 kv tokens that query tiles read, all heads of a partition
-  kFaultChunks,          // got: chunks of kFixedSplit, 2^26
+  kFaultTiles,           // got: query tiles; limit 2^25
+  kFaultCost,            // got: kv tokens that query tiles read, over all heads of a partition;
+                         // limit 2^32
+  kFaultChunks,          // got: chunks of kFixedSplit; limit 2^26
   kFaultItems,           // max_items
   kFaultMergeGroups,     // max_items
   kFaultPartials,        // max_items
   kFaultPartialRows,     // max_partial_rows
-  // Of PrefixLevels; at: entry * kMaxLevels + level, but for the last one.
+  // For PrefixLevels. at: entry * kMaxLevels + level, except for the last one.
   kFaultPrefixBegin,    // request_indptr[0] is not 0
   kFaultPrefixOrder,    // expected: the entry before
   kFaultPrefixEnd,      // expected: batch_size
-  kFaultPrefixNesting,  // expected: border `entry` of the level before, which is none here
+  kFaultPrefixNesting,  // expected: border `entry` of the level before, which is missing here
   kFaultPrefixLen,      // at: request; got: tokens; expected: at most its kv_len
-  kFaultPrefixPages,    // at: entry of page_indices; expected: what the request before has there
-  // Of a BlockMap.
+  kFaultPrefixPages,    // at: entry of page_indices; expected: that of the request before
+  // For a BlockMap.
   kFaultMapColumns,  // at: request; got: columns; expected: positions that its queries may see
   kFaultSteps,       // max_steps
 };
@@ -104,11 +108,11 @@ struct PlanFault {
   i32 code, at, got, expected;
 };
 
-// One batch.
+// One batch, as planners read it.
 struct PlanInputs {
   const i32* qo_indptr;     // [batch_size + 1] tokens
-  const i32* kv_lens;       // [batch_size] tokens, the new ones included
-  const i32* kv_indptr;     // [batch_size + 1] pages (page_indptr); ragged: first rows
+  const i32* kv_lens;       // [batch_size] tokens, new ones included
+  const i32* kv_indptr;     // [batch_size + 1] pages (page_indptr); ragged: first rows of k and v
   const i32* page_indices;  // [num_page_indices]
   const i32* q_offsets;     // [batch_size] kv position of the first query token, or null: kv_len -
                             // qo_len
@@ -116,44 +120,48 @@ struct PlanInputs {
   i64 num_page_indices;
 };
 
-// Prefixes that requests have in common, as the user tells them: level by level, the outermost
-// first. The first prefix_lens[l, i] tokens of requests [request_indptr[l, i],
-// request_indptr[l, i + 1]) lie in the same pages. Every level splits the prefixes of the level
-// before. Requests without query tokens are passed over.
+// Prefixes that requests share, as the user gives them: level by level, the outermost first. The
+// first prefix_lens[l, i] tokens of requests [request_indptr[l, i], request_indptr[l, i + 1]) lie
+// in the same pages. Every level divides the prefixes of the level before. Requests without query
+// tokens are skipped.
 struct PrefixLevels {
   const i32* request_indptr;  // [num_levels, num_prefixes + 1] requests, 0 to batch_size
   const i32* prefix_lens;     // [num_levels, num_prefixes] tokens
   i32 num_levels;             // at most kMaxLevels
-  i32 num_prefixes;           // of each level, fewer than 2^23; those at the end may be empty
+  i32 num_prefixes;           // of each level, fewer than 2^23; the last ones may be empty
 };
-enum : i32 { kMaxLevels = 8 };  // an agent's tools, a document, a conversation, its forks
+enum : i32 {
+  kMaxLevels = 8
+};  // enough for an agent's tools, a document, a conversation, its
+    // forks
 
-// What a mask does to blocks of q_block query tokens and kv_block positions. Row block i has rows
-// [i * q_block, (i + 1) * q_block) of q, each with the positions of its own request.
+// The effect of a mask on blocks of q_block query tokens and kv_block positions. Row block i has
+// rows [i * q_block, (i + 1) * q_block) of q, each with the positions of its own request.
 struct BlockMap {
   const unsigned char* classes;  // [num_rows, num_columns] kSomeVisible | kSomeHidden
   i64 num_rows, num_columns;
   i32 q_block, kv_block;
 };
-// May any element of the block be visible, may any be hidden? Classes of parts make that of the
-// whole by OR.
+// Whether any element of the block may be visible, and whether any may be hidden. OR of the classes
+// of parts is the class of the whole.
 enum : unsigned char { kSomeVisible = 1, kSomeHidden = 2 };
 
 enum Schedule : i64 { kBalanced = 0, kFixedSplit = 1, kNoSplit = 2, kAuto = 3 };
 
-// What planners go by: AttentionSpec and KernelConfig (spec.h) as numbers that a kernel can be
-// given.
+// Parameters of planners: AttentionSpec and KernelConfig (spec.h) as numbers that a kernel can
+// take.
 struct PlanRules {
   i32 schedule;  // a Schedule; kAuto is kBalanced with fewer_splits
   i32 num_kv_heads;
   i32 group_size;
-  i32 state_bytes;   // of a query token and kv head
-  i32 shares_folds;  // 1: CTAs share the fold of a merge group, so that none needs a parent
-  i32 window_left;   // -1: unlimited
-  i32 window_right;  // -1: unlimited; causal is 0
-  i32 kv_split;      // tokens a chunk: kFixedSplit; 2^30, as many as there may be: kNoSplit
-  i32 page_size;     // 0: ragged
-  i32 max_steps;     // room for the step lists of tiles, see WorkItem; 0: there are none
+  i32 state_bytes;        // for each query token and kv head
+  i32 shares_reductions;  // 1: CTAs share the reduction of a merge group, so no group needs a
+                          // parent
+  i32 window_left;        // -1: unlimited
+  i32 window_right;       // -1: unlimited; causal is 0
+  i32 kv_split;           // kFixedSplit: tokens of a chunk; kNoSplit: 2^30, no limit
+  i32 page_size;          // 0: ragged
+  i32 max_steps;          // capacity of the tiles' step lists, see WorkItem; 0: there are none
 
   i32 num_tiles;
   i32 tile_tokens[kMaxTiles];  // query tokens of a tile, ascending: tile_q / group_size
@@ -164,35 +172,36 @@ struct PlanRules {
   i32 kv_cost[kMaxTiles];
   i32 cached_tokens;  // see GoesByWeight
 
-  // Queues and kv heads fall into equal partitions that all get the same schedule: every head has
+  // Queues and kv heads are divided into equal partitions with the same schedule. Every head has
   // the same lengths, so one partition is planned and the others are copies.
   i32 num_ctas;        // queues of the plan, num_partitions * num_queues
-  i32 num_partitions;  // the most that divide both queues and head units
+  i32 num_partitions;  // the largest number that divides both queues and head units
   i32 num_queues;      // of a partition
   i32 num_units;       // head units of a partition
   i32 heads_per_unit;  // kv heads that stay together in a queue
-  i32 fewer_splits;    // 1: what kBalanced would do is compared with longer chunks and whole tiles
+  i32 fewer_splits;    // 1: what kBalanced would do is compared with longer chunks and with no
+                       // splits
 
   i64 max_qo_tokens;
   i64 max_kv;     // paged: entries of page_indices; ragged: rows of k, v
-  i64 num_pages;  // ids are below it; -1: not told
+  i64 num_pages;  // page ids are below it; -1: unknown
   i64 max_items;
   i64 max_merge_groups;
   i64 max_partials;
   i64 max_partial_rows;
-  i64 max_balanced_partials;  // kBalanced: what any of its schedules may have
+  i64 max_balanced_partials;  // kBalanced: the most that any of its schedules may have
 };
 
-// Likewise, where prefixes are shared.
+// Further parameters, for shared prefixes.
 struct SharingRules {
   i32 alignment;             // borders of shared spans are multiples of it
-  i32 token_bytes;           // of a kv token of one head
+  i32 token_bytes;           // of one head's kv token
   i32 fresh_kv;              // as in AttentionSpec
   i32 cost_by_rows;          // as in KernelConfig
   i32 tile_rows[kMaxTiles];  // tile_q
 };
 
-// Live counts of one plan. Everything in the buffer beyond them is padding that nobody reads.
+// Live counts of a plan. Everything behind them in the buffer is padding that is never read.
 struct PlanHeader {
   i32 magic;
   i32 version;
@@ -205,7 +214,7 @@ struct PlanHeader {
   i32 max_page_id;        // largest entry of page_indices, -1 if there is none
   i32 num_partials;       // live entries of partial_rows
   i32 num_shared_tokens;  // live entries of qo_indices
-  // Of a plan with kFaultyPlanMagic, which has no items, no tokens and no requests; else 0.
+  // With kFaultyPlanMagic, whose plan has no items, tokens or requests; else 0.
   i32 fault;  // a PlanFaultCode
   i32 fault_at;
   i32 fault_got;
@@ -214,10 +223,10 @@ struct PlanHeader {
 };
 static_assert(sizeof(PlanHeader) == 64, "the plan header is 16 words");
 
-// What a launch has room for: the counts of a header are compared with it (HeaderCounts in
-// cuda/common/header.cuh) before anything behind the header is looked at.
+// Capacities of a launch. Kernels compare the counts of a header with it (HeaderCounts in
+// cuda/common/header.cuh) before they read anything behind the header.
 struct PlanLimits {
-  i64 num_pages;  // of a layer's pool; 1 when ragged
+  i64 num_pages;  // pages of a layer's pool; 1 when ragged
   i32 max_batch;
   i32 max_qo_tokens;
   i32 max_items;
@@ -232,43 +241,42 @@ struct PlanLimits {
 // One partial attention state: (qo_len query tokens) x (one kv head) x (kv span [kv_begin,
 // kv_end)).
 //
-// Rows of the item: row = token * group_size + g, for token in [0, qo_len), g in [0, group_size);
-// it reads q[QueryRow(token), kv_head * group_size + g]. Query token `token` sits at kv position
-// q_pos + token and sees position j of the span iff
+// Rows of the item: row = token * group_size + g, for token in [0, qo_len), g in [0, group_size).
+// It reads q[QueryRow(token), kv_head * group_size + g]. Query token `token` has kv position q_pos
+// + token and sees position j of the span iff
 //     q_pos + token - window_left <= j <= q_pos + token + window_right   (-1: unlimited on that
 //     side).
-// Merge groups [merge_idx, merge_idx + num_groups) cover the item's tokens in order. How many they
-// are tells three kinds of items apart:
-//   none     IsFinal: it writes o and lse itself; partial_row and merge_idx are -1
-//   one      its tokens are consecutive rows of q, as a final item's
-//   several  IsShared: its tokens are of several requests, and every row sees the whole span; q_pos
-//            is such that the inequality says so, too
+// Merge groups [merge_idx, merge_idx + num_groups) cover the item's tokens in order. Their number
+// tells three kinds of items apart:
+//   0: IsFinal. The item writes o and lse itself; partial_row and merge_idx are -1.
+//   1: its tokens are consecutive rows of q, as in a final item.
+//   several: IsShared. Its tokens belong to several requests, and every row sees the whole span;
+//   q_pos is chosen so that the inequality holds.
 //
-// kv_begin and kv_end are places. The place of a key is its position, where there are no step
-// lists. An empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop
-// steps lie at absolute multiples of tile_kv, whatever kv_begin is, so that a row meets its keys in
-// the same groups in any tile; slots outside the span are not read.
+// kv_begin and kv_end are kv offsets. Without step lists the offset of a key is its position. An
+// empty span (kv_begin == kv_end) is legal and yields the identity (0, -inf). Main-loop steps lie
+// at absolute multiples of tile_kv, whatever kv_begin is, so a row meets its keys in the same
+// groups in any tile. Slots outside the span are not read.
 //
-// With step lists (masks that save work) main-loop steps are those that a list of the tile names:
-// entry e of `steps` is 2 * step + masked, where step i has positions [i * tile_kv, (i + 1) *
-// tile_kv) and `masked` tells whether the element mask hides anything there. Places then count
-// along the lists of all tiles, one behind the other, tile_kv to an entry: an item has entries
-// [kv_begin / tile_kv, kv_end / tile_kv), whose steps ascend. So planners cut and balance lists as
-// they do spans of keys.
+// With step lists (masks that save work) the main loop runs the steps that the tile's list names.
+// Entry e of `steps` is 2 * step + masked. Step i has positions [i * tile_kv, (i + 1) * tile_kv),
+// and `masked` tells whether the element mask hides anything there. kv offsets then count along the
+// lists of all tiles, one behind the other, tile_kv for each entry: an item has entries [kv_begin /
+// tile_kv, kv_end / tile_kv), whose steps ascend. So planners cut and balance lists like spans of
+// keys.
 struct WorkItem {
-  i32 first_token;  // of those that QueryRow counts: a row of q, or if shared an entry of
-                    // qo_indices
+  i32 first_token;  // as QueryRow counts: a row of q, or if shared an entry of qo_indices
   i32 qo_len;       // query tokens, qo_len * group_size <= tile_q[tile]
   i32 kv_head;
   i32 tile;      // index into KernelConfig.tile_q
-  i32 kv_begin;  // places, already clipped to what any row of the tile can see
+  i32 kv_begin;  // kv offsets, clipped to what any row of the tile can see
   i32 kv_end;
-  i32 kv_base;  // kv_indptr of the request, where position 0 is: paged, its page is this entry of
-                // page_indices; ragged, its row of k and v
+  i32 kv_base;  // where the request's position 0 is. paged: its page is this entry of page_indices;
+                // ragged: this row of k and v
   i32 q_pos;    // kv position of query token 0 of the item; may be negative
   i32 partial_row;  // first row of its state in the workspace; final: -1
   i32 merge_idx;    // its first merge group; final: -1
-  i32 request;      // of its first token; kernels read it only for k_new and v_new
+  i32 request;      // request of its first token; kernels read it only for k_new and v_new
   i32 num_groups;   // merge groups
 };
 static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
@@ -277,48 +285,50 @@ static_assert(sizeof(WorkItem) == 48, "a work item is three 16-byte loads");
 static constexpr bool IsShared(i32 num_groups) { return num_groups > 1; }
 static constexpr bool IsFinal(const WorkItem& item) { return item.num_groups == 0; }
 static constexpr bool IsShared(const WorkItem& item) { return IsShared(item.num_groups); }
-// The row of q of an item's token `token`. qo_indices: the plan's.
+// The row of q of query token `token` of an item. qo_indices: the plan's.
 static constexpr i64 QueryRow(const WorkItem& item, const i32* qo_indices, i64 token) {
   return IsShared(item) ? qo_indices[item.first_token + token] : item.first_token + token;
 }
 
-// What softmax knows of a row after some keys: their base-2 logits sum up to sum * 2^max_log2 once
-// exponentiated. (-inf, 0): no key. max_log2 is the reference of the exponents, the maximum or as
-// good as it: nothing overflows and nothing that counts vanishes. Logits of any size keep their
-// differences, which the logarithm of the sum in f32 would not.
+// Softmax state of a row after some keys: 2^(base-2 logit), summed over the keys, is sum *
+// 2^max_log2. (-inf, 0): no key. max_log2 is the running max: the maximum, or a value so near that
+// nothing overflows and nothing that counts vanishes. Logits of any size keep their differences
+// this way; in the logarithm of the sum in f32 they would not.
 struct RowState {
   float max_log2;
   float sum;
 };
 
-// A fold takes so many states at a time: enough on their way for one trip to memory, few enough for
-// registers. The states of such a batch become one, and these are added one after the other.
-inline constexpr i32 kFoldBatch = 8;
+// A reduction takes so many states at a time: enough in flight for one trip to memory, few enough
+// for registers. The states of a batch are reduced to one, and these are added one after the other.
+inline constexpr i32 kReduceBatch = 8;
 
-// Consecutive query tokens of one request and one kv head, whose state was split over num_partials
+// Consecutive query tokens of one request and one kv head, whose state is split over num_partials
 // items. Partial i is at rows [first, first + qo_len * group_size) of the workspace with first =
-// partial_rows[partials_begin + i * partials_step], in kv order. Whoever completes the group last
-// folds the partials in that order, so the bits do not depend on who it is.
-// Where there is much to fold, several CTAs share it. Of mla, whose states are large, they take
-// slices of a group's rows. Elsewhere each batch is a group of its own, whose result is written to
-// the rows of its first partial, and whoever does it arrives at the parent. A parent adds the
-// states of batches, so the bits are those that one group would have left.
+// partial_rows[partials_begin + i * partials_step], in kv order. The last CTA to finish reduces the
+// partials in that order, so bits do not depend on which CTA it is.
+// Large reductions are shared by several CTAs. MLA states are large: CTAs take slices of a group's
+// rows. Otherwise each batch is a group of its own. Its result is written to the rows of its first
+// partial, and the CTA that did it arrives at the parent. A parent adds the states of batches, so
+// bits are those of a single group.
 struct MergeGroup {
   i32 qo_begin;  // a row of q
   i32 qo_len;
   i32 kv_head;
   i32 num_partials;
   i32 partials_begin;
-  i32 partials_step;  // a parent: kFoldBatch, the entries of a child; else 1
-  i32 parent;         // the merge group that goes on with the result; -1: it is final, o and lse
-  i32 first_place;    // of its first partial in a batch; 0 but for windows of kFixedSplit
+  i32 partials_step;  // parent: kReduceBatch, the entries of a child; else 1
+  i32 parent;         // merge group that continues with the result; -1: the result is final, o and
+                      // lse
+  i32 first_offset;   // offset of its first partial in a batch; only windows of kFixedSplit have
+                      // another than 0
 };
 static_assert(sizeof(MergeGroup) == 32, "a merge group is two 16-byte loads");
 
-// Whether the group's partials are what other groups leave.
+// Whether the group's partials are results of other groups.
 static constexpr bool IsParent(const MergeGroup& group) { return group.partials_step != 1; }
 
-// A CUtensorMap: what the copy engine of sm_90 knows of an array.
+// A CUtensorMap: the description of an array for TMA.
 struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
@@ -326,7 +336,7 @@ struct alignas(64) TensorMap {
 // An array that a variant's program reads (variant/program.h), row major.
 struct VariantOperand {
   const void* data;
-  i32 dims[4];  // as many as it has axes; each at least 1
+  i32 dims[4];  // one for each axis; each at least 1
 };
 
 // Operands, results, plan sections and workspace of one attention call. The layer stride of k and v
@@ -350,15 +360,15 @@ struct AttentionParams : PlanLimits {
   void* o;     // [max_qo_tokens, num_qo_heads, head_dim_vo]
   float* lse;  // [max_qo_tokens, num_qo_heads] natural log
 
-  // [max_merge_groups] what happened to each group, zero at entry: states that arrived; on CUDA
-  // with mla after the last one slices of its fold that were taken (SliceCounter).
+  // [max_merge_groups] states of each group that arrived, zero at entry. With MLA on CUDA, then the
+  // slices of its reduction that were taken (SliceCounter).
   i32* merge_counters;
-  // With counter_turns there are two such arrays, one behind the other, and launches take turns:
-  // each counts in one and zeroes the other for the next, whatever the last one left there.
-  i32* counter_turns;        // [num_ctas] 0 or 1, the same for all; null: there is one array
+  // With counter_parity there are two such arrays, one behind the other, and launches alternate:
+  // each counts in one and zeroes the other for the next launch, whatever the last one left there.
+  i32* counter_parity;       // [num_ctas] 0 or 1, the same for all; null: there is one array
   RowState* partial_states;  // [max_partial_rows]
-  float* partial_o;          // [max_partial_rows, head_dim_vo] not normalised: sum of p * v
-  i64* item_times;           // [max_items, 2] begin and end, ns since any time; null: not asked for
+  float* partial_o;          // [max_partial_rows, head_dim_vo] unnormalised: sum of p * v
+  i64* item_times;           // [max_items, 2] begin and end, ns from any origin; null: not recorded
 
   i32 num_ctas;
   i32 num_qo_heads;
@@ -373,36 +383,62 @@ struct AttentionParams : PlanLimits {
   float sm_scale;         // logits = sm_scale * (q . k)
   float logits_soft_cap;  // 0: off; else logits = cap * tanh(logits / cap), before masks
 
-  // Hopper: k and v as the copy engine sees them, [num_layers, rows of a layer, num_kv_heads,
-  // head_dim], in boxes of some rows and 64 columns of a head. 0: there are none.
+  // Hopper: TMA maps of k and v, [num_layers, rows of a layer, num_kv_heads, head_dim], whose tiles
+  // are HopperTmaRows rows and 64 columns of a head. 0: there are none.
   i32 has_tensor_maps;
   i32 num_layers;
   TensorMap k_map, v_map;
-  // o likewise, [max_qo_tokens, num_qo_heads, head_dim_vo], in boxes of the 16 rows that a warp has
-  // of a kv head's group of heads.
+  // The same for o, [max_qo_tokens, num_qo_heads, head_dim_vo]; its tiles are the 16 rows of a
+  // warp, in a kv head's group of heads.
   i32 has_o_map;
   TensorMap o_map;
 
-  // Keys and values of the batch's query tokens, which then are not read from pages: row i of
-  // request r, that is row qo_indptr[r] + i, is position kv_len - qo_len + i. Null: pages have all.
+  // Keys and values of the batch's query tokens, which are then not read from pages. Row i of
+  // request r, row qo_indptr[r] + i, is position kv_len - qo_len + i. Null: pages have all of them.
   const void* k_new;               // [max_qo_tokens, num_kv_heads, head_dim_qk]
   const void* v_new;               // [max_qo_tokens, num_kv_heads, head_dim_vo]
   const i32* qo_indptr;            // [max_batch + 1]
   const i32* kv_lens;              // [max_batch]
   TensorMap k_new_map, v_new_map;  // if has_tensor_maps
 
-  // With has_head_scale an element is times the scale of its head. Scales of q and k are > 0, all
-  // finite.
+  // Scales of formats with has_head_scale: an element is its stored value times the scale of its
+  // head. Scales of q and k are > 0, all are finite.
   const float* q_scale;  // [num_qo_heads], or null: 1
   const float* k_scale;  // [num_kv_heads], or null: 1; mla: [1]
   const float* v_scale;  // [num_kv_heads], or null: 1; mla: k_scale
   i32 q_format;          // FormatCode; plain: the type of o
-  i32 kv_format;         // likewise
+  i32 kv_format;         // the same for k and v
 
   const i32* steps;  // [max_steps] step lists, see WorkItem; null: there are none
   VariantOperand variant_operands[kMaxVariantOperands];  // of the problem's program
-  i32 sums_weights;  // 1: a variant without softmax: o = sum of weights times v, lse = 0
+  i32 sums_weights;  // 1: a variant without softmax: o = sum of logit times v, lse = 0
 };
+
+// Rules of the Hopper kernel of the forward pass, cuda/sm90/attention.cuh.
+
+// Largest number of rows of items that cuda/sm90/decode.cuh computes; and whether a kernel has no
+// other items.
+enum : i32 { kHopperDecodeRows = 32 };
+constexpr bool HopperOnlyDecodes(bool mla, i64 num_tiles, i64 tile_q0) {
+  return !mla && num_tiles == 1 && tile_q0 == kHopperDecodeRows;
+}
+
+// Rows of K or V in one TMA tile: what one of a producer's four warps copies of a step of tile_kv
+// tokens, or a page. 0: no TMA. Rows with scales of their own are no vectors of 16 bytes. Tiles of
+// fewer than 8 rows are impossible, as a swizzle repeats after 8. Decodes copy row by row (see
+// UsesTma).
+constexpr i32 HopperTmaRows(i64 kv_format, i64 page_size, i64 tile_kv, bool only_decodes) {
+  const i64 warp_tokens = tile_kv / 4;
+  if (only_decodes || FormatOf(kv_format).scale_bytes != 0) return 0;
+  if (page_size % warp_tokens == 0) return static_cast<i32>(warp_tokens);  // ragged as well
+  return page_size % 8 == 0 && warp_tokens % page_size == 0 ? static_cast<i32>(page_size) : 0;
+}
+
+// Query tokens in one TMA tile of o, which is a warp's 16 rows. 0: 16 rows are not whole tokens of
+// a kv head's group, and o is stored without TMA.
+constexpr i32 HopperOutputTmaTokens(i64 group_size) {
+  return 16 % group_size == 0 ? static_cast<i32>(16 / group_size) : 0;
+}
 
 // The backward pass of an attention call. `forward` has its operands and plan; o, lse, sinks and
 // the workspace are not read there.
@@ -411,18 +447,18 @@ struct BackwardParams {
   const float* lse;  // [max_qo_tokens, num_qo_heads] natural log, of the forward pass
   const float* d;    // [max_qo_tokens, num_qo_heads] sum over head_dim_vo of d_o * o, minus d_lse
   const void* d_o;   // [max_qo_tokens, num_qo_heads, head_dim_vo]
-  // Sums, 0 at entry, of a variant's operands, in their shapes; null: of no floats, or nobody wants
-  // them.
+  // Sums for a variant's operands, in their shapes, 0 at entry. Null: the operand has no floats, or
+  // its gradient is not wanted.
   float* d_operands[kMaxVariantOperands];
 };
 
-// Of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh: keys of a block, and query
-// tokens of a tile.
+// Rules of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh: keys of a block, and
+// query tokens of a tile.
 constexpr i32 kHopperBackwardKeys = 128;
 constexpr i32 HopperBackwardRows(i32 head_dim) { return head_dim <= 64 ? 128 : 64; }
-// Rows of k and v in a box: all keys of a block, or what pages and blocks are multiples of; 0:
-// boxes of fewer than the 8 rows that a swizzle repeats after.
-constexpr i32 HopperBackwardBoxRows(i32 page_size) {
+// Rows of k and v in one TMA tile: all keys of a block, or the largest power of two that divides
+// pages and blocks. 0: that would be fewer than the 8 rows after which a swizzle repeats.
+constexpr i32 HopperBackwardTmaRows(i32 page_size) {
   if (page_size == 0) return kHopperBackwardKeys;
   i32 rows = 1;
   while (rows < kHopperBackwardKeys && page_size % (2 * rows) == 0) rows *= 2;
@@ -436,19 +472,20 @@ enum BackwardPhase : i32 {
   kBackwardSums = 2,       // Hopper: d_k, d_v, and the sums that become d_q
   kBackwardRound = 3,      // Hopper: d_q from these
   kBackwardRows = 4,       // portable: all results; with the Hopper kernel, if needs_portable
-  // Of a variant's operands that are differentiated:
+  // For a variant's operands that are differentiated:
   kBackwardBounds = 5,      // operand_bounds and num_terms
   kBackwardOperands = 6,    // operand_sums
-  kBackwardToOperands = 7,  // what these become
+  kBackwardToOperands = 7,  // converts operand_sums to f32
 };
 
-// The backward pass on CUDA devices. It goes by lengths and page tables, not by the schedule.
+// The backward pass on CUDA devices. It uses lengths and page tables, not the schedule.
 struct BackwardCudaParams {
   AttentionParams forward;  // as in BackwardParams; with the Hopper kernel, k_map and v_map
   const float* lse;         // as in BackwardParams, likewise d and d_o
   const float* d;
   const void* d_o;
-  // In the element type. 0 at entry, with the Hopper kernel d_k and d_v only, and only with pages.
+  // Results, in the element type. 0 at entry; with the Hopper kernel only d_k and d_v, and only
+  // with pages.
   void* d_q;             // [max_qo_tokens, num_qo_heads, head_dim_qk]
   void* d_k;             // as k, all layers
   void* d_v;             // as v
@@ -461,49 +498,51 @@ struct BackwardCudaParams {
   i32* q_begins;       // [max_batch] kv position of a request's first query token
   i32* next_entries;   // [max_entries] 1 + the next entry with the same page; 0: none
   i32* is_read;        // [max_entries] 1: its request has tokens there
-  i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none is
-  i32* last_entries;   // [num_pages] 1 + the last one; 0: none
-  // With step lists, else null, of the tile that a query token is of. All 0: it sees nothing.
+  i32* first_entries;  // [num_pages] max_entries - the first entry that is read; 0: none
+  i32* last_entries;   // [num_pages] 1 + the last entry that is read; 0: none
+  // Only with step lists: the list of the tile that a query token belongs to. All 0: it sees
+  // nothing.
   i32* list_begins;  // [max_qo_tokens] max_steps - the first entry of its list
   i32* list_ends;    // [max_qo_tokens] 1 + the last one
   i32* tile_ends;    // [max_qo_tokens] 1 + its last row of q
-  // Of the Hopper kernel, null without it. A request's first tile is qo_indptr / tile rows +
-  // request, so that max_tiles = max_qo_tokens / tile rows + max_batch are enough.
+  // Only with the Hopper kernel, else null. A request's first tile is qo_indptr / tile rows +
+  // request, so max_tiles = max_qo_tokens / tile rows + max_batch are enough.
   i32* num_blocks_taken;  // [1] blocks of keys that CTAs took
-  // [1] 1: kBackwardRows computes all results again. Some are not finite, or page tables have pages
-  // in common that are no prefix.
+  // [1] 1: kBackwardRows must compute all results again, as some are not finite, or shared pages
+  // are not prefixes.
   i32* needs_portable;
-  // [max_tiles, num_qo_heads] blocks of keys that have added to a tile; with pages: keys.
-  i32* turns;
+  // [max_tiles, num_qo_heads] key blocks that have added to a tile; with pages: keys
+  i32* tile_progress;
   // Not 0 at entry.
   float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
   i32 max_tiles;
-  // [1, max_qo_tokens, num_qo_heads, head_dim] in boxes of a tile's rows; if
+  // [1, max_qo_tokens, num_qo_heads, head_dim], TMA tiles of a tile's rows; if
   // forward.has_tensor_maps
   TensorMap q_map, d_o_map;
-  // Of the Hopper kernel with pages. A request's own keys are those from the first page on that no
-  // request before it has. 0 at entry:
+  // Only for the Hopper kernel with pages. A request's own keys begin at its first page that no
+  // earlier request has. 0 at entry:
   i32* own_begins;  // [max_batch] where they begin, tokens, a multiple of page_size
-  i32* page_lens;   // [num_pages] tokens of the request that has the most there
+  i32* page_lens;   // [num_pages] tokens of the request that has the most in it
   // Not 0 at entry.
   i32* readers;   // [max_entries] the entry's request
   i32* run_ends;  // [max_entries] where the request's keys with the entry's owner end, tokens
-  // Of operands of a variant that are differentiated, else null: [num_operand_elements]. Sums of
-  // integers, 0 at entry, in a unit that OperandScale has; what leaves is pairs of words, the f32
-  // gradient and 0.
+  // For a variant's operands that are differentiated, else null: [num_operand_elements]. Sums of
+  // integers in the unit of OperandScale, 0 at entry. At the end pairs of words: the f32 gradient
+  // and 0.
   i64* operand_sums[kMaxVariantOperands];
   i64 num_operand_elements[kMaxVariantOperands];
   // Workspace, 0 at entry.
-  i64* num_terms;          // [1] that one element's sum has at most
+  i64* num_terms;          // [1] most terms in the sum of one element
   i32* num_operand_units;  // [2] units that CTAs took of kBackwardBounds and of kBackwardOperands
-  i32* operand_bounds;     // [kMaxVariantOperands] the largest term of each that is finite, f32
+  i32* operand_bounds;     // [kMaxVariantOperands] largest finite term of each, f32
 };
 
-// k_new, v_new of the batch's query tokens go to positions kv_len - qo_len + i of their requests.
+// Appends k_new and v_new of the batch's query tokens at positions kv_len - qo_len + i of their
+// requests.
 struct AppendParams : PlanLimits {
   void* k_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_qk], in place
   void* v_pages;      // [num_layers, num_pages, page_size, num_kv_heads, head_dim_vo], in place;
-                      // null with mla, whose k_pages hold the values, too
+                      // null with MLA, whose k_pages also hold the values
   const void* k_new;  // [max_qo_tokens, num_kv_heads, head_dim_qk]
   const void* v_new;  // [max_qo_tokens, num_kv_heads, head_dim_vo]
   const i32* layer;   // [1] or null: 0
@@ -516,7 +555,7 @@ struct AppendParams : PlanLimits {
   i64 v_row_bytes;
   i32 page_size;
 
-  // Scales of heads. Of float8 a code is new / scale, the nearest, ties to even, at most the
+  // Scales of heads. A float8 value is new / scale, rounded to nearest, ties to even, at most the
   // format's largest; NaN stays NaN. cpu/kernels/codec.h has the other formats.
   const float* k_scale;  // [num_kv_heads], or null: 1
   const float* v_scale;  // [num_kv_heads], or null: 1
@@ -526,8 +565,8 @@ struct AppendParams : PlanLimits {
   i32 head_dim_qk;
   i32 head_dim_vo;
 
-  // append_rotated: what is new comes as one array, and its queries and keys are rotated on the
-  // way; k_new and v_new are null.
+  // append_rotated: new rows come as one array, and its queries and keys are rotated on the way.
+  // k_new and v_new are null.
   const void* qkv;   // [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads *
                      // head_dim_vo]: heads of q, of k, of v
   const float* cos;  // [max_qo_tokens, head_dim_qk / 2]
@@ -536,15 +575,15 @@ struct AppendParams : PlanLimits {
   i32 num_qo_heads;
 };
 
-// Warps that share a token of append_rotated: each has 32 times four elements of v, or of q and k
-// with the four they are rotated with.
+// Warps that share a token of append_rotated. Each has 32 quads of v, or of q and k with the quads
+// they are rotated with.
 constexpr i32 AppendRotatedWarps(const AppendParams& p) {
   const i32 quads =
       (p.num_qo_heads + p.num_kv_heads) * p.head_dim_qk / 8 + p.num_kv_heads * p.head_dim_vo / 4;
   return (quads + 31) / 32;
 }
 
-// The device planner: sections of one plan buffer, all words of which are 0 at entry.
+// The device planner. All words of the plan buffer, whose sections these are, are 0 at entry.
 struct PlanParams {
   PlanInputs inputs;
   PlanRules rules;
@@ -557,7 +596,7 @@ struct PlanParams {
   i32* partial_rows;         // [max_partials]
   WorkItem* items;           // [max_items]
   i32* page_indices;         // [max_kv_pages]
-  unsigned char* scratch;    // what shared memory does not hold; 16-byte aligned
+  unsigned char* scratch;    // for what shared memory does not hold; 16-byte aligned
   // With prefix levels:
   PrefixLevels levels;
   SharingRules sharing;
@@ -578,33 +617,33 @@ struct MergeParams {
   i32 head_dim_vo;
 };
 
-// What a weight's code is (models/quantized.py): an unsigned integer of 4 bits, or an element of
-// OCP floating point of 4 or 8 bits.
+// How a quantized weight is stored (models/quantized.py): an unsigned integer of 4 bits, or an
+// element of OCP floating point of 4 or 8 bits.
 enum WeightFormat : i32 { kInt4Weights = 0, kE2m1Weights, kE4m3Weights, kNumWeightFormats };
 
-constexpr i32 CodesPerByte(i64 weight_format) { return weight_format == kE4m3Weights ? 1 : 2; }
+constexpr i32 WeightsPerByte(i64 weight_format) { return weight_format == kE4m3Weights ? 1 : 2; }
 
-// Rows of a matrix that a CTA of a quantised product multiplies at a time.
+// Depth of a step of the quantized matmul.
 inline constexpr i32 kProductStep = 64;
 
-// Sums over num_splits parts of the depth of x @ W, where W is (code - zero) * scale.
+// x @ W, as sums over num_splits parts of the depth, where W is (quantized - zero) * scale.
 struct QuantizedProductParams {
   const void* x;               // [num_rows, depth]
-  const unsigned char* codes;  // [depth / CodesPerByte, columns]; two of 4 bits are rows 2 i, in
-                               // the low half, and 2 i + 1
+  const unsigned char* codes;  // [depth / WeightsPerByte, columns]; two values of 4 bits are rows 2
+                               // i, in the low half, and 2 i + 1
   const void* scales;          // [groups, columns] f32; kE2m1Weights: u8 of 2^(scale - 127)
-  const unsigned char* zeros;  // [groups, columns]; null: 0. Of kInt4Weights
+  const unsigned char* zeros;  // [groups, columns]; null: 0. Only for kInt4Weights
   void* y;                     // [num_splits, num_rows, columns]
   i32 num_rows;
   i32 depth;
   i32 columns;
-  i32 group_size;  // rows of a scale; the last group need not be full
+  i32 group_size;  // rows of a scale; the last group may be shorter
   i32 num_splits;
-  i32 split_depth;  // rows of a part, a multiple of kProductStep; the last ones may be shorter
+  i32 split_depth;  // depth of a split, a multiple of kProductStep; the last ones may be shorter
   i32 is_wide;      // 1: y is f32, else it has the type of x
 };
 
-// Rows that a thread of merge has at once.
+// Rows that a thread of merge has at a time.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 
 }  // namespace jax_attn

@@ -24,7 +24,7 @@ inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 // Length of the last axis of an array of k or v: elements in kPlainFormat, else bytes of a
 // quantized row with its scales.
 inline int64_t StoredDim(int64_t format, int64_t head_dim) {
-  return format == kPlainFormat ? head_dim : CodeRowBytes(format, head_dim);
+  return format == kPlainFormat ? head_dim : QuantizedRowBytes(format, head_dim);
 }
 
 // The problem that the user asked for. Units are tokens unless stated.

@@ -1,5 +1,7 @@
-"""Sphinx's configuration. The source folder is the repository, so that every link between pages is
-the same on GitHub and in what is built: sphinx-build -c docs . build/docs."""
+"""Sphinx configuration: sphinx-build -c docs . build/docs.
+
+The source folder is the repository, so links between pages are the same on GitHub and in the build.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ viewcode_line_numbers = True
 
 
 def navigation(page: str) -> str:
-    """The table of contents that the links of an index page make: a part for each of its headings,
-    so that what a reader of the page sees is what the navigation has."""
+    """Makes a table of contents from the links of an index page, with a part per heading, so that
+    page and navigation have the same structure."""
     parts = []
     for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         links = re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", part, re.MULTILINE)
@@ -66,8 +68,8 @@ TABLES = {"results": result_tables.attention_tables, "serving": result_tables.se
 
 
 def with_tables(page: str) -> str:
-    """The page with a table of benchmarks/results/ for each `<!-- table: NAME -->`. They are too
-    long to read in the repository. Raises KeyError for a name that TABLES lacks."""
+    """Replaces each `<!-- table: NAME -->` of a page by a table of benchmarks/results/. The tables
+    are too long to read in the repository. Raises KeyError for a name that TABLES lacks."""
     return re.sub(r"^<!-- table: (\w+) -->$", lambda found: TABLES[found[1]](), page, flags=re.M)
 
 
@@ -81,7 +83,7 @@ def _to_rest(*arguments: Any) -> None:
 
 
 def _check_reference(app: Sphinx, env: Any) -> None:
-    """Warns of public calls that the reference lacks, which autodoc does in silence."""
+    """Warns of public calls that the reference lacks, because autodoc does not."""
     from sphinx.util import logging
 
     objects = env.get_domain("py").objects

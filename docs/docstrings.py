@@ -1,13 +1,13 @@
-"""The docstrings of this library as reStructuredText.
+"""Conversion of this library's docstrings to reStructuredText.
 
-They are plain text, written to be read in an editor:
+Docstrings are plain text, written to be read in an editor:
 
     name, other: text      an argument or a field; its text goes on in deeper lines
     Heading                followed by a deeper line: a group of these
         code               a deeper block behind an empty line, and lines that begin with >>>
 
-All else is paragraphs, in which `x` is code and docs/x.md a link. A line that begins with Returns
-or Raises begins one.
+Everything else is paragraphs, in which `x` is code and docs/x.md a link. A line that begins with
+Returns or Raises begins a paragraph.
 """
 
 import re
@@ -20,7 +20,7 @@ def _indent(line: str) -> int:
 
 
 def inline(text: str) -> str:
-    """A line of a paragraph: `x` becomes code, and nothing else has a meaning."""
+    """Converts a line of a paragraph: `x` becomes code, and all other markup is escaped."""
     pieces = re.split(r"(`[^`]+`)", text)
     for i, piece in enumerate(pieces):
         if i % 2:
@@ -32,14 +32,14 @@ def inline(text: str) -> str:
 
 
 def to_rest(lines: list[str]) -> list[str]:
-    """A docstring, whose indentation is that of its first line, as reStructuredText."""
+    """Converts a docstring to reStructuredText. The first line sets the indentation."""
     out: list[str] = []
     _block([line.rstrip() for line in lines], out, "")
     return out
 
 
 def _deeper(lines: list[str], begin: int, indent: int) -> int:
-    """The end of the lines from `begin` on that are deeper than indent."""
+    """Returns the end of the run of lines from `begin` on that are deeper than indent."""
     end = begin
     while end < len(lines) and (not lines[end] or _indent(lines[end]) > indent):
         end += 1
@@ -78,7 +78,7 @@ def _block(lines: list[str], out: list[str], margin: str) -> None:
         elif not in_paragraph and i + 1 < end and lines[i + 1]:
             group: list[str] = []
             _block(_dedented(lines[i + 1 : end]), group, margin + "    ")
-            # The first of them comes right behind the heading: an empty line would part them.
+            # The group starts right after the heading: an empty line would separate them.
             out += ["", f"{margin}{inline(line)}", *group[group[0] == "" :], ""]
             i = end
         else:

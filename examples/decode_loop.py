@@ -16,11 +16,11 @@ spec = ja.AttentionSpec(
     dtype="float32",
     page_size=8,
     max_batch=batch_size,
-    max_qo_tokens=batch_size,  # one token a request and step
+    max_qo_tokens=batch_size,  # one token per request and step
     max_kv_pages=batch_size * pages_each,
 )
 
-# The lengths of coming steps are known, so their plans are made ahead and stacked like any pytree.
+# The lengths of all steps are known, so their plans are made first and stacked like any pytree.
 page_indptr = np.arange(batch_size + 1) * pages_each
 page_indices = np.random.default_rng(0).permutation(batch_size * pages_each)
 kv_lens = [np.array([1, 8]) + step for step in range(num_steps)]
@@ -49,7 +49,7 @@ x = jax.random.normal(keys[0], (batch_size, 4, 32))
 k_pages, v_pages = jax.random.normal(keys[1], (2, num_layers, batch_size * pages_each, 8, 2, 32))
 (x, k_pages, v_pages), (q, o) = decode(x, k_pages, v_pages, plans)
 
-# The last attention of the last step, again, by the oracle.
+# Check the last attention of the last step against the oracle.
 batch = (np.arange(batch_size + 1), kv_lens[-1], page_indptr, page_indices)
 expected, _ = ja.reference.attention(q[-1], k_pages[-1], v_pages[-1], *batch, spec=spec)
 np.testing.assert_allclose(o[-1], expected, rtol=1e-5, atol=1e-5)

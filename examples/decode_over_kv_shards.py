@@ -1,6 +1,7 @@
-"""A context that no device holds: pages striped over a mesh axis, decode steps in one executable.
+"""A context too long for one device: KV shards over a mesh axis, decode steps in one executable.
 
-Each device attends to its own keys for every query; one exchange of states a step merges them.
+Each device attends to its own keys for every query. One exchange of states per step merges the
+results.
 """
 
 import os
@@ -26,7 +27,7 @@ spec = ja.AttentionSpec(
     num_kv_heads,
     head_dim,
     dtype="float32",
-    page_size=64,  # of which each device has a stripe of 16 slots
+    page_size=64,  # each device has 16 of the slots, its KV shard
     max_batch=3,
     max_qo_tokens=3,
     max_kv_pages=90,
@@ -47,7 +48,7 @@ k_pages, v_pages = (jax.device_put(x, by_slot) for x in pages)
 
 
 def decode(make_plan, append, attend, q, new, k_pages, v_pages):
-    """`steps` tokens for each request: plans, appends and attends inside a scan."""
+    """Decodes `steps` tokens per request: plans, appends and attends inside a scan."""
 
     def step(carry, inputs):
         kv_lens, k_pages, v_pages = carry

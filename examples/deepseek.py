@@ -1,13 +1,13 @@
-"""A decoder block as DeepSeek-V2 and V3 have it: latent attention, then a gated MLP.
+"""A decoder block of DeepSeek-V2 and V3: latent attention, then a gated MLP.
 
 latent_attention.py runs it.
 
-Prompts attend without absorption to their own fresh keys and values; every other step attends
-absorbed over the latent cache. Both write the cache, so one leads into the other.
+Prompts attend without absorption to their own fresh keys and values. Every other step attends
+absorbed over the latent cache. Both write the cache, so decodes can follow prompts.
 
-Experts are not for here: `intermediate_size` is that of a dense MLP, as in the first layers of the
-published models. Rotation pairs element i with i + rope / 2; checkpoints that pair neighbours need
-their rope columns permuted once, at loading.
+Experts are left out: `intermediate_size` is the size of a dense MLP, as in the first layers of the
+published models. Rotation pairs element i with i + rope / 2. For checkpoints that pair neighbours,
+permute the rope columns once, at loading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ BlockParams = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekConfig:
-    """Hashable: a static argument of jitted functions. Names are those of config.json."""
+    """The block's sizes. Hashable: a static argument of jitted functions.
+
+    Names are those of config.json.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -39,7 +42,7 @@ class DeepseekConfig:
     v_head_dim: int
     rope: Rope
     rms_norm_eps: float = 1e-6
-    mscale: float = 1.0  # of the attention logits, squared, where the context was extended
+    mscale: float = 1.0  # extended contexts: attention logits are scaled by its square
 
     @property
     def qk_head_dim(self) -> int:
@@ -51,7 +54,7 @@ class DeepseekConfig:
 
 
 def prompt_spec(config: DeepseekConfig, max_qo_tokens: int, **kwargs: Any) -> ja.AttentionSpec:
-    """Attention of prompts from their first token on; `kwargs` are of AttentionSpec."""
+    """Returns the spec for whole prompts; `kwargs` are further fields of AttentionSpec."""
     return ja.AttentionSpec(
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=config.num_attention_heads,
@@ -66,7 +69,7 @@ def prompt_spec(config: DeepseekConfig, max_qo_tokens: int, **kwargs: Any) -> ja
 
 
 def cache_spec(config: DeepseekConfig, **kwargs: Any) -> ja.AttentionSpec:
-    """Attention over the latent cache; `kwargs` are page_size, capacities and the like."""
+    """Returns the spec over the latent cache; `kwargs` are page_size, capacities and the like."""
     return ja.AttentionSpec(
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=1,
@@ -79,7 +82,7 @@ def cache_spec(config: DeepseekConfig, **kwargs: Any) -> ja.AttentionSpec:
 
 
 def random_block(config: DeepseekConfig, key: jax.Array, dtype: Any) -> BlockParams:
-    """Weights of one block; matrices are [in, out]."""
+    """Returns random weights of one block; matrices are [in, out]."""
     heads, rank = config.num_attention_heads, config.kv_lora_rank
     hidden, q_in = config.hidden_size, config.q_lora_rank or config.hidden_size
     shapes = {
@@ -114,18 +117,18 @@ def block(
     prompt_plan: ja.AttentionPlan | None = None,
     layer: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """x after the block, and the cache with the batch's tokens.
+    """Returns x after the block, and the cache with the batch's tokens appended.
 
     Args:
-      params: of this block.
+      params: the weights of this block.
       config: static.
-      x: [max_qo_tokens, hidden_size]. Packed tokens, as the plans' qo_indptr says.
-      positions: [max_qo_tokens] i32. Of each token in its sequence.
+      x: [max_qo_tokens, hidden_size]. Packed tokens, by the plans' qo_indptr.
+      positions: [max_qo_tokens] i32. Position of each token in its sequence.
       latent_pages: [num_pages, page_size, 1, kv_lora_rank + rope], or stacked with a leading
-        [num_layers] and `layer`. Written in place where donated.
-      cache_plan: of `cache_spec`, the batch's lengths and pages.
-      prompt_plan: of `prompt_spec`, for a batch of whole prompts (kv_lens = qo_lens): attends
-        without absorption. None: attends absorbed, whatever the batch is.
+        [num_layers] and `layer`. Written in place if donated.
+      cache_plan: plan of `cache_spec` for the batch's lengths and pages.
+      prompt_plan: plan of `prompt_spec`, for a batch of whole prompts (kv_lens = qo_lens): attends
+        without absorption. None: attends absorbed, for any batch.
       layer: int or i32 scalar; None for an unstacked cache.
     """
     q_nope, q_rope, ckv, k_rope = _project(params, config, x, positions)
@@ -143,7 +146,7 @@ def block(
 
 
 def reference_block(params: BlockParams, config: DeepseekConfig, x: jax.Array) -> jax.Array:
-    """The block on one whole sequence x: [len, hidden_size], by the formulas of the paper."""
+    """Runs the block on one whole sequence x: [len, hidden_size], by the paper's formulas."""
     positions = jnp.arange(len(x))
     q_nope, q_rope, ckv, k_rope = _project(params, config, x, positions)
     kv = (ckv @ params["kv_b"]).reshape(len(x), config.num_attention_heads, -1)
@@ -165,7 +168,7 @@ def _split_kv_b(params: BlockParams, config: DeepseekConfig) -> tuple[jax.Array,
 def _project(
     params: BlockParams, config: DeepseekConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """q_nope, q_rope: [n, num_attention_heads, ...], ckv, k_rope: [n, ...]; rope parts rotated."""
+    """Returns q_nope, q_rope: [n, num_attention_heads, ...], ckv, k_rope: [n, ...]; rotated."""
     angles = config.rope.angles(config.qk_rope_head_dim, positions)
     h = _rms_norm(x, params["attention_norm"], config)
     q_in = h

@@ -2,13 +2,13 @@
 
     make demo      or      python examples/demo.py --temperature 0.8 --max-new-tokens 200
 
-A step takes the tokens that the running requests do not have in the cache yet: one of a request
-that decodes, a chunk of a prompt that is being read. All of them share one call of attention per
-layer. Requests arrive while others run, and use the pages of a prefix that another has computed.
+A step processes tokens of the running requests that are not in the cache yet: one token of a
+request that decodes, a chunk of a prompt. All of them share one call of attention per layer.
+Requests arrive while others run, and reuse the pages of a prefix that another has computed.
 
-In the end the logits are computed again by `models.reference_forward` (dense attention, one
-sequence at a time). The exit code is 1 if they differ by more than the tolerance, or if anything
-was compiled after the warm-up.
+At the end `models.reference_forward` recomputes the logits (dense attention, one sequence at a
+time). The exit code is 1 if they differ by more than the tolerance, or if anything was compiled
+after the warm-up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax_attn import models
 
 HERE = Path(__file__).resolve().parent
 
-# (file in examples/prompts, its first lines to take, step of arrival)
+# (file in examples/prompts, number of its first lines, step of arrival)
 PROMPTS = [
     ("unittest_loader", 63, 0),
     ("wsgiref_util", 3, 0),
@@ -66,7 +66,7 @@ class Request:
     arrival: int  # step
     pages: list[int] = dataclasses.field(default_factory=list)
     kv_len: int = 0  # tokens in the cache
-    num_reused: int = 0  # of them, those that another request had computed
+    num_reused: int = 0  # tokens of these that another request had computed
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # a row per generated token
     done: bool = False
 
@@ -81,7 +81,7 @@ class Request:
 
 
 class PagePool:
-    """Pages of the kv cache: a free list, users per page, and full pages known by their prefix."""
+    """Pages of the KV cache: a free list, users per page, and full pages indexed by prefix."""
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages, self.page_size = num_pages, page_size
@@ -96,9 +96,9 @@ class PagePool:
         return self.num_pages - len(self._free)
 
     def admit(self, request: Request, max_len: int) -> bool:
-        """Gives `request` every page it can need, or none if they are too few."""
+        """Allocates all pages that `request` can need, or none if too few are free."""
         reused = []
-        # The last token of a prompt is computed in any case: its logits are wanted.
+        # The last token of a prompt is always computed, because its logits are needed.
         for idx in range((request.num_prompt - 1) // self.page_size):
             page = self._page_of.get(self._prefix(request, idx))
             if page is None:
@@ -115,7 +115,7 @@ class PagePool:
         return True
 
     def publish(self, request: Request) -> None:
-        """Offers the full pages of a prompt, written by now, to the requests that come later."""
+        """Offers the full pages of a prompt, which are written now, to later requests."""
         for idx in range(request.num_prompt // self.page_size):
             page, prefix = request.pages[idx], self._prefix(request, idx)
             if prefix not in self._page_of:
@@ -160,8 +160,8 @@ class Engine:
         config = model.config
         self.config, self.params = config, model.params
         self.max_new_tokens = args.max_new_tokens
-        # Two sizes of the same step: decoding alone need not pay for the padding of a chunk. And of
-        # each a spec for every kind of layer: some models attend to a window in every other layer.
+        # The step has two sizes, so that decodes alone do not pay for the padding of a chunk. Each
+        # size has a spec per kind of layer: some models use a window in every other layer.
         self.sizes = [args.max_batch, args.max_batch + args.chunk]  # max_qo_tokens
         self.max_batch, self.page_size = args.max_batch, args.page_size
         self.specs = {
@@ -191,14 +191,14 @@ class Engine:
             return sampled, logits, k_pages, v_pages
 
         self._step = jax.jit(step, donate_argnames=("k_pages", "v_pages"))
-        for size in self.sizes:  # an empty batch is legal, and compiles everything
+        for size in self.sizes:  # an empty batch is legal and compiles everything
             self._run([], size)
         self.plan_seconds, self.step_seconds = [], []
 
     def run(self, batch: list[tuple[Request, int]]) -> None:
-        """Puts the next n pending tokens of each (request, n) through the model.
+        """Runs the next n pending tokens of each (request, n) through the model.
 
-        A request that has none left afterwards gets a new token.
+        A request with no pending tokens left gets a new token.
         """
         num_tokens = sum(n for _, n in batch)
         size = next(size for size in self.sizes if num_tokens <= size)
@@ -215,7 +215,8 @@ class Engine:
             )
 
     def _run(self, batch: list[tuple[Request, int]], size: int):
-        """Returns sampled [max_batch], logits [max_batch, vocab_size]; void past the batch."""
+        """Returns sampled [max_batch], logits [max_batch, vocab_size]; rows past the batch are
+        undefined."""
         tokens, positions = np.zeros([2, size], np.int32)
         logit_rows = np.zeros(self.max_batch, np.int32)
         qo_lens = np.array([n for _, n in batch], np.int32)
@@ -259,7 +260,7 @@ def serve(engine: Engine, pool: PagePool, requests: list[Request], screen: Scree
     for step_idx in itertools.count():
         while waiting and waiting[0].arrival <= step_idx and len(running) < max_batch:
             if not pool.admit(waiting[0], waiting[0].num_prompt + engine.max_new_tokens):
-                break  # until others give their pages back
+                break  # wait until others free their pages
             running.append(waiting.pop(0))
 
         batch, budget = [], max_tokens
@@ -285,9 +286,9 @@ def serve(engine: Engine, pool: PagePool, requests: list[Request], screen: Scree
 
 
 class Screen:
-    """Finished texts from top to bottom and, below them on a terminal, what is running now.
+    """Prints finished texts and, below them on a terminal, the running requests.
 
-    Without a terminal, the last is a line every hundred steps.
+    Without a terminal, it prints a line of progress every hundred steps.
     """
 
     def __init__(self, requests: list[Request], tokenizer, pool: PagePool):
@@ -297,7 +298,7 @@ class Screen:
         self._num_lines = 0
 
     def show_text(self, request: Request) -> None:
-        """The end of the prompt, dim, and what the model made of it."""
+        """Prints the end of the prompt, dim, and the generated text."""
         self.clear()
         prompt = self.tokenizer.decode(request.tokens[: request.num_prompt])
         tail = "\n".join(prompt.split("\n")[-3:])
@@ -360,11 +361,11 @@ class Screen:
 
 
 def largest_difference(model: models.Model, requests: list[Request]) -> float:
-    """Between the logits that the tokens were sampled from and those of the reference path."""
+    """Returns the largest difference between the sampled-from and the reference logits."""
     reference = jax.jit(models.reference_forward, static_argnames="config")
     largest = 0.0
     for request in requests:
-        # Powers of two spare compilations; what follows the tokens does not matter to them.
+        # Padding to powers of two saves compilations; tokens do not see the padding behind them.
         padded = np.zeros(1 << (len(request.tokens) - 1).bit_length(), np.int32)
         padded[: len(request.tokens)] = request.tokens
         expected = reference(model.params, model.config, padded)
@@ -403,7 +404,7 @@ def print_summary(engine: Engine, pool: PagePool, requests: list[Request], secon
 
 
 def count_compilations() -> list[str]:
-    """A list that grows by one with everything that XLA compiles from now on."""
+    """Returns a list to which every later XLA compilation adds an entry."""
     compilations: list[str] = []
 
     def listen(event: str, duration: float, **kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Masks that save work: documents packed into one row, as a mask and as requests of their own."""
+"""Masks that save work: packed documents, as one request with a mask and as one request each."""
 
 import jax
 import numpy as np
@@ -7,10 +7,10 @@ import jax_attn as ja
 from jax_attn import masks
 
 num_tokens, heads, head_dim = 2048, 4, 64
-lens = np.array([700, 100, 900, 348])  # of the documents
+lens = np.array([700, 100, 900, 348])  # lengths of the documents
 q, k, v = jax.random.normal(jax.random.key(0), (3, num_tokens, heads, head_dim))
 
-# One request of all tokens. max_steps: room for the lists of steps that query tiles visit.
+# One request with all tokens. max_steps: capacity for the lists of kv steps that query tiles visit.
 packed = masks.document_ids(np.repeat(np.arange(len(lens), dtype=np.int32), lens))
 spec = ja.AttentionSpec(
     heads, heads, head_dim, dtype="float32", page_size=None, max_batch=1,
@@ -23,7 +23,7 @@ plan = ja.plan(spec, qo_indptr, kv_lens, block_map=block_map)
 print(plan.describe())
 o = jax.jit(ja.attention)(q, k, v, plan, variant_operands=packed.operands)
 
-# The same without a mask: a request each.
+# The same without a mask: one request per document.
 spec = ja.AttentionSpec(
     heads, heads, head_dim, dtype="float32", page_size=None, max_batch=len(lens),
     max_qo_tokens=num_tokens, max_kv_tokens=num_tokens,

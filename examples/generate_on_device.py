@@ -19,7 +19,7 @@ out = jax.random.normal(keys[2], (num_layers, heads, head_dim, hidden)) / 4
 
 
 def begin_step(s):
-    """kv_lens + 1, a page off the free list where the last one is full, and what ja.plan takes."""
+    """Adds 1 to kv_lens, takes a free page where the last one is full, and returns plan inputs."""
     full = s["active"] & (s["kv_lens"] % page_size == 0)
     at = jnp.where(full, jnp.arange(batch_size), batch_size), s["kv_lens"] // page_size
     pages = s["pages"].at[at].set(s["free"][s["num_free"] - jnp.cumsum(full)], mode="drop")
@@ -30,7 +30,7 @@ def begin_step(s):
 
 
 def finish_step(s, plan):
-    """Layers, sampling, the stop condition, and the pages of who is done back on the free list."""
+    """Runs layers, sampling and the stop condition, and frees the pages of finished requests."""
     rows = jnp.where(s["active"], jnp.cumsum(s["active"]) - 1, batch_size)  # as in qo_indptr
     x = jnp.zeros((batch_size, hidden)).at[rows].set(embedding[s["token"]], mode="drop")
 
@@ -59,7 +59,7 @@ def finish_step(s, plan):
 
 def step(s):
     s, lengths = begin_step(s)
-    return finish_step(s, ja.plan(spec, *lengths))  # traced arrays: planned inside
+    return finish_step(s, ja.plan(spec, *lengths))  # traced arrays: the plan is made on the device
 
 
 state = {

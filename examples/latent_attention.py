@@ -1,7 +1,7 @@
 """DeepSeek's latent attention: prompts without absorption, then decodes over the latent cache.
 
-The cache holds one row of 576 numbers a token, for all 16 heads; keys and values of the heads never
-exist for cached tokens.
+The cache holds one row of 576 elements per token, for all 16 heads. Per-head keys and values are
+never computed for cached tokens.
 """
 
 import functools
@@ -38,7 +38,7 @@ page_indptr = pages_each * np.arange(batch + 1)
 page_indices = np.random.default_rng(0).permutation(batch * pages_each)
 pages = jnp.zeros((batch * pages_each, page_size, 1, 576), "bfloat16")
 
-# The prompts: heads of 192 and 128, kv made of the latent rows on the way.
+# The prompts: head dims 192 and 128, keys and values expanded from the latent rows.
 qo_indptr = np.concatenate([[0], np.cumsum(prompt_lens)])
 prompts = jax.random.normal(jax.random.key(1), (max_tokens, config.hidden_size), "bfloat16")
 positions = np.concatenate([np.arange(n) for n in prompt_lens])
@@ -51,7 +51,7 @@ hidden, pages = block(
     prompt_plan=ja.plan(prompt, qo_indptr, prompt_lens),
 )
 
-# A token each: every row of the cache is read once, for all heads, as key and as value.
+# One token per request: each cache row is read once for all heads, as key and as value.
 tokens = jax.random.normal(jax.random.key(2), (batch, config.hidden_size), "bfloat16")
 kv_lens = prompt_lens + 1
 hidden, pages = block(

@@ -1,4 +1,4 @@
-"""A shared prefix attended once for all requests, then merged with what each has of its own."""
+"""A shared prefix, attended once for all requests and merged with each request's own suffix."""
 
 import jax
 import numpy as np
@@ -16,10 +16,10 @@ k = jax.random.normal(keys[1], (512, 1, 64))  # rows: the prefix, then the suffi
 v = jax.random.normal(keys[2], (512, 1, 64))
 starts = prefix_len + np.concatenate([[0], np.cumsum(suffix_lens)])
 
-# The prefix: one request whose query rows are those of every request; all of it is in their past.
+# The prefix: one request with the query rows of all requests. Not causal: all of it is in the past.
 prefix_spec = ja.AttentionSpec(**heads, **ragged, causal=False)
 prefix_plan = ja.plan(prefix_spec, np.array([0, batch_size]), np.array([prefix_len]))
-# The rest: one token of each request over its own rows.
+# The suffixes: one token of each request over its own rows.
 suffix_spec = ja.AttentionSpec(**heads, **ragged)
 each = np.arange(batch_size + 1)
 suffix_plan = ja.plan(suffix_spec, each, suffix_lens, kv_indptr=starts)

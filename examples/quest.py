@@ -1,5 +1,5 @@
-"""Quest (arXiv 2406.10774): each layer attends to the pages that matter, selected inside jit. Here
-all heads of a layer attend to the same ones."""
+"""Quest (arXiv 2406.10774): each layer attends only to the most relevant pages, selected inside
+jit. Here all heads of a layer attend to the same pages."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ layers, heads, kv_heads, dim, page_size, num_selected, pages_each = 4, 8, 2, 64,
 kv_lens = np.array([1000, 700, 99, 1024])
 batch_size, num_pages = len(kv_lens), len(kv_lens) * pages_each
 used = -(-kv_lens // page_size)
-selected = np.minimum(used, num_selected)  # pages that a request keeps; the last one may be partial
+selected = np.minimum(used, num_selected)  # pages attended per request; the last may be partial
 spec = ja.AttentionSpec(
     heads, kv_heads, dim, dtype="float32", page_size=page_size, num_pages=num_pages,
     max_batch=batch_size, max_qo_tokens=batch_size, max_kv_pages=batch_size * num_selected,
-    share_prefixes=False,  # each request has a selection of its own
+    share_prefixes=False,  # each request has its own selection
 )  # fmt: skip
 table = np.random.default_rng(0).permutation(num_pages).reshape(batch_size, pages_each)
 starts = np.arange(batch_size + 1)
@@ -25,16 +25,16 @@ plan = ja.plan(spec, starts, sparse_lens, indptr, table[:, :num_selected].reshap
 
 
 def select(q, lows, highs):
-    """[batch_size * num_selected] page ids: the pages with the largest bounds of any logit."""
+    """Returns [batch_size * num_selected] page ids: those with the largest bounds of any logit."""
     q = q.reshape(batch_size, kv_heads, -1, dim)
-    q_high, q_low = (f(q, 0) for f in (jnp.maximum, jnp.minimum))  # bound of q k is at the corners
+    q_high, q_low = (f(q, 0) for f in (jnp.maximum, jnp.minimum))  # q k is largest at a corner
     bounds = jnp.einsum("bhgd,bphd->bp", q_high, highs[table])
     bounds += jnp.einsum("bhgd,bphd->bp", q_low, lows[table])
     page = jnp.arange(pages_each)
-    bounds = jnp.where(page < used[:, None] - 1, bounds, -jnp.inf)  # those with unused slots: never
-    bounds = jnp.where(page == used[:, None] - 1, jnp.inf, bounds)  # the last one: always
+    bounds = jnp.where(page < used[:, None] - 1, bounds, -jnp.inf)  # never pages with unused slots
+    bounds = jnp.where(page == used[:, None] - 1, jnp.inf, bounds)  # always the last page
     _, best = jax.lax.top_k(bounds, num_selected)
-    best = jnp.sort(jnp.where(best < used[:, None], best, pages_each), axis=1)  # it stays the last
+    best = jnp.sort(jnp.where(best < used[:, None], best, pages_each), axis=1)  # it stays last
     return jnp.take_along_axis(jnp.array(table), best.clip(max=pages_each - 1), 1).reshape(-1)
 
 
@@ -51,14 +51,14 @@ def decode(q, k_pages, v_pages, lows, highs):
 keys = jax.random.split(jax.random.key(0), 4)
 k_pages, v_pages = jax.random.normal(keys[0], (2, layers, num_pages, page_size, kv_heads, dim))
 topics = jax.random.normal(keys[1], (layers, num_pages, 1, 1, dim))
-k_pages += topics  # of one page are alike, and queries look for those of some pages
+k_pages += topics  # keys of a page are alike, and queries match some pages
 q = topics[:, table[:, 1::11]].sum(2)[:, :, 0] + jax.random.normal(
     keys[2], (layers, batch_size, heads, dim)
 )
-o, pages = decode(q, k_pages, v_pages, k_pages.min(2), k_pages.max(2))  # kept by append in a server
+o, pages = decode(q, k_pages, v_pages, k_pages.min(2), k_pages.max(2))  # a server updates both
 
 o, pages, q, k_pages, v_pages = map(np.asarray, (o, pages, q, k_pages, v_pages))
-for i in range(layers):  # right for what was selected, and close to attention over all pages
+for i in range(layers):  # exact for the selected pages, and close to attention over all pages
     cache = k_pages[i], v_pages[i]
     expected, _ = ja.reference.attention(
         q[i], *cache, starts, sparse_lens, indptr, pages[i], spec=spec

@@ -8,7 +8,7 @@ import numpy as np
 
 import jax_attn as ja
 
-# Static: all that selects a kernel or fixes a shape. max_* are capacities: the largest batch.
+# The spec is static: it selects kernels and fixes shapes. max_* are capacities: the largest batch.
 spec = ja.AttentionSpec(
     num_qo_heads=8,
     num_kv_heads=2,
@@ -36,7 +36,7 @@ k_pages, v_pages = jax.random.normal(keys[2], (2, 100, 16, 2, 64), jnp.bfloat16)
 # One batch: a prompt of 37 tokens, 5 tokens of a prompt that has 20 in the cache, and one decode.
 # Tokens of request r are rows [qo_indptr[r], qo_indptr[r + 1]) of q.
 qo_indptr = np.array([0, 37, 42, 43])
-kv_lens = np.array([37, 25, 91])  # the new tokens included
+kv_lens = np.array([37, 25, 91])  # including the new tokens
 page_indptr = np.array([0, 3, 5, 11])  # pages of request r are page_indices[page_indptr[r] : ...]
 page_indices = np.array([7, 3, 99, 12, 40, 1, 2, 50, 51, 60, 8])
 plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, page_indices)

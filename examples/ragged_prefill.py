@@ -32,13 +32,13 @@ o, lse = jax.jit(lambda *args: ja.attention(*args, return_lse=True))(q, k, v, pl
 for begin, end in zip(indptr[:-1], indptr[1:], strict=True):
     if begin == end:
         continue
-    # jax.nn wants keys and values of one width: zeros on the right of v change nothing.
+    # jax.nn requires keys and values of equal width, so pad v with zeros.
     wide_v = jnp.pad(v[begin:end], ((0, 0), (0, 0), (0, 32)))
     expected = jax.nn.dot_product_attention(
         q[begin:end], k[begin:end], wide_v, is_causal=True, local_window_size=(100, 0)
     )[..., :64]
     np.testing.assert_allclose(o[begin:end], expected, atol=1e-4)
 
-# Rows beyond the batch are padding: the identity of the merge.
+# Rows beyond the batch are padding: o = 0, lse = -inf, the identity of the merge.
 assert not np.any(o[num_tokens:]) and np.all(lse[num_tokens:] == -np.inf)
 print(f"{len(lens)} requests, {num_tokens} tokens: equal to jax.nn, one request at a time")

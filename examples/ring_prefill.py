@@ -1,6 +1,7 @@
-"""Prefill and training of documents that no device holds: tokens over a mesh axis, keys go around.
+"""Ring attention: prefill and training of documents too long for one device.
 
-Each device attends to the keys that it has while the next ones arrive, and merges the states.
+Tokens are split over a mesh axis, and keys go around the ring. Each device attends to the keys that
+it has while the next ones arrive, and merges the states.
 """
 
 import os
@@ -34,8 +35,8 @@ spec = ja.AttentionSpec(
 )
 shards = parallel.SequenceShards(spec, "seq", num_devices)
 
-# Four documents back to back. Row i of the arrays is token shards.positions[i]: with stripes every
-# device has as much causal work as the others, whatever the documents' lengths.
+# Four documents back to back. Row i of the arrays is token shards.positions[i]. Striped tokens give
+# every device the same causal work, for documents of any lengths.
 indptr = np.array([0, 2900, 2950, 3500, tokens])
 plan = parallel.plan_sequence(shards, indptr)
 keys = jax.random.split(jax.random.key(0), 3)
@@ -52,7 +53,7 @@ def loss(attend, q, k, v):
 
 @jax.jit
 def step(plan, *arrays):
-    def attend(q, k, v):  # or, inside shard_map, without mesh
+    def attend(q, k, v):  # inside shard_map, leave out mesh
         return parallel.attend_sequence(q, k, v, plan, mesh=mesh)
 
     return jax.value_and_grad(lambda *x: loss(attend, *x), (0, 1, 2), has_aux=True)(*arrays)

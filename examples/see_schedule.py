@@ -1,4 +1,4 @@
-"""What every CTA is going to do for a batch: draws a plan, saves it, and reads it back.
+"""The work of every CTA for a batch: draws a plan, saves it, and reads it back.
 
 python examples/see_schedule.py [FOLDER]; then python -m jax_attn.inspect FOLDER/plan.npz
 """
@@ -14,7 +14,7 @@ import jax_attn as ja
 folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 folder.mkdir(parents=True, exist_ok=True)
 
-# A plan needs no device: this one is for a GPU with 10 multiprocessors.
+# Planning needs no device: this plan is for a GPU with 10 multiprocessors.
 spec = ja.AttentionSpec(
     num_qo_heads=8,
     num_kv_heads=2,
@@ -43,7 +43,7 @@ plan = ja.plan(
 )
 print(plan.describe())
 
-plan.save(folder / "plan.npz")  # and what a colleague, or a bug report, does with it:
+plan.save(folder / "plan.npz")  # for a bug report; to read it back:
 plan = ja.AttentionPlan.load(folder / "plan.npz")
 plan.plot(folder / "schedule.html")
 plan.plot(folder / "schedule.png")  # with matplotlib: pip install 'jax_attn[plot]'

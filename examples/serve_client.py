@@ -1,7 +1,7 @@
-"""The server and OpenAI's client: a stream, a JSON object that follows a schema, a shared prefix.
+"""The server with OpenAI's client: a stream, a JSON object that follows a schema, a shared prefix.
 
-The server is `python -m jax_attn.serve` with the bundled model, here with small capacities, so that
-it compiles in seconds. If `make serve` has started one, use only what follows `client`.
+The server is `python -m jax_attn.serve` with the bundled model. Its capacities are small here, so
+it compiles in seconds. If `make serve` is running, you need only the lines from `client` on.
 """
 
 import atexit
@@ -17,8 +17,8 @@ options = ["--port", "0", "--max-running", "4", "--max-step-tokens", "64"]
 server = subprocess.Popen(
     [sys.executable, "-m", "jax_attn.serve", *options], stderr=subprocess.PIPE, text=True
 )
-atexit.register(server.kill)  # also if something below fails
-for line in server.stderr:  # port 0 is any that is free, and the log says which
+atexit.register(server.kill)  # even if something below fails
+for line in server.stderr:  # port 0 is any free port; the log names it
     print(line, end="")
     if found := re.search(r"running on (http://\S+)", line):
         break
@@ -26,7 +26,7 @@ client = OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0)
 model = client.models.list().data[0].id
 
 prompt = "import os\nimport sys\n\n\ndef main("
-while True:  # the port is open while it compiles
+while True:  # the port is open while the server compiles
     try:
         stream = client.completions.create(
             model=model, prompt=prompt, max_tokens=48, temperature=0, stream=True
@@ -64,5 +64,5 @@ for function in ("sub", "mul"):
     print(f"{function}: {cached} of {usage.prompt_tokens} prompt tokens were cached")
 assert cached > usage.prompt_tokens // 2
 
-server.terminate()  # it finishes what runs, and exits with 0
+server.terminate()  # it finishes the running requests and exits with 0
 assert server.wait(30) == 0

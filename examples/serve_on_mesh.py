@@ -1,6 +1,6 @@
-"""The server's engine over four devices: each has its share of heads, MLPs, vocabulary and pages.
+"""The server's engine over four devices: each has a part of the heads, MLPs, vocabulary and pages.
 
-The same as `python -m jax_attn.serve --tensor-parallel 4`, without HTTP.
+This is `python -m jax_attn.serve --tensor-parallel 4`, without HTTP.
 """
 
 import os
@@ -19,13 +19,13 @@ PROMPTS = ("import os\n\n\ndef main(", "class Error(Exception):\n    ")
 
 
 def generate(num_devices: int) -> tuple[list[str], dict[int, int]]:
-    """Greedy text for each prompt, and the bytes that each device holds."""
+    """Returns the greedy text for each prompt, and the bytes that each device holds."""
     model = models.load(models.BUNDLED, dtype="float32")
     config = EngineConfig(
         num_pages=64, max_running=2, max_step_tokens=32, tensor_parallel=num_devices
     )
     engine = Engine(model, config)
-    engine.warm_up()  # compiles all that a step can need
+    engine.warm_up()  # compiles everything that a step can need
     greedy = SamplingParams(max_tokens=16, temperature=0)
     engine.submit(
         [

@@ -1,8 +1,8 @@
 """A client with tools: the model asks for a call, the client makes it, the model gets the result.
 
-The chat template must show tools to the model. That of the bundled model does not, so this script
-serves a copy with a template as Qwen and Hermes have it. The bundled model has never seen tools:
-`tool_choice="required"` makes its calls follow the tool's schema all the same.
+The chat template must show tools to the model. The bundled model's template does not, so this
+script serves a copy with a template like those of Qwen and Hermes. The bundled model was not
+trained on tools, but `tool_choice="required"` makes its calls follow the tool's schema.
 """
 
 import atexit
@@ -50,7 +50,7 @@ client = OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0)
 
 
 def ask(messages, **more):
-    while True:  # the port is open while it compiles
+    while True:  # the port is open while the server compiles
         try:
             return client.chat.completions.create(
                 model="with-tools", messages=messages, tools=tools, temperature=0, **more

@@ -1,4 +1,5 @@
-"""Heads over a mesh axis with shard_map: each device attends for its own heads, no collective."""
+"""Heads split over a mesh axis with shard_map: each device attends for its own heads, without
+collectives."""
 
 import os
 
@@ -16,7 +17,7 @@ import jax_attn as ja
 num_devices, num_qo_heads, num_kv_heads = 2, 8, 4
 mesh = jax.make_mesh((num_devices,), ("heads",), devices=jax.devices("cpu")[:num_devices])
 spec = ja.AttentionSpec(
-    num_qo_heads=num_qo_heads // num_devices,  # what one device sees
+    num_qo_heads=num_qo_heads // num_devices,  # the heads of one device
     num_kv_heads=num_kv_heads // num_devices,
     head_dim_qk=64,
     dtype="float32",

@@ -1,4 +1,4 @@
-"""A document in the cache, many questions about it: its pages are read once for all of them."""
+"""Many questions about one cached document: its pages are read once for all of them."""
 
 import time
 
@@ -20,8 +20,8 @@ spec_fields = {
     "max_kv_pages": batch_size * (document + answer) // page_size,
 }
 
-# What a prefix cache hands out: every table begins with the document's pages. That is all the
-# planner asks for; deeper levels (a conversation and its forks) are found the same way.
+# Page tables as from a prefix cache: each begins with the document's pages. The planner finds the
+# shared prefix in them, and deeper levels (a conversation and its forks), too.
 document_pages, own_pages = document // page_size, answer // page_size
 num_pages = document_pages + batch_size * own_pages
 ids = np.random.default_rng(0).permutation(num_pages)
@@ -30,7 +30,7 @@ tables = [
     for own in np.split(ids[document_pages:], batch_size)
 ]
 batch = {
-    "qo_indptr": np.arange(batch_size + 1),  # a decode: one token a request
+    "qo_indptr": np.arange(batch_size + 1),  # a decode: one token per request
     "kv_lens": np.full(batch_size, document + answer),
     "page_indptr": np.arange(batch_size + 1) * (document_pages + own_pages),
     "page_indices": np.concatenate(tables),
@@ -42,7 +42,7 @@ apart = ja.plan(ja.AttentionSpec(**spec_fields, share_prefixes=False), **batch)
 print(plan.describe())
 assert (plan.items()["num_groups"] > 1).any()
 
-# Who knows what is shared may say so; plans made inside jit on a GPU share only what they are told.
+# If you know the shared prefixes, you can pass them. Inside jit on a GPU, only those are shared.
 document_level = (np.array([0, batch_size]), np.array([document]))  # all requests, their prefix
 make_plan = jax.jit(lambda batch, levels: ja.plan(spec, **batch, prefix_levels=levels))
 told = make_plan(batch, [document_level])

@@ -1,7 +1,7 @@
-"""Training steps on packed documents: new lengths compile nothing; then each device has its own.
+"""Training steps on packed documents, on one device and data-parallel. New lengths compile nothing.
 
-The documents of a batch lie back to back. A document is a request of a ragged plan, so a token sees
-its own document only.
+The documents of a batch are packed back to back. Each document is a request of a ragged plan, so a
+token sees only its own document.
 """
 
 import os
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_attn as ja
 
 num_devices, heads, kv_heads, head_dim = 2, 4, 2, 32
-width, max_tokens, max_documents = heads * head_dim, 256, 6  # of one device
+width, max_tokens, max_documents = heads * head_dim, 256, 6  # per device
 spec = ja.AttentionSpec(
     heads, kv_heads, head_dim, dtype="float32", page_size=None, target="cpu",
     max_batch=max_documents, max_qo_tokens=max_tokens, max_kv_tokens=max_tokens,
@@ -28,7 +28,7 @@ spec = ja.AttentionSpec(
 
 
 def loss(weights, x, y, num_tokens, attend):
-    """Mean over the tokens of the batch; rows behind them are padding, whose o is 0."""
+    """Returns the mean loss over the batch's tokens; rows behind them are padding with o = 0."""
     projected = (x @ weights["qkv"]).reshape(max_tokens, -1, head_dim)
     o = attend(*jnp.split(projected, (heads, heads + kv_heads), axis=1)).reshape(max_tokens, width)
     errors = jnp.sum((o @ weights["o"] - y) ** 2, axis=1)
@@ -52,7 +52,7 @@ def step(weights, x, y, plan, num_tokens):
 
 
 def lengths(rng):
-    """Of documents that fill most of a batch, and zeros: fewer documents than there is room for."""
+    """Returns lengths of documents that fill most of a batch, then zeros for unused slots."""
     lens = rng.integers(10, max_tokens // max_documents, max_documents, np.int32)
     lens[rng.integers(2, max_documents) :] = 0
     return lens
@@ -79,10 +79,10 @@ over_data = partial(jax.shard_map, mesh=mesh, in_specs=(P(), *[P("data")] * 3), 
 
 
 @jax.jit
-@partial(over_data, check_vma=False)  # all devices return the same numbers
+@partial(over_data, check_vma=False)  # all devices return the same values
 def parallel_step(weights, x, y, lens):
     plan = ja.plan(spec, jnp.append(0, jnp.cumsum(lens)), lens)  # traced: planned in the graph
-    share = lens.sum() / jax.lax.psum(lens.sum(), "data")  # of all tokens
+    share = lens.sum() / jax.lax.psum(lens.sum(), "data")  # this device's share of all tokens
 
     def attend(q, k, v):
         return ja.attention(q, k, v, plan)
@@ -100,7 +100,7 @@ for _ in range(2):
     split = jax.device_put((*flat,), jax.sharding.NamedSharding(mesh, P("data")))
     value, new_weights = parallel_step(weights, *split)
 
-    # The same by one device: the mean of both batches, weighted by their tokens.
+    # The same on one device: the mean over both batches, weighted by their tokens.
     values, results = [], []
     for own_x, own_y, own in zip(x, y, lens, strict=True):
         plan = ja.plan(spec, np.append(0, np.cumsum(own)), own)

@@ -1,8 +1,8 @@
-"""A policy-gradient step over a group: answers to one prompt, which is computed once.
+"""A policy-gradient step over a group of answers to one prompt, which is computed once.
 
-A decode loop samples the answers over shared pages. The trainer computes their log-probabilities
-again, with gradients, over the same page tables: the prompt is one request, and each answer is one
-whose table begins with the prompt's pages.
+A decode loop samples the answers over shared pages. The trainer recomputes their log-probabilities,
+with gradients, over the same page tables. The prompt is one request. Each answer is a request whose
+table begins with the prompt's pages.
 """
 
 import time
@@ -15,7 +15,7 @@ import jax_attn as ja
 
 num_layers, vocab, hidden, heads, kv_heads, head_dim, page_size = 2, 64, 128, 4, 2, 32, 16
 prompt_len, group, answer_len = 512, 8, 64
-num_tokens = prompt_len + group * answer_len  # of the prompt and the answers, one after the other
+num_tokens = prompt_len + group * answer_len  # prompt, then answers
 keys = jax.random.split(jax.random.key(0), 5)
 params = {
     "embedding": jax.random.normal(keys[0], (vocab, hidden)),
@@ -24,7 +24,7 @@ params = {
 }
 prompt = jax.random.randint(keys[3], (prompt_len,), 0, vocab)
 
-# Page tables: rows of the trainer's keys are pages in their order, and the sampler uses the same.
+# Page tables: the trainer's key rows are the pages in order. The sampler uses the same tables.
 prompt_pages = np.arange(prompt_len // page_size)
 answer_pages = np.arange(prompt_len // page_size, num_tokens // page_size).reshape(group, -1)
 tables = [prompt_pages, *(np.append(prompt_pages, own) for own in answer_pages)]
@@ -40,13 +40,13 @@ def make_plan(tables, qo_lens, kv_lens, dtype="float32"):
 
 
 def by_blocks(fn, *arrays):
-    """fn over blocks of `group` rows: a row's bits do not depend on how many there are in all."""
+    """Applies fn to blocks of `group` rows, so a row's bits do not depend on the number of rows."""
     blocks = [x.reshape(-1, group, *x.shape[1:]) for x in arrays]
     return jax.lax.map(lambda rows: fn(*rows), blocks).reshape(len(arrays[0]), -1)
 
 
 def log_probs(params, tokens, attend):
-    """Of all next tokens: [len(tokens), vocab]. attend(layer, q, k, v) -> o."""
+    """Returns next tokens' log-probabilities [len(tokens), vocab]. attend(layer, q, k, v) -> o."""
     x = params["embedding"][tokens]
     for i in range(num_layers):
         into, out = (params[name][i] for name in ("qkv", "out"))
@@ -72,7 +72,8 @@ def step(params, tokens, caches, plan):
 
 
 def sample(params, choose):
-    """Tokens that choose(n, log-probabilities) picks, and theirs: [group, answer_len] each."""
+    """Samples with choose(n, log-probabilities). Returns tokens and their log-probabilities,
+    [group, answer_len] each."""
     dtype = params["embedding"].dtype
     pool = (num_layers, num_tokens // page_size, page_size, kv_heads, head_dim)
     caches = [jnp.zeros(pool, dtype), jnp.zeros(pool, dtype)]
@@ -91,14 +92,17 @@ def sample(params, choose):
 answers, sampled = sample(
     params, lambda n, predicted: jax.random.categorical(jax.random.fold_in(keys[4], n), predicted)
 )
-reward = (answers % 2 == 0).mean(axis=1)  # likes even tokens
+reward = (answers % 2 == 0).mean(axis=1)  # rewards even tokens
 advantage = (reward - reward.mean()) / reward.std()
 
 # ---- the trainer
 
 
 def answer_log_probs(predicted, before, at):
-    """Of the answers' tokens. before: row that predicts the first one; at: [group] first rows."""
+    """Returns log-probabilities of the answers' tokens.
+
+    before: row that predicts the first token. at: [group] first row of each answer.
+    """
     rows = np.column_stack([before, at[:, None] + np.arange(answer_len - 1)])
     return jnp.take_along_axis(predicted[rows], answers[..., None], 2)[..., 0]
 
@@ -127,7 +131,7 @@ whole_plan = ja.plan(spec, np.arange(group + 1) * length, np.full(group, length)
 
 
 def not_shared(params):
-    """The same over whole sequences, each with a prompt of its own."""
+    """Computes the same over whole sequences, each with its own copy of the prompt."""
     tokens = jnp.concatenate([jnp.tile(prompt, (group, 1)), answers], 1).reshape(-1)
     predicted = log_probs(params, tokens, lambda _, q, k, v: ja.attention(q, k, v, whole_plan))
     first = np.arange(group) * length + prompt_len

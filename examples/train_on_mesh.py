@@ -1,7 +1,8 @@
-"""Training steps of one attention layer, requests and tokens over a mesh: nothing is gathered.
+"""Training steps of one attention layer, with requests and tokens split over a mesh: no all-gather.
 
-The mesh has four CPU devices: of this process, or of 2 or 4 processes, each started with
---coordinator HOST:PORT --num-processes N --process-id I, or by Slurm or Open MPI --distributed.
+The mesh has four CPU devices, of this process or of 2 or 4 processes. Start each process with
+--coordinator HOST:PORT --num-processes N --process-id I, or under Slurm or Open MPI with
+--distributed.
 """
 
 import argparse
@@ -22,8 +23,8 @@ parser.add_argument("--num-processes", type=int)
 parser.add_argument("--process-id", type=int)
 parser.add_argument("--distributed", action="store_true", help="a launcher says the rest")
 args = parser.parse_args()
-# Both before JAX looks for devices.
-if args.distributed or args.coordinator:  # XLA_FLAGS says how many devices each process has
+# Do both before JAX initializes its devices.
+if args.distributed or args.coordinator:  # XLA_FLAGS sets the devices per process
     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
 else:
     flags = os.environ.get("XLA_FLAGS", "")
@@ -60,7 +61,7 @@ weights = {
 }
 x, y = normal(keys[3], (batch, length, width)), normal(keys[4], (batch, length, width))
 weights = jax.device_put(weights, NamedSharding(mesh, P()))  # on every device
-# Half of the tokens of half of the requests on each.
+# Each device has half of the tokens of half of the requests.
 x, y = jax.device_put((x, y), NamedSharding(mesh, P("data", "sequence")))
 
 value, new_weights = step(weights, x, y)
@@ -69,7 +70,7 @@ np.testing.assert_allclose(value, expected, rtol=1e-5)
 for a, b in zip(jax.tree.leaves(new_weights), jax.tree.leaves(expected_weights), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
-# Devices add up their gradients of the weights, and exchange heads for tokens: nothing else.
+# The only collectives: weight gradients are summed, and heads are exchanged for tokens.
 text = step.lower(weights, x, y).compile().as_text()
 assert "all-reduce" in text and "all-to-all" in text and "all-gather" not in text
 

@@ -10,8 +10,8 @@ The corpus and the tokenizer can be made on one machine and the training run on 
 
 The text is split by file: the hash of a file's relative path decides whether it is trained on or
 held out, so neither the tokenizer nor the model ever sees a held-out file. The result is a Hugging
-Face directory: config.json, model.safetensors (bf16), tokenizer.json, and metrics.json with what
-was measured. The training is plain JAX; jax_attn.models is what runs the result.
+Face directory: config.json, model.safetensors (bf16), tokenizer.json, and metrics.json with the
+measured results. The training is plain JAX; jax_attn.models runs the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jax_attn as ja
 
-END_OF_TEXT = "<|endoftext|>"  # token 0: begins every file, and so also ends the one before it
+END_OF_TEXT = "<|endoftext|>"  # token 0: begins every file, and so ends the previous one
 HELD_OUT_PERCENT = 5
 # Generated tables and build data, not something to learn Python from.
 SKIPPED_DIRS = {"site-packages", "encodings", "pydoc_data", "__pycache__"}
@@ -272,7 +272,7 @@ class Recipe:
 def adamw(
     params: Params, grads: Params, mu: Params, nu: Params, step: jax.Array, lr: jax.Array, r: Recipe
 ):
-    """A step of AdamW (Loshchilov and Hutter 2019), clipped; norm weights do not decay."""
+    """Runs a step of AdamW (Loshchilov and Hutter 2019), clipped; norm weights do not decay."""
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads.values()))
     grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, r.clip_norm / norm), grads)
     mu = jax.tree.map(lambda m, g: r.beta1 * m + (1 - r.beta1) * g, mu, grads)
@@ -288,7 +288,7 @@ def adamw(
 
 
 def make_train_chunk(config: Config, recipe: Recipe):
-    """A jitted function that runs one step for each of the windows it is given."""
+    """Returns a jitted function that runs one step per given window."""
 
     @partial(jax.jit, donate_argnums=0)
     def train_chunk(state, windows, first_step, total_steps):
@@ -315,10 +315,10 @@ def make_train_chunk(config: Config, recipe: Recipe):
 def train(
     corpus: Corpus, config: Config, recipe: Recipe, steps: int, max_minutes: float, seed: int
 ) -> tuple[Params, dict]:
-    """Returns the weights and what there is to say about the run.
+    """Trains. Returns the weights and the metrics of the run.
 
-    The second chunk of steps is timed. Where `steps` would outrun `max_minutes`, the cosine is made
-    to end earlier; the learning rate is still warming up then, so that nothing is lost.
+    The second chunk of steps is timed. If `steps` would take longer than `max_minutes`, the cosine
+    schedule is shortened. The learning rate is still warming up then, so this loses nothing.
     """
     begin = time.monotonic()
     chunk = max(1, min(100, steps // 3))
@@ -362,7 +362,7 @@ def train(
 
 
 def evaluate(corpus: Corpus, config: Config, params: Params, batch: int = 16) -> dict:
-    """Bits per byte of the held-out files.
+    """Measures bits per byte of the held-out files.
 
     Every token after END_OF_TEXT counts once, given the tokens of its file before it: all of them
     within the first context, then at least half a context (windows overlap by half).
@@ -510,7 +510,7 @@ def main() -> None:
     recipe = Recipe(peak_lr=args.peak_lr, weight_decay=args.weight_decay)
     params, run = train(corpus, config, recipe, args.steps, args.max_minutes, args.seed)
     num_params = sum(w.size for w in params.values())
-    # What ships is bf16, so that is what is measured.
+    # Measure the bf16 weights, because those are saved.
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), params)
     metrics = {
         "parameters": num_params,

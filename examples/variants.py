@@ -36,7 +36,7 @@ def sigmoid(score, at):  # Ramapuram et al., arXiv 2409.04431: without softmax
     return jax.nn.sigmoid(score - np.float32(np.log(T)))
 
 
-def tempered(score, at, temperature):  # a temperature for each position
+def tempered(score, at, temperature):  # one temperature per position
     return score * temperature[at.q_pos]
 
 
@@ -44,7 +44,7 @@ def causal(at):
     return at.kv_pos <= at.q_pos
 
 
-def documents(at, doc):  # several documents in one row of tokens
+def documents(at, doc):  # several documents in one sequence
     return (doc[at.q_row] == doc[at.kv_row]) & (at.kv_pos <= at.q_pos)
 
 

@@ -1,4 +1,4 @@
-"""Drafted tokens are attended before anybody knows which will stay; the cache gets only those."""
+"""Speculative decoding: attend to all drafted tokens, then append only the accepted ones."""
 
 import functools
 
@@ -23,7 +23,7 @@ q = jax.random.normal(keys[0], (16, 8, 64), spec.dtype)
 k_new, v_new = jax.random.normal(keys[1], (2, 16, 2, 64), spec.dtype)
 k_pages, v_pages = jax.random.normal(keys[2], (2, 32, 16, 2, 64), spec.dtype)
 
-# Pages with room for all drafts: nothing is moved or freed when some are refused.
+# The pages have room for all drafts, so nothing is moved or freed when some are rejected.
 page_indptr = np.concatenate([[0], np.cumsum(-(-(cached + num_drafts) // 16))])
 page_indices = np.random.default_rng(0).permutation(32)[: page_indptr[-1]]
 starts = num_drafts * np.arange(batch_size + 1)
@@ -33,7 +33,7 @@ print(drafts.describe())
 verify = jax.jit(ja.attention)
 o = verify(q, k_pages, v_pages, drafts, k_new=k_new, v_new=v_new)
 
-# The cache gets the first `accepted` drafts of each request, whose rows are packed for that.
+# Append the first `accepted` drafts of each request; their rows are packed for this.
 rows = np.concatenate([starts[r] + np.arange(n) for r, n in enumerate(accepted)])
 packed = np.zeros(16, np.int32)
 packed[: len(rows)] = rows

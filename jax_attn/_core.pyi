@@ -1,4 +1,4 @@
-"""Types of the extension. csrc/bindings.cc is the source; this is for type checkers and readers."""
+"""Types of the C++ extension (csrc/bindings.cc), for type checkers and readers."""
 
 from typing import Any
 

@@ -1,22 +1,22 @@
 """Every environment variable of jax_attn, read here and nowhere else.
 
-JAX_ATTN_CHECK=1         before a kernel runs, check all that it follows: the whole plan, page ids
-                         against the pool, the layer; on any device, slowly
+JAX_ATTN_CHECK=1         before a kernel runs, check everything it relies on: the whole plan, page
+                         ids against the pool, the layer; on any device; slow
 JAX_ATTN_POISON=1        fill results and workspaces with 0xFF before a kernel runs, for tests
 JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new AttentionSpec, and why
 JAX_ATTN_LOG_COMPILE=1   print a line for each CUDA kernel that is compiled or read from the disk
-                         cache, and how its key differs from the nearest known one; jax_log_compiles
-                         does so, too
-JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: none; default jax_attn in
-                         XDG_CACHE_HOME, which is ~/.cache if not set. One that other users can
-                         write, or rename, is not used: kernels are kept in memory then
-JAX_ATTN_CPU_ISA         instruction set of the CPU kernels: baseline, avx2, avx512, avx512_bf16,
-                         amx or neon, for all work items; default: the best the machine has, and
-                         for items of few rows what tuning found to be faster
+                         cache, and how its key differs from the nearest known one;
+                         jax_log_compiles has the same effect
+JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: no disk cache; default: jax_attn in
+                         XDG_CACHE_HOME, which is ~/.cache if not set. A folder that other users
+                         can write or rename is not used: kernels are then kept in memory only
+JAX_ATTN_CPU_ISA         instruction set of the CPU kernels for all work items: baseline, avx2,
+                         avx512, avx512_bf16, amx or neon; default: the best one the machine has,
+                         except that items with few rows use the one that tuning found faster
                          (JAX_ATTN_PRINT_CONFIG=1 names it)
-JAX_ATTN_TUNING          file of `python -m jax_attn.tune`: the planner's numbers, and which
-                         instruction sets, as measured on the processor at hand
-CUDA_HOME, CUDA_PATH     a CUDA toolkit, searched for NVRTC after the wheels of pip
+JAX_ATTN_TUNING          file written by `python -m jax_attn.tune`: planner numbers and instruction
+                         sets measured on this processor
+CUDA_HOME, CUDA_PATH     a CUDA toolkit, searched for NVRTC after the pip wheels
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ def _flag(name: str) -> bool:
 
 
 def _cache_dir() -> str:
-    """An absolute path, or "" for none. One that begins with ~, on a machine that knows no home of
-    this user, is refused by whoever needs it."""
+    """The cache folder as an absolute path, or "" for no disk cache.
+
+    A path that still begins with ~ (the user has no home directory) is returned as it is; code that
+    opens the cache refuses it.
+    """
     folder = os.environ.get("JAX_ATTN_CACHE_DIR")
     if folder is None:
         base = os.environ.get("XDG_CACHE_HOME", "")
-        # As XDG has it, a relative path is none.
+        # XDG: a relative XDG_CACHE_HOME is ignored.
         folder = os.path.join(base if os.path.isabs(base) else "~/.cache", "jax_attn")
     folder = os.path.expanduser(folder)
     try:
@@ -64,7 +67,7 @@ cuda_toolkits: list[str] = [
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Functions traced inside fill results and workspaces with 0xFF before their kernels run."""
+    """Make functions traced inside fill results and workspaces with 0xFF before kernels run."""
     global poison
     previous, poison = poison, True
     try:

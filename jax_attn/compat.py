@@ -1,4 +1,4 @@
-"""Attention under the signatures of others: for code that comes from them."""
+"""Attention with the signatures of other JAX libraries, for code that moves from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_attn._spec.spec import AttentionSpec
 
 __all__ = ["flax_attention", "paged_attention", "paged_attention_gpu", "ragged_paged_attention"]
 
-# Parameters of their kernels' launches, which have no meaning for ours.
+# Launch parameters of their kernels, which our kernels do not have.
 _TUNING = {
     "paged_attention": {"pages_per_compute_block", "megacore_mode", "inline_seq_dim"},
     "paged_attention_gpu": {"pages_per_compute_block", "block_h", "k_splits", "num_warps"}
@@ -40,7 +40,7 @@ def _check_shape(op: str, name: str, array: Any, shape: tuple[int | None, ...], 
 
 
 def _pages_that_are_read(table: jax.Array, kv_lens: jax.Array, page_size: int) -> jax.Array:
-    """Of a table of pages [batch, pages_per_sequence], with 0 for what may hold anything."""
+    """The page table [batch, pages_per_sequence] with 0 in entries that hold no keys."""
     num_read = -(-kv_lens // page_size)
     return jnp.where(jnp.arange(table.shape[1]) < num_read[:, None], table, 0).astype(jnp.int32)
 
@@ -59,13 +59,13 @@ def paged_attention(
     """jax.experimental.pallas.ops.tpu.paged_attention: one query token for each request.
 
     q: [batch, num_q_heads, head_dim], already scaled: logits = q . k. k_pages, v_pages:
-        [num_kv_heads, num_pages, page_size, head_dim], dtype of q. They are read where they are.
+        [num_kv_heads, num_pages, page_size, head_dim], dtype of q. They are not copied.
     lengths: i32[batch], keys of each request. page_indices: i32[batch, pages_per_sequence].
-    mask_value: not read; keys beyond the length never influence a result.
-    tuning: parameters of their kernels, not read.
+    mask_value: ignored; keys beyond the length never influence a result.
+    tuning: launch parameters of their kernels, ignored.
 
     Returns o: [batch, num_q_heads, head_dim]; 0 for a request without keys. Raises ValueError for
-    arrays that do not fit, NotImplementedError for pages that are no arrays (QuantizedTensor).
+    arrays that do not fit, NotImplementedError for pages of class QuantizedTensor.
     """
     del mask_value
     op = "paged_attention"
@@ -93,7 +93,8 @@ def paged_attention_gpu(
     q, k_pages, v_pages, mask_value, attn_logits_soft_cap: as for paged_attention.
     block_tables: i32[batch, pages_per_sequence]. lengths: i32[batch], keys of each request; None:
         all keys of its pages.
-    k_scales_pages, v_scales_pages: None. tuning: parameters of their kernel, not read.
+    k_scales_pages, v_scales_pages: must be None. tuning: launch parameters of their kernel,
+        ignored.
 
     Returns o: [batch, num_q_heads, head_dim]; 0 for a request without keys. Raises ValueError for
     arrays that do not fit, NotImplementedError for scales.
@@ -144,7 +145,7 @@ def _of_one_token(
         raise ValueError(
             f"{op}: q: expected a multiple of {num_kv_heads} heads, got {num_q_heads}."
         )
-    # Each KV head is a request of its own, whose pages are those of its part of the pool.
+    # Each KV head of a request is planned as a separate request with the head's part of the pool.
     num_requests, num_slots = batch * num_kv_heads, page_indices.shape[1]
     spec = AttentionSpec(
         num_q_heads // num_kv_heads,
@@ -199,20 +200,20 @@ def ragged_paged_attention(
     """The TPU library's ragged paged attention, version 3 (RPA v3): mixed prefill and decode.
 
     queries: [max_num_tokens, num_q_heads, head_dim]. keys, values: [max_num_tokens, num_kv_heads,
-        head_dim], of the same tokens, written to the cache unless update_kv_cache is False.
-    kv_cache: [num_pages, page_size, 2 * num_kv_heads / packing, packing, head_dim], keys and values
-        of a head side by side, head_dim up to 128 and dtype of queries. Donate it to write in
-        place. It is read where it is, so that the logits of a key cost twice as much.
-    kv_lens: i32[max_num_seqs], these tokens included. page_indices: i32[max_num_seqs *
+        head_dim], for the same tokens, written to the cache unless update_kv_cache is False.
+    kv_cache: [num_pages, page_size, 2 * num_kv_heads / packing, packing, head_dim], dtype of
+        queries, head_dim up to 128. Keys and values of a head are side by side. Donate it to write
+        in place. It is read without a copy, so the q . k matmul costs twice as much.
+    kv_lens: i32[max_num_seqs], new tokens included. page_indices: i32[max_num_seqs *
         pages_per_seq]. cu_q_lens: i32[max_num_seqs + 1].
-    distribution: i32[3], of which the last is the number of sequences.
-    attention_sink: [num_q_heads], f32. sliding_window: a query sees that many keys, its own
-        included. k_scale, v_scale: numbers that stored values are multiplied by. q_scale: queries
-        are divided by it, rounded to the dtype of the cache, and count times it.
-    mask_value: not read. tuning: parameters of their kernel, not read.
+    distribution: i32[3]. The last number is the number of sequences.
+    attention_sink: [num_q_heads], f32. sliding_window: number of keys that a query sees, its own
+        included. k_scale, v_scale: factors for stored keys and values. q_scale: queries are divided
+        by it and rounded to the dtype of the cache; logits are multiplied by it.
+    mask_value: ignored. tuning: launch parameters of their kernel, ignored.
 
     Returns o: [max_num_tokens, num_q_heads, head_dim], 0 beyond the tokens, and the cache. Raises
-    ValueError for arrays that do not fit, NotImplementedError for a head_dim beyond 128.
+    ValueError for arrays that do not fit, NotImplementedError for a head_dim above 128.
     """
     del mask_value
     op = "ragged_paged_attention"
@@ -236,12 +237,12 @@ def ragged_paged_attention(
     _check_shape(op, "cu_q_lens", cu_q_lens, (num_seqs + 1,), f"[{num_seqs + 1}]")
     _check_shape(op, "page_indices", page_indices, (None,), "[max_num_seqs * pages_per_seq]")
     _check_shape(op, "distribution", distribution, (3,), "[3]")
-    # Sequences that are there, and no tokens in the others.
+    # Sequences beyond the number given by `distribution` get no tokens.
     active = jnp.arange(num_seqs + 1) < distribution[-1]
     cu_q_lens = jnp.where(active, cu_q_lens, cu_q_lens[distribution[-1]]).astype(jnp.int32)
     kv_lens = jnp.where(active[:-1], kv_lens, 0).astype(jnp.int32)
     table = _pages_that_are_read(page_indices.reshape(num_seqs, -1), kv_lens, page_size)
-    # A row of the cache is a key and its value; q has zeros where the value is.
+    # A row of the cache is a key and its value. q is 0 in the value's columns.
     rows = kv_cache.reshape(num_pages, page_size, num_kv_heads, 2 * width)
     missing = ((0, 0), (0, 0), (0, width - head_dim))
     if update_kv_cache:
@@ -276,7 +277,7 @@ def ragged_paged_attention(
 
 
 def _rounded_queries(q: jax.Array, scale: float, dtype: Any) -> jax.Array:
-    """Queries over the scale, with the precision of the dtype, as RPA v3 multiplies them."""
+    """Queries divided by the scale and rounded to the dtype, as in RPA v3."""
     limits = jnp.finfo(dtype)
     scaled = jnp.clip(q / scale, float(limits.min), float(limits.max))
     return scaled.astype(dtype).astype(q.dtype)
@@ -300,11 +301,11 @@ def flax_attention(
     """`attention_fn` for flax.nnx.MultiHeadAttention and flax.linen.MultiHeadDotProductAttention.
 
     query: [..., T, num_heads, head_dim]. key, value: [..., S, num_heads, head_dim]. bias, mask:
-        they broadcast to [..., num_heads, T, S]; a mask is seen where it is not 0.
-    dtype: that of the computation; None: that of the operands. precision: not read.
+        they broadcast to [..., num_heads, T, S]; a key is visible where the mask is not 0.
+    dtype: dtype of the computation; None: that of the operands. precision: ignored.
 
-    Returns [..., T, num_heads, head_dim]. Raises NotImplementedError for dropout of the weights,
-    and for weights that are to be sown.
+    Returns [..., T, num_heads, head_dim]. Raises NotImplementedError for dropout of attention
+    weights and for sowing them.
     """
     del broadcast_dropout, dropout_rng, precision
     if dropout_rate and not deterministic:
@@ -321,7 +322,7 @@ def flax_attention(
     batch = query.shape[:-3]
 
     def joined(x: jax.Array | None) -> jax.Array | None:
-        """Of a bias or a mask: with one axis for all axes of the batch."""
+        """A bias or mask with its batch axes joined into one."""
         if x is None or x.ndim <= 3:
             return x
         is_one = all(n == 1 for n in x.shape[:-3])

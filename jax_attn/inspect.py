@@ -1,4 +1,4 @@
-"""Shows a saved plan: `python -m jax_attn.inspect plan.npz [--plot out.html] [--rows N]`."""
+"""Show a saved plan: `python -m jax_attn.inspect plan.npz [--plot out.html] [--rows N]`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from jax_attn._plan.records import is_shared
 
 
 def tables(plan: AttentionPlan, num_rows: int) -> str:
-    """plan.describe(), then tables of the fullest queues, the heaviest items and the largest merge
-    groups, each of at most num_rows rows."""
+    """The text of plan.describe() and three tables of at most num_rows rows each.
+
+    The tables list the fullest queues, the costliest items and the largest merge groups.
+    """
     items, costs = plan.items(), plan.item_costs()
     queue = timeline(plan).queue
     loads, lengths = plan.queue_costs(), np.diff(plan.queue_indptr())

@@ -1,4 +1,4 @@
-"""Masks that save work: an element function for the kernels, and what it does to whole blocks.
+"""Masks that save work: a function for single logits, and a class for each block of logits.
 
     same_document = masks.document_ids(ids)
     spec = AttentionSpec(..., variant=same_document.variant(), max_steps=4096)
@@ -6,7 +6,7 @@
     p = plan(spec, qo_indptr, kv_lens, block_map=block_map)
     o = attention(q, k, v, p, variant_operands=same_document.operands)
 
-Causality and windows are the spec's, besides. `a & b`, `a | b` and `~a` are masks, too.
+The causal mask and windows of the spec apply as well. `a & b`, `a | b` and `~a` are masks, too.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ __all__ = [
     "tree",
 ]
 
-# Classes of a block. May any pair of it be visible, may any be hidden? Of several blocks: their OR.
+# Classes of a block, as bits. Bit 0: some pair may be visible. Bit 1: some pair may be hidden. The
+# class of several blocks together is the OR of theirs.
 VISIBLE, HIDDEN, MIXED = 1, 2, 3
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockMap:
-    """What a mask does to blocks of q_block query tokens and kv_block positions.
+    """The effect of a mask on blocks of q_block query tokens and kv_block positions.
 
-    classes: [num_row_blocks, num_kv_blocks], u8: VISIBLE, all of the block is; HIDDEN, nothing is;
-        MIXED, it depends, or nobody knows. Row block i has rows [i * q_block, (i + 1) * q_block) of
-        q, column j the positions [j * kv_block, (j + 1) * kv_block) of each row's own request.
-    q_block, kv_block: tokens. Best are divisors of the height of query tiles and of tile_kv.
+    classes: [num_row_blocks, num_kv_blocks], u8. VISIBLE: every pair is visible. HIDDEN: no pair is
+        visible. MIXED: some are, or it is not known. Row block i has rows [i * q_block,
+        (i + 1) * q_block) of q. Column j has positions [j * kv_block, (j + 1) * kv_block) of each
+        row's own request.
+    q_block, kv_block: tokens. Divisors of tile M (query tile rows) and of tile_kv work best.
 
-    A plan believes it: only mixed blocks run the mask of the spec's variant, and without one all of
-    them is visible.
+    A plan trusts the map: only mixed blocks run the mask of the spec's variant. If the variant has
+    no mask, mixed blocks are fully visible.
 
-    A pytree: made inside jit, or passed to it, new classes never recompile.
+    A pytree: new classes never recompile, whether made inside jit or passed to it.
     """
 
     classes: Any
@@ -66,9 +68,9 @@ class BlockMap:
 
     @classmethod
     def of_dense(cls, visible: Any, q_block: int = 64, kv_block: int = 128) -> BlockMap:
-        """The map of a dense mask.
+        """The block map of a dense mask.
 
-        visible: [num_rows, num_positions], bool, host or traced. Rows of q by positions of keys.
+        visible: [num_rows, num_positions], bool, host or traced. Rows of q by key positions.
         """
         rows, columns = visible.shape
         xp = jax.numpy if isinstance(visible, jax.Array) else np
@@ -85,10 +87,11 @@ class BlockMap:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The rows and keys of a batch, block by block, as `Mask.block_map` sees them.
+    """The rows and keys of a batch, block by block, as `Mask.block_map` reads them.
 
-    facts: by field of variant.At, what it may be in a block. Rows beyond the batch have no part.
-    is_live: [num_row_blocks, q_block], bool. Rows of q that are of the batch.
+    facts: field of variant.At -> the interval of its values in each block. Rows beyond the batch do
+        not count.
+    is_live: [num_row_blocks, q_block], bool. Rows of q that belong to the batch.
     """
 
     xp: Any
@@ -104,13 +107,13 @@ _Classes = Callable[[Batch], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which query token sees which key.
+    """A mask: which query token sees which key.
 
     function: fn(at, ...) -> bool, as the mask of a `Variant`.
-    operands: name -> array: what it reads, and what attention takes as variant_operands. Host or
-        traced; new contents compile nothing.
-    classes: fn(batch) -> [num_row_blocks, num_kv_blocks], u8, where the mask knows better
-        than its function tells. None: the function is run on intervals (_variant/intervals.py).
+    operands: name -> array. The arrays that the function reads; pass them to attention as
+        variant_operands. Host or traced; new contents compile nothing.
+    classes: fn(batch) -> [num_row_blocks, num_kv_blocks], u8, for a mask whose block classes can be
+        computed exactly. None: the function is run on intervals (_variant/intervals.py).
     """
 
     function: Callable[..., Any]
@@ -118,7 +121,10 @@ class Mask:
     classes: _Classes | None = None
 
     def variant(self, **more: Any) -> Variant:
-        """A Variant with this mask. more: its other arguments, operands of logits among them."""
+        """A Variant with this mask.
+
+        more: other arguments of Variant. Its operands are added to those of the mask.
+        """
         operands = dict(self.operands) | dict(more.pop("operands", {}))
         return Variant(mask=self.function, operands=operands, **more)
 
@@ -134,11 +140,11 @@ class Mask:
         q_block: int = 64,
         kv_block: int = 128,
     ) -> BlockMap:
-        """What the mask does to the blocks of a batch, on the host or inside jit.
+        """The block map of this mask for a batch, made on the host or inside jit.
 
         qo_indptr, kv_lens, kv_indptr, q_offsets: as for `plan`.
-        max_kv_len: positions that the map has columns for. None: the longest of kv_lens, or, if
-            they are traced, the keys that the spec has room for.
+        max_kv_len: number of positions the map covers. None: the longest of kv_lens; for traced
+            lengths, the spec's capacity of keys.
         q_block, kv_block: tokens of a block.
         """
         batch = _batch(
@@ -173,7 +179,10 @@ class Mask:
         return Mask(function, self.operands, classes)
 
     def _with(self, other: Mask, operation: Callable[[Any, Any], Any], decides: int) -> Mask:
-        """decides: the class of which one is enough for the result."""
+        """Combine two masks.
+
+        decides: the class that decides the result if either mask has it.
+        """
         mine = tuple(self.operands)
         theirs: dict[str, str] = {}
         for name in other.operands:
@@ -220,7 +229,7 @@ def _batch(
     num_rows, num_columns = -(-spec.max_qo_tokens // q_block), -(-max_kv_len // kv_block)
     row = xp.arange(num_rows * q_block, dtype=np.int32).reshape(num_rows, q_block)
     is_live = row < qo[-1]
-    # Traced, a search by a loop would be a loop of kernels on a GPU.
+    # Inside jit the default search is a loop, which would be a loop of kernels on a GPU.
     method = {"method": "scan_unrolled"} if traced else {}
     request = xp.searchsorted(qo, row.reshape(-1), side="right", **method).reshape(row.shape) - 1
     request = request.clip(0, max(0, batch_size - 1)).astype(np.int32)
@@ -236,7 +245,7 @@ def _batch(
 
     def over(name: str, width: int | None = None) -> Interval:
         values = rows[name]
-        if batch_size == 1 and name in of_request:  # of all blocks the same
+        if batch_size == 1 and name in of_request:  # the same for all blocks
             return Interval(of_request[name].reshape(1, 1), of_request[name].reshape(1, 1), 0)
         low = xp.where(is_live, values, 2**31 - 1).min(1, keepdims=True).astype(np.int32)
         high = xp.where(is_live, values, -(2**31)).max(1, keepdims=True).astype(np.int32)
@@ -256,15 +265,15 @@ def _batch(
     return Batch(xp, facts, is_live, q_block, kv_block, num_columns)
 
 
-# ---- masks that people look for ------------------------------------------------------------------
+# ---- common masks --------------------------------------------------------------------------------
 
 
 def document_ids(q_ids: Any, kv_ids: Any = None) -> Mask:
-    """Queries see the keys of their own document, of several that are packed into one row.
+    """A mask for packed documents: queries see the keys of their own document only.
 
     q_ids: [rows of q], i32. The document of each query token.
-    kv_ids: [rows of k], i32, of a ragged spec, or [batch_size, positions]. None: q_ids, where q and
-        k have the same rows, as in training.
+    kv_ids: [rows of k], i32, for a ragged spec, or [batch_size, positions], i32. The document of
+        each key. None: q_ids, for q and k with the same rows, as in training.
     """
 
     def function(at: At, q_ids: Any, kv_ids: Any) -> Any:
@@ -275,10 +284,11 @@ def document_ids(q_ids: Any, kv_ids: Any = None) -> Mask:
 
 
 def prefix_lm(prefix_lens: Any) -> Mask:
-    """All see the first tokens of their request, and what is not after themselves. With
-    causal=False.
+    """A prefix-LM mask: a query sees its request's prefix and every key not after itself.
 
-    prefix_lens: [batch_size], i32, tokens.
+    The spec must have causal=False.
+
+    prefix_lens: [batch_size], i32, tokens. Prefix length of each request.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -299,13 +309,13 @@ def prefix_lm(prefix_lens: Any) -> Mask:
 
 
 def tree(parents: Any, qo_indptr: Any) -> Mask:
-    """Drafts of a tree see the cached tokens, themselves and their ancestors.
+    """A mask for draft trees: a draft token sees the cached tokens, itself and its ancestors.
 
-    parents: [rows of q], host integers. The number of each query token's parent within its request,
-        which comes before it; -1: it follows the cached tokens.
+    parents: [rows of q], host integers. Index of each query token's parent within its request. A
+        parent comes before its token; -1: the token follows the cached tokens.
     qo_indptr: [batch_size + 1], host integers, as for `plan`.
 
-    Raises ValueError for a parent that is not before its token.
+    Raises ValueError for a parent that does not come before its token.
     """
     parents, starts = np.asarray(parents), np.asarray(qo_indptr)
     num_rows = int(starts[-1]) if len(starts) else 0
@@ -335,14 +345,14 @@ def tree(parents: Any, qo_indptr: Any) -> Mask:
 
 
 def custom_mask(visible: Any, qo_indptr: Any, kv_lens: Any) -> Mask:
-    """Any mask, a bit for each pair of a query token and a key of its request.
+    """Any mask, given as one bit for each pair of a query token and a key of its request.
 
-    visible: [sum(qo_len * kv_len)], bool, host: of each request, row by row, as FlashInfer's
-        custom_mask; or [bytes], u8: that of each request packed, the lowest bit first, from a byte
-        of its own on, as its packed_custom_mask.
+    visible: [sum(qo_len * kv_len)], bool, host. The masks of the requests one after the other, each
+        row by row (FlashInfer's custom_mask). Or [bytes], u8: the same as bits, lowest bit first,
+        each request beginning at a new byte (FlashInfer's packed_custom_mask).
     qo_indptr, kv_lens: host integers, as for `plan`.
 
-    Raises ValueError for another number of elements, and for a traced array.
+    Raises ValueError for a wrong number of elements or a traced array.
     """
     for name, array in (("visible", visible), ("qo_indptr", qo_indptr), ("kv_lens", kv_lens)):
         if isinstance(array, jax.core.Tracer):
@@ -405,14 +415,14 @@ def custom_mask(visible: Any, qo_indptr: Any, kv_lens: Any) -> Mask:
 
 
 def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns: int) -> Mask:
-    """Block rows of `rows` query tokens see block columns of `columns` positions, in CSR form.
+    """A block-sparse mask in CSR form: blocks of `rows` query tokens and `columns` positions.
 
-    indptr: [num_block_rows + 1], indices: [nnz], host integers: block row i, rows [i * rows,
-        (i + 1) * rows) of q, sees block columns indices[indptr[i] : indptr[i + 1]].
-    rows, columns: tokens of a block, 1 (vector sparse) and more.
-    num_columns: block columns that there are. Nothing is seen beyond the last block row or column.
+    indptr: [num_block_rows + 1], indices: [nnz], host integers. Block row i has rows [i * rows,
+        (i + 1) * rows) of q and sees block columns indices[indptr[i] : indptr[i + 1]].
+    rows, columns: tokens of a block, at least 1 (1: vector sparse).
+    num_columns: number of block columns. Nothing is visible beyond the last block row or column.
 
-    Raises ValueError for an index out of range, and for an indptr that is not of these indices.
+    Raises ValueError for an index out of range or an indptr that does not fit the indices.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -445,7 +455,7 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
             f" got {indices[bad[0]]}."
         )
     num_rows = len(indptr) - 1
-    # A row and a word more than there are: what an index beyond the last is clamped to.
+    # One extra row and word, all hidden: indices beyond the last are clamped to them.
     dense = np.zeros((num_rows + 1, (-(-num_columns // 32) + 1) * 32), bool)
     dense[np.repeat(np.arange(num_rows), np.diff(indptr)), indices] = True
     bits = np.packbits(dense, axis=1, bitorder="little").view("<i4")
@@ -471,13 +481,12 @@ def page_positions(
     window_left: int = -1,
     window_right: int = 0,
 ) -> Mask:
-    """A causal mask or a window over pages that leave gaps, as after AttentionPlan.with_pages.
+    """A causal mask or a window over pages with gaps, as after AttentionPlan.with_pages.
 
-    The spec has causal=False and no window of its own, because it would count selected tokens.
+    The spec must have causal=False and no window: those would count selected tokens.
 
-    q_positions: [rows of q], i32. The position of each query token.
-    page_starts: [num_pages], i32, by page id. The position of the first slot of each page of the
-        pool.
+    q_positions: [rows of q], i32. Position of each query token.
+    page_starts: [num_pages], i32, by page id. Position of the first slot of each page of the pool.
     window_left, window_right: a query at position p sees positions [p - window_left, p +
         window_right]. -1: no limit on that side; window_right=0 is causal.
     """
@@ -496,8 +505,10 @@ def page_positions(
 
 
 def _coarser(blocks: np.ndarray, size: int, new_size: int, num: int) -> np.ndarray:
-    """Classes of `num` blocks of new_size tokens along the first axis, of blocks of `size` tokens;
-    HIDDEN beyond the last. blocks: bool, or classes."""
+    """Merge blocks of `size` tokens into `num` blocks of new_size tokens along the first axis.
+
+    blocks: bool, or classes. Returns classes; blocks beyond the last are HIDDEN.
+    """
     if blocks.dtype == np.bool_:
         blocks = np.where(blocks, VISIBLE, HIDDEN).astype(np.uint8)
     first = np.arange(num) * new_size // size
@@ -511,7 +522,7 @@ def _coarser(blocks: np.ndarray, size: int, new_size: int, num: int) -> np.ndarr
 
 
 def check_block_map(spec: AttentionSpec, block_map: Any) -> None:
-    """Raises ValueError for a map that does not fit the spec, TypeError for what is none."""
+    """Raise ValueError for a map that does not fit the spec, TypeError if it is no BlockMap."""
     op = "plan: block_map"
     if block_map is None:
         if spec.max_steps is not None:

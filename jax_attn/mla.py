@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): its projections.
+"""Projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 The keys and values of all heads come from one latent row per token. It has two parts: ckv
 (kv_lora_rank columns), and k_rope, the rotated part of the key that all heads share. The cache
@@ -11,12 +11,13 @@ holds [ckv, k_rope] and nothing else. There are two ways to attend:
                    Each row of the cache is read once for all heads: best for decode, and for any
                    query tokens whose context is in the cache.
 
-Both need the model's sm_scale: that of the heads before absorption, usually (nope + rope) ** -0.5.
+Both need the model's sm_scale, which belongs to the heads before absorption: usually
+(nope + rope) ** -0.5.
 
-Names of sizes: nope and rope are the columns of a head's query that are not rotated and rotated.
-w_uk: [num_qo_heads, nope, kv_lora_rank] and w_uv: [num_qo_heads, kv_lora_rank, head_dim_v] are the
-two halves of one matrix of a checkpoint; split_kv_b splits it. Any float dtype; results have the
-dtype that jnp gives for their arguments.
+nope and rope are the numbers of unrotated and rotated columns of a head's query.
+w_uk: [num_qo_heads, nope, kv_lora_rank] and w_uv: [num_qo_heads, kv_lora_rank, head_dim_v] are two
+halves of one checkpoint matrix; split_kv_b splits it. Arrays may have any float dtype; results have
+the dtype that jnp promotes their arguments to.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ __all__ = ["absorb_query", "expand_kv", "expand_output", "latent_rows", "split_k
 
 
 def split_kv_b(kv_b: jax.Array, num_qo_heads: int, nope: int) -> tuple[jax.Array, jax.Array]:
-    """Splits the matrix that expands latent rows into w_uk and w_uv.
+    """Split the matrix that expands latent rows into w_uk and w_uv.
 
-    kv_b: [kv_lora_rank, num_qo_heads * (nope + head_dim_v)]: a checkpoint's kv_b_proj, transposed.
-        ckv @ kv_b are the keys (without rope) and values of all heads.
+    kv_b: [kv_lora_rank, num_qo_heads * (nope + head_dim_v)]. A checkpoint's kv_b_proj, transposed:
+        ckv @ kv_b gives the keys (without rope) and values of all heads.
 
     Returns w_uk: [num_qo_heads, nope, kv_lora_rank] and w_uv: [num_qo_heads, kv_lora_rank,
     head_dim_v].
@@ -64,7 +65,7 @@ def absorb_query(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array) -> jax.A
 
 
 def expand_output(o: jax.Array, w_uv: jax.Array) -> jax.Array:
-    """Applies the value projection to the output of absorbed attention.
+    """Apply the value projection to the output of absorbed attention.
 
     o: [n, num_qo_heads, kv_lora_rank].
     w_uv: [num_qo_heads, kv_lora_rank, head_dim_v].

@@ -1,7 +1,7 @@
 """The oracle: every operation of this library in its simplest form, dense, request by request.
 
-The code is written to be read and to be right. It is never fast. It runs on numpy and on jax
-arrays, and the precision follows the inputs:
+The code is written to be readable and correct, not fast. It runs on numpy and on jax arrays. The
+precision follows the inputs:
 
     float64         (numpy, or jax with x64) everything in float64: the truth
     float32         everything in float32
@@ -83,13 +83,14 @@ def attention(
       layer: index of the layer if k and v have a leading [num_layers].
       sinks: [num_qo_heads], natural-log units: an extra logit per head that takes part in the
         softmax and has value 0. It is counted once.
-      q_scale: [num_qo_heads], or None, which is 1.
-      k_scale, v_scale: [num_kv_heads], or None, which is 1. Each element of q, k and v is
-        multiplied by the scale of its head; without v that of k is v's, too. Codes (see `quantize`)
-        first become the dtype of q, or the spec's dtype if q is float8_e4m3fn. With
-        spec.eight_bit_products they stay as they are, and so does what `quantize_queries` makes of
-        q. The rounding of weights depends on the kernel's steps: it is not modelled.
-      variant_operands: name -> array, what the functions of the spec's variant read.
+      q_scale: [num_qo_heads], or None: 1.
+      k_scale, v_scale: [num_kv_heads], or None: 1. Each element of q, k and v is multiplied by the
+        scale of its head. Without v, k_scale applies to the values, too. Quantized values (see
+        `quantize`) are first converted to the dtype of q, or to the spec's dtype if q is
+        float8_e4m3fn. With spec.eight_bit_products they are not converted, and neither is the
+        result of `quantize_queries`. The rounding of P depends on the kernel's steps and is not
+        modelled.
+      variant_operands: name -> array. Operands of the spec's variant.
 
     Returns:
       o: [max_qo_tokens, num_qo_heads, head_dim_vo], dtype of q, or the spec's if q is
@@ -163,10 +164,12 @@ def _requests(
     page_size: int,
     spec: AttentionSpec,
 ) -> Iterator[tuple[slice, tuple[np.ndarray, ...], np.ndarray, int]]:
-    """Of each request: its rows of q, the places of its keys in k and v, which row sees which, and
-    the position of the first row.
+    """Iterate over the requests of a batch.
 
-    page_size is not read if ragged. The others are those of `attention`.
+    page_size: not read if ragged. The other arguments: as for `attention`.
+
+    Yields for each request: its rows of q, the offsets of its keys in k and v, which row sees which
+    key, and the position of its first row.
     """
     if kv_indptr is None:
         kv_indptr = np.concatenate([[0], np.cumsum(kv_lens)])
@@ -201,17 +204,17 @@ def attention_vjp(
     sinks: np.ndarray | None = None,
     magnitudes: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """The gradients of `attention`, in float64, of what is finite where it is read.
+    """The gradients of `attention` in float64. Elements that are read must be finite.
 
     Args:
       d_o: cotangent of o. Padding rows are not read.
       d_lse: cotangent of lse. Rows that see no key are not read.
-      magnitudes: True: each product is one of absolute values, which bounds the error of a
-        computation that rounds.
+      magnitudes: True: multiply absolute values instead, which gives a bound for the rounding error
+        of a kernel.
       the others: as for `attention`, numpy arrays.
 
     Returns:
-      d_q, d_k, d_v: in the shapes of q, k, v; 0 where nothing is read.
+      d_q, d_k, d_v: in the shapes of q, k, v; 0 for elements that are not read.
       d_sinks: [num_qo_heads], or None.
     """
     size = np.abs if magnitudes else np.asarray
@@ -239,7 +242,7 @@ def attention_vjp(
         )
         is_empty = np.isneginf(lse_r)
         d_lse_r = np.where(is_empty, 0, d_lse[rows])
-        # From here on heads come first, those of q: matrices of [qo_len, kv_len] or [*, head_dim].
+        # From here on the query head is the first axis, before [qo_len, kv_len] or [*, head_dim].
         q_h, d_o_h, o_h, lse_h, d_lse_h, k_h, v_h = (
             x.swapaxes(0, 1)
             for x in (
@@ -274,10 +277,11 @@ def attention_vjp(
 
 
 def dequantize(x: Array, scale: Array | None, dtype: Any, kv_dtype: str | None = None) -> Array:
-    """What the elements of x stand for, as dtype; without codes and a scale x itself.
+    """The values that quantized x stands for, as dtype. x itself if not quantized and no scale.
 
-    x: [..., num_heads, head_dim], or rows of `quantize`; scale: [num_heads] or None, which is 1.
-    kv_dtype: of rows of uint8.
+    x: [..., num_heads, head_dim], or rows made by `quantize`.
+    scale: [num_heads], or None: 1.
+    kv_dtype: format of x if x is uint8.
     """
     if x.dtype == np.int8:
         x = _from_int8(np.asarray(x))
@@ -291,11 +295,11 @@ def dequantize(x: Array, scale: Array | None, dtype: Any, kv_dtype: str | None =
 
 
 def quantize_queries(q: Array, kv_dtype: str | None) -> np.ndarray:
-    """What codes of q stand for where codes are multiplied (AttentionSpec.eight_bit_products).
+    """q rounded to 8-bit values and back, as AttentionSpec.eight_bit_products multiplies it.
 
-    The nearest code, ties to even, of q over a scale, which is the largest magnitude of its row
-    over the largest code: 127 of int8, 448 of float8_e4m3fn. A row without a magnitude above 2^-90
-    counts as 0. A row with NaN or infinity is NaN.
+    The scale of a row is its largest magnitude divided by the largest 8-bit value (127 for int8,
+    448 for float8_e4m3fn). q / scale is rounded to the nearest 8-bit value, ties to even. A row
+    without a magnitude above 2^-90 counts as 0. A row with NaN or infinity is NaN.
 
     q: [..., head_dim]. Returns float64 for float64, else float32.
     """
@@ -313,23 +317,25 @@ def quantize_queries(q: Array, kv_dtype: str | None) -> np.ndarray:
 
 
 def quantize(x: Array, scale: Array | None = None, kv_dtype: Any = E4M3) -> Array:
-    """x as append_kv stores it, with a kv_dtype of docs/formats.md.
+    """x as append_kv stores it, in a kv_dtype of docs/formats.md.
 
-    float8: x / scale, the nearest value, ties to even, limited to the largest; NaN stays NaN.
-    int8: bytes of the nearest integers of x over a scale, which is the row's largest magnitude over
-        127, at least 2^-126, and of that scale in float32.
-    mxfp4: 4-bit codes (OCP Microscaling Formats 1.0), two a byte: byte i of a block of n has
-        elements i and n / 2 + i. Then the exponents of the scales of blocks of 32, a byte each: the
-        smallest power of two whose 6-fold is no less than the magnitudes.
-    nvfp4: the codes of mxfp4, byte i of every n <= 64 of them with elements i and n / 2 + i. Then
-        scales of blocks of 16, in float8_e4m3fn: the largest magnitude / (6 * scale), the nearest,
-        at least 2^-9, NaN where the block has NaN or infinity. Codes are the nearest of x over the
-        product of both scales, limited to 6.
-    int4: integers from -8 to 7, in the places of nvfp4. Then scales of blocks of 32, in float16:
-        minus an eighth of the element with the largest magnitude (of two the negative one), away
-        from 0 to the next float16, at least 2^-24 and at most 65504 in size; NaN as of nvfp4.
+    float8: x / scale, rounded to nearest, ties to even, limited to the largest value; NaN stays
+        NaN.
+    int8: the scale of a row is its largest magnitude / 127, at least 2^-126. A row is the bytes of
+        x / scale, rounded to the nearest integers, then the scale in float32.
+    mxfp4: 4-bit e2m1 values (OCP Microscaling Formats 1.0), two per byte: byte i of a block of n
+        has elements i and n / 2 + i. Then one byte for each block of 32: the exponent of its scale,
+        the smallest power of two s with 6 * s >= every magnitude.
+    nvfp4: 4-bit e2m1 values; byte i of each block of n <= 64 has elements i and n / 2 + i. Then one
+        float8_e4m3fn block scale for each block of 16: largest magnitude / (6 * scale), rounded to
+        nearest, at least 2^-9, NaN if the block has NaN or infinity. The 4-bit values are the
+        nearest to x / (scale * block scale), limited to 6.
+    int4: integers from -8 to 7 in the byte order of nvfp4. Then one float16 scale for each block of
+        32: minus an eighth of the element with the largest magnitude (in a tie, the negative one),
+        rounded away from 0 to the next float16, with magnitude in [2^-24, 65504]; NaN as for nvfp4.
 
-    x: [..., num_heads, head_dim]; scale: [num_heads] or None, which is 1; of float8 and nvfp4.
+    x: [..., num_heads, head_dim].
+    scale: [num_heads], or None: 1. Only for float8 and nvfp4.
     """
     if kv_dtype == "int8":
         return _to_int8(np.asarray(x))
@@ -395,7 +401,10 @@ def _from_four_bits(x: np.ndarray, kv_dtype: str) -> np.ndarray:
 
 
 def _spans(kv_dtype: str, head_dim: int) -> list[slice]:
-    """Elements of which byte i has the codes of i and, half the span on, of another."""
+    """The spans of elements that are packed together.
+
+    Byte i of a span of n elements holds elements i and n / 2 + i.
+    """
     span = 32 if kv_dtype == "mxfp4" else 64
     return [slice(d, min(d + span, head_dim)) for d in range(0, head_dim, span)]
 
@@ -404,7 +413,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def _to_e2m1(x: np.ndarray) -> np.ndarray:
-    """The nearest codes, ties to even."""
+    """The nearest e2m1 values as 4-bit codes, ties to even."""
     above = np.abs(np.minimum(np.abs(x), np.float32(7))[..., None] - _E2M1)
     nearest = above == above.min(axis=-1, keepdims=True)  # two of them in a tie
     code = np.argmax(nearest, axis=-1)
@@ -417,7 +426,8 @@ def _from_e2m1(code: np.ndarray) -> np.ndarray:
 
 
 def _to_mxfp4(x: np.ndarray, _: Any) -> tuple[np.ndarray, np.ndarray]:
-    least = 104 if x.dtype == np.float16 else 3  # half of a scale is a normal number, or one of f16
+    # Biased exponent: scale / 2 must be representable, as float16 for f16 and normal for the rest.
+    least = 104 if x.dtype == np.float16 else 3
     x = x.astype(np.float32)
     largest = np.abs(x).max(axis=-1, keepdims=True)
     is_finite = np.isfinite(largest)
@@ -519,26 +529,26 @@ def attention_dense(
       logits_soft_cap: c > 0: logits = c * tanh(logits / c). 0: off.
       bias: added to the logits after scale and soft cap, before the masks; broadcasts as `visible`.
       sinks: [num_qo_heads], natural-log units, or None.
-      variant: its functions, under vmap, get the logits after bias, and narrow `visible`. In
-        float64 if q is. With normalize="none": o is the sum of visible logits times values, and
-        lse is 0.
-      at: with a variant: its facts, arrays of i32 that broadcast as `visible`.
-      variant_operands: name -> array, what its functions read.
+      variant: its functions run under vmap, in float64 if q is. They get the logits after bias; its
+        mask applies in addition to `visible`. With normalize="none", o is the sum of visible logits
+        times values, and lse is 0.
+      at: the `At` of a variant, arrays of i32 that broadcast as `visible`.
+      variant_operands: name -> array. Operands of the variant.
 
     Returns:
       o: [qo_len, num_qo_heads, head_dim_vo], dtype of q.
       lse: [qo_len, num_qo_heads], as in `attention`.
 
-    What is not finite, on every backend and in every loop:
+    Rules for NaN and infinity, the same on every backend and in every loop:
 
-    - A key or value that a row does not see never influences it, NaN and infinities included.
-    - A logit of NaN or +inf, which a NaN or an infinity in q or k makes, makes o and lse of the row
-      NaN. A logit of -inf is a weight of 0: a row with no other logits is one that sees no key.
-      `logits_soft_cap` makes infinities finite.
-    - A value that is not finite makes its column of o, and no other, not finite in each row that
-      sees it: NaN, or the infinity, or NaN where the weight of that is 0 here or vanishes in
-      float32. Where a row sees several such values in a column, which of NaN and the infinities it
-      gets is not promised.
+    - A key or value that a row does not see never influences it, not even NaN or infinity.
+    - A logit of NaN or +inf (from NaN or infinity in q or k) makes o and lse of the row NaN. A
+      logit of -inf has softmax weight 0; a row with no other logits sees no key. `logits_soft_cap`
+      makes infinities finite.
+    - A value that is not finite affects only its column of o, in each row that sees it. NaN gives
+      NaN. Infinity gives infinity, or NaN where its softmax weight is 0 here or underflows in
+      float32. If a row sees several such values in a column, it is not specified whether it gets
+      NaN or which infinity.
     """
     xp = _namespace(q)
     dtype = _compute_dtype(q)
@@ -566,7 +576,7 @@ def attention_dense(
             visible = visible if seen is None else visible & xp.asarray(seen)
     logits = xp.where(visible, logits, -np.inf)
     is_sum = variant is not None and not variant.normalizes
-    sees_a_key = (logits != -np.inf).any(axis=-1)  # NaN is seen
+    sees_a_key = (logits != -np.inf).any(axis=-1)  # NaN counts as visible
 
     logits_max = logits.max(axis=-1, initial=-np.inf)
     if sinks is not None:
@@ -587,13 +597,13 @@ def attention_dense(
     probs = (exp_logits / total[..., None]).astype(v.dtype).astype(dtype)
     o = multiply(probs, xp.where(xp.isfinite(v_h), v_h, 0))
     nan = xp.isnan(total)[..., None]
-    if xp is jnp or not np.isfinite(v_h).all():  # traced arrays do not say
+    if xp is jnp or not np.isfinite(v_h).all():  # a traced array has no values to look at
 
         def sees(which: Array, values: Array) -> Array:
-            """Whether any of the keys `which` has one of these values."""
+            """Whether a row sees, among the keys `which`, one of these values."""
             return multiply((visible & which).astype(dtype), values.astype(dtype)) > 0
 
-        # 0 * NaN and 0 * inf are NaN: they must reach the rows that see them and no other.
+        # 0 * NaN and 0 * inf are NaN: they must reach exactly the rows that see them.
         plus, minus = (sees(probs != 0, v_h == x) for x in (np.inf, -np.inf))
         nan = nan | sees(probs == probs, xp.isnan(v_h)) | sees(probs == 0, xp.isinf(v_h))
         nan = nan | (plus & minus)
@@ -617,8 +627,9 @@ def append_kv(
     v_scale: Array | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[Array, Array]:
-    """Writes the batch's new tokens into their pages: token i of a request at position
-    kv_len - qo_len + i.
+    """Write the batch's new tokens into their pages.
+
+    Token i of a request goes to position kv_len - qo_len + i.
 
     Args:
       k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk]; with `layer`, a leading
@@ -629,7 +640,7 @@ def append_kv(
       qo_indptr, kv_lens, page_indptr, page_indices: as in `attention`.
       layer: index of the layer if the pages have a leading [num_layers].
       k_scale, v_scale: [num_kv_heads] or None, for pages of float8 or nvfp4; see `quantize`.
-      kv_dtype: of pages of uint8.
+      kv_dtype: format of the pages if they are uint8.
 
     Returns:
       k_pages, v_pages: copies of the pages with the new tokens.
@@ -707,7 +718,7 @@ def append_rotated(
 
 
 def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Merges two states of the same queries over disjoint sets of keys. See `merge_states`.
+    """Merge two states of the same queries over disjoint sets of keys. See `merge_states`.
 
     Args:
       o_a, o_b: [n, num_heads, head_dim].
@@ -718,13 +729,15 @@ def merge_state(o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> tuple[Arr
 
 
 def merge_states(o_parts: Array, lse_parts: Array) -> tuple[Array, Array]:
-    """Merges states of the same queries over disjoint sets of keys (FlashInfer, arXiv 2501.01005,
-    section 2.2): lse = log sum_i exp(lse_i), o = sum_i exp(lse_i - lse) * o_i.
+    """Merge states of the same queries over disjoint sets of keys.
+
+    lse = log sum_i exp(lse_i), o = sum_i exp(lse_i - lse) * o_i (FlashInfer, arXiv 2501.01005,
+    section 2.2).
 
     Args:
       o_parts: [num_states, n, num_heads, head_dim].
-      lse_parts: [num_states, n, num_heads] natural log. A state with -inf is the identity,
-        whatever its o is; one with NaN or +inf makes the row NaN.
+      lse_parts: [num_states, n, num_heads], natural log. A state with lse -inf is the identity; its
+        o is ignored. A state with lse NaN or +inf makes the row NaN.
 
     Returns:
       o: [n, num_heads, head_dim], dtype of o_parts; lse: [n, num_heads].
@@ -734,7 +747,7 @@ def merge_states(o_parts: Array, lse_parts: Array) -> tuple[Array, Array]:
     o_parts = xp.where((lse_parts == -np.inf)[..., None], xp.zeros((), o_parts.dtype), o_parts)
     lse_max = lse_parts.max(axis=0, initial=-np.inf)
     empty = lse_max == -np.inf
-    # Empty rows are given harmless numbers before exp and log, so that gradients stay finite too.
+    # Empty rows get finite numbers before exp and log, so that gradients stay finite, too.
     lse_parts = xp.where(empty, 0, lse_parts)
     lse_max = xp.where(empty, 0, lse_max)
     weights = xp.exp(lse_parts - lse_max)

@@ -1,12 +1,12 @@
-"""Measures what the planner should reckon with on the processor at hand, in about a minute.
+"""Measure the planner's cost numbers on this processor, in about a minute.
 
     python -m jax_attn.tune --out tuning.json
     JAX_ATTN_TUNING=tuning.json python serve.py
 
-Built-in numbers were measured on one CPU and one GPU (csrc/select/devices.cc). This program tries
-others on a few batches: each number alone, half and double, and the rates of the kernels as
-measured; on a CPU also which instruction set is the fastest for items of few rows. A number is
-replaced only where two measurements say that it gains. Others keep what is built in.
+The built-in numbers were measured on one CPU and one GPU (csrc/select/devices.cc). This program
+tries other values on a few batches. It halves and doubles each number alone, and tries the measured
+rates of the kernels. On a CPU it also finds the fastest instruction set for items with few rows. A
+number is replaced only if two measurements show a gain. The others keep their built-in values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_attn import _core
 from jax_attn._spec import tuning
 
 _PAGE_SIZE = 16
-_SEEN, _CONFIRMED = 0.985, 0.99  # time of the old one: a first gain, and what has to be left of it
+_SEEN, _CONFIRMED = 0.985, 0.99  # new time / old time: first measurement, second measurement
 _ISA_GAIN = 0.97
 
 
@@ -47,17 +47,17 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How much to measure.
 
-    batches: the first is of decodes alone. seconds: of timing two numbers against each other on
-        one batch.
+    batches: the first one has decodes only.
+    seconds: time to compare two values on one batch.
     """
 
     head_dim: int
     batches: tuple[Batch, ...]
-    wide: Batch  # decodes of 16 query heads a KV head: multiply-adds are their limit
+    wide: Batch  # decodes with 16 query heads per KV head: compute-bound
     prompt: Batch
-    few_rows: int  # tokens of each of four decodes that compare instruction sets: beyond caches
+    few_rows: int  # kv length of four decodes that compare instruction sets: beyond caches
     seconds: float
 
 
@@ -104,10 +104,10 @@ def log(text: str) -> None:
 
 
 class Call:
-    """One batch with the numbers that are in use now: planned, compiled, run.
+    """One batch, planned and compiled with the numbers in use now.
 
-    spec: what the planner reckoned with. run: waits for the result.
-    calls: of attention, one after the other, in a run.
+    spec: the spec with these numbers.
+    calls: attention calls in one run, one after the other.
     """
 
     def __init__(
@@ -158,26 +158,26 @@ class Call:
             # Each call waits for the one before.
             return jax.lax.fori_loop(0, self.calls, lambda _, q: ja.attention(q, k, v, plan), q)
 
-        # A spec that is equal but for its tuned numbers must not find what was traced before.
+        # Specs that differ only in tuned numbers are equal: do not reuse an earlier trace.
         jax.clear_caches()
         self._run = jax.jit(chain).lower(*self._arguments).compile()
         jax.block_until_ready(self._run(*self._arguments))
 
     def run(self) -> float:
-        """Seconds of a call."""
+        """Run once, wait for the result, and return seconds per call."""
         begin = time.perf_counter()
         jax.block_until_ready(self._run(*self._arguments))
         return (time.perf_counter() - begin) / self.calls
 
     def lengthen(self, seconds: float) -> None:
-        """So many calls a run that the host's part is small beside them."""
+        """Use enough calls in a run to take `seconds`, so that host overhead is small."""
         self.calls = max(1, math.ceil(seconds / max(self.run(), 1e-7)))
         if self.calls > 1:
             self._compile()
 
 
 def _in_turns(runs: Sequence[Callable[[], float]], seconds: float) -> list[list[float]]:
-    """Each runs in turn until `seconds` have passed, three times at least."""
+    """Run each in turn until `seconds` have passed, at least three times. Returns their times."""
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
     while len(times[0]) < 3 or time.perf_counter() < end:
@@ -190,10 +190,10 @@ def _in_turns(runs: Sequence[Callable[[], float]], seconds: float) -> list[list[
 
 
 class _Search:
-    """The numbers of one kernel, replaced one by one."""
+    """Search for better numbers of one kernel, one at a time."""
 
     def __init__(self, found: tuning.Tuning, effort: Effort, dtype: str, kv_dtype: str | None):
-        self.found = found  # of all kernels so far
+        self.found = found  # for all kernels so far
         self._effort = effort
         self._dtype, self._kv_dtype = dtype, kv_dtype
         self._num_calls: dict[Batch, int] = {}
@@ -228,7 +228,7 @@ class _Search:
                     value = max(1, round(value * factor))
 
     def _try_rates(self) -> None:
-        """What the kernels reach, of decodes and of prompts, in place of the built-in rates."""
+        """Try the measured rates of decodes and prompts in place of the built-in rates."""
         effort = self._effort
         longest = max(self._calls.values(), key=lambda call: max(call.batch.kv_lens))
         calls = [longest, self._call(effort.wide), self._call(effort.prompt)]
@@ -250,7 +250,7 @@ class _Search:
         config = calls[2].spec.kernel_config
         if config["num_tiles"] < 2:
             return
-        # Time of a tile and 16 tokens, of prompts in units of a decode's.
+        # Time of a prompt's tile and 16 kv tokens, relative to that of a decode.
         rows, tall_rows = config["tile_q_0"], config["tile_q_1"]
         decode = times[0] / (sum(longest.batch.kv_lens) * spec.num_kv_heads)
         prompt = calls[2].batch
@@ -263,7 +263,7 @@ class _Search:
             self._try({"kv_cost_1": max(1, round(cost))})
 
     def _try(self, fields: dict[str, int]) -> bool:
-        """Takes the numbers if they gain, twice."""
+        """Keep the numbers if they are faster in two measurements. Returns whether they were."""
         told = ", ".join(f"{field} {value}" for field, value in fields.items())
         first = self._compare(fields)
         if first is None:
@@ -282,7 +282,7 @@ class _Search:
         return dataclasses.replace(self.found, numbers=self.found.numbers | named)
 
     def _compare(self, fields: dict[str, int]) -> tuple[float, dict[Batch, Call]] | None:
-        """Time with other numbers over that without; None if no batch is planned otherwise."""
+        """(time with `fields` / time without, new calls), or None if no batch's plan changes."""
         self._with(fields).use()
         calls = {}
         for batch, old in self._calls.items():
@@ -292,7 +292,7 @@ class _Search:
         return (self._time(calls), calls) if calls else None
 
     def _time(self, calls: dict[Batch, Call]) -> float:
-        """Geometric mean over all batches; of those planned as before it is 1."""
+        """Geometric mean of new time / old time over all batches; 1 for unchanged plans."""
         logs = []
         for batch, new in calls.items():
             old = self._calls[batch]
@@ -302,7 +302,7 @@ class _Search:
         return math.exp(sum(logs) / len(self._calls))
 
     def report(self) -> list[dict[str, Any]]:
-        """Each batch as built in and as tuned, in turns."""
+        """Time each batch with built-in and with tuned numbers, alternating."""
         rows = []
         built_in = tuning.Tuning(self.found.device)
         for batch, after in self._calls.items():
@@ -341,10 +341,13 @@ def _flops(call: Call) -> int:
 
 
 def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuple[tuning.IsaRule, ...]:
-    """Which instruction set computes bfloat16 items of few rows faster than the best one."""
+    """Find an instruction set that is faster than the best one for bfloat16 items with few rows.
+
+    Returns its rule, or () if there is none.
+    """
     isas = [isa for isa in _core.supported_cpu_isas() if isa != "baseline"][-3:]
     best = isas[-1]
-    faster: dict[str, int] = {}  # rows up to which it is the faster one
+    faster: dict[str, int] = {}  # instruction set -> rows up to which it is faster than `best`
     leading = dict.fromkeys(isas[:-1], True)
     for rows in (1, 2, 4, 8, 16):
         batch = Batch(f"{rows} rows", (1,) * 4, (effort.few_rows,) * 4, 8 * rows, 8)
@@ -379,7 +382,7 @@ def _isa_rule(kv_dtype: str | None, effort: Effort) -> tuple[tuning.IsaRule, ...
 
 
 def tune(device: tuning.Device, effort: Effort) -> tuning.Tuning:
-    """Measures, and says so on the way."""
+    """Measure this device and log progress."""
     found = tuning.Tuning(device)
     found.use()
     if device.arch == 0 and len(_core.supported_cpu_isas()) > 2:
@@ -402,7 +405,7 @@ def tune(device: tuning.Device, effort: Effort) -> tuning.Tuning:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program; arguments as on a command line."""
+    """Run the program with command-line arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_attn.tune",
         description="Measures the planner's numbers on the processor at hand and writes them to a "
@@ -411,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="tuning.json", help="the file; default: tuning.json")
     path = parser.parse_args(arguments).out
     begin = time.perf_counter()
-    with open(path, "a"):  # that a minute's work is not lost for a path that cannot be written
+    with open(path, "a"):  # fail before the measurement if the path cannot be written
         pass
     is_cpu = jax.default_backend() == "cpu"
     device = tuning.this_cpu() if is_cpu else tuning.this_gpu()

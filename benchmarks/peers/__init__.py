@@ -1,7 +1,7 @@
-"""Other people's attention on the same workloads: each file is a process of its own.
+"""Other libraries' attention on the same workloads. Each file runs as its own process.
 
     python -m benchmarks.peers.<name> [--select IDS] [--shrink N]
 
-prints one JSON object a measurement, {"workload", "peer", "us"} or {"workload", "peer", "error"},
-and {"note"} for what is worth knowing. bench_gpu.py runs them in the same command as ours.
+prints one JSON object per measurement, {"workload", "peer", "us"} or {"workload", "peer", "error"},
+and {"note"} for remarks. bench_gpu.py runs them in the same command as ours.
 """

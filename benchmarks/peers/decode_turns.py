@@ -1,8 +1,8 @@
-"""What a peer of bench_engine's decodes on a CPU does: it answers on stdout what stdin asks for.
+"""The protocol of peers of bench_engine's CPU decodes: requests on stdin, answers on stdout.
 
-The first line of stdin is a JSON object: config, the object of a config.json, and dtype. The answer
-has a note, the versions of what is measured. Each other line asks for steps: clients, context, the
-tokens of each prompt, and steps. The answer is the time of each step: {"us": [...]}.
+The first line of stdin is a JSON object: config, the object of a config.json, and dtype. Its answer
+is a note with the versions of the measured packages. Each later line asks for steps: clients,
+context (tokens of each prompt) and steps. Its answer is the time of each step: {"us": [...]}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 class Batch(Protocol):
-    """Sequences that decode together, begun with random prompts."""
+    """Sequences that decode together, started with random prompts."""
 
     def step(self) -> None: ...
     def close(self) -> None: ...
@@ -26,7 +26,7 @@ def serve(
     load_model: Callable[[dict[str, Any], str], Any],
     make_batch: Callable[[Any, int, int], Batch],
 ) -> None:
-    """load_model: of a config and a dtype. make_batch: of a model, clients and context."""
+    """Answers requests. load_model(config, dtype). make_batch(model, clients, context)."""
     model = load_model(**json.loads(sys.stdin.readline()))
     print(json.dumps({"note": note}), flush=True)
     key, batch = None, None

@@ -1,7 +1,7 @@
 """ejkernel: its Triton kernels for paged decode, called from JAX.
 
-Two of them: page_attention, which splits long contexts by its own rule, and unified_attention with
-the split that vLLM's kernel of that name has (16 parts, up to 128 / num_kv_heads requests).
+There are two: page_attention, which splits long contexts by its own rule, and unified_attention
+with the split of vLLM's kernel of that name (16 parts, up to 128 / num_kv_heads requests).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.peers.harness import Peer
 from benchmarks.peers.jax_chains import time_calls
 from benchmarks.workloads import Workload
 
-PART = 256  # tokens of a part, by page_attention's own rule
-MAX_NUMEL = 1 << 20  # of Triton's arrays; the kernel that joins the parts has one of all of them
+PART = 256  # tokens per part in page_attention's own rule
+MAX_NUMEL = 1 << 20  # limit of Triton's arrays; the merge kernel has one array for all parts
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def q_shape(workload: Workload) -> tuple[int, ...]:
 
 
 def page_table(workload: Workload) -> jax.Array:
-    """[batch, pages of the longest], i32, 0 behind the last page of a request."""
+    """Returns [batch, pages of the longest request] i32, 0 after a request's last page."""
     w = workload
     pages = np.split(w.page_indices(), w.page_indptr[1:-1])
     table = np.zeros((w.batch_size, max(map(len, pages))), np.int32)

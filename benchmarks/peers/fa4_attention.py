@@ -1,7 +1,7 @@
 """fa4-jax: FlashAttention-4's CuTe DSL kernels (wgmma on Hopper), prefill and backward.
 
-Batches of equal lengths go to flash_attn, others packed to flash_attn_varlen. Its kernels are
-traced and compiled at their first call, seconds each.
+Batches of equal lengths go to flash_attn, others are packed for flash_attn_varlen. Its kernels are
+traced and compiled at their first call, which takes seconds each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FlashInfer: its decode, prefill (fa2, fa3), persistent, cascade and MLA wrappers, append, merge.
+"""FlashInfer's decode, prefill (fa2, fa3), persistent, cascade and MLA wrappers, append, merge.
 
-head_dim 128 (MLA: 512 + 64) bf16 only: each further one is minutes of nvcc. --build-only compiles
-the modules (all of them in one ninja run) and measures nothing.
+Only head_dim 128 (MLA: 512 + 64) in bf16: each further combination takes minutes of nvcc.
+--build-only compiles the modules, all in one ninja run, and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     if peer.arguments.build_only:
         return
     prefills = ["fa2", "fa3"] if fa3 else ["fa2"]
-    # What takes longest last: prefill, and the cascade, which compiles one more module for minutes.
+    # The slowest come last: prefill, and the cascade, which compiles one more module for minutes.
     kinds = ("decode", "mla", "mixed", "append", "merge", "prefill", "shared_prefix")
     for workload in (w for kind in kinds for w in peer.workloads(kind)):
         if workload.kind != "mla" and workload.head_dim != HEAD_DIM:
@@ -45,11 +45,11 @@ def main() -> None:
 
 
 def build(fa3: bool) -> None:
-    """Every module that the wrappers below will ask for, in one parallel ninja run."""
+    """Builds every module that the wrappers below need, in one parallel ninja run."""
     from flashinfer import jit
 
-    # fa2 and the persistent kernel have one module for k and v of equal strides, as they are here,
-    # and one for others; the public functions build a third, which no wrapper asks for.
+    # fa2 and the persistent kernel have one module for k and v of equal strides, as here, and one
+    # for other strides. The public functions build a third one, which no wrapper needs.
     from flashinfer.jit.attention.modules import (
         _gen_batch_attention_primary_module,
         _gen_batch_prefill_primary_module,
@@ -154,7 +154,7 @@ def make_persistent(w: Workload) -> Callable[[int], Any]:
 
 
 def make_cascade(w: Workload) -> Callable[[int], Any]:
-    """Two levels, which its user arranges: the shared prefix, what each request has of its own."""
+    """Makes a two-level cascade, set up by the caller: shared prefix, and each request's suffix."""
     import flashinfer
 
     assert w.page_size is not None
@@ -252,14 +252,14 @@ def _query(w: Workload) -> torch.Tensor:
 
 
 def _pages(w: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(page_indptr, page_indices, tokens in each last page)."""
+    """Returns (page_indptr, page_indices, tokens in each last page)."""
     assert w.page_size is not None
     last = [(n - 1) % w.page_size + 1 for n in w.kv_lens]
     return _ints(w.page_indptr), _ints(w.page_indices()), _ints(last)
 
 
 def _caches(w: Workload) -> Any:
-    """Endless turns of (k_pages, v_pages)."""
+    """Yields (k_pages, v_pages) of the data sets in an endless cycle."""
     shape = (w.num_pages, w.page_size, w.num_kv_heads, w.head_dim)
     return itertools.cycle([(_normal(*shape), _normal(*shape)) for _ in range(num_sets(w))])
 

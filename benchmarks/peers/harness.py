@@ -1,4 +1,4 @@
-"""What the peers share: arguments, output, and timing of torch code by CUDA graphs."""
+"""Shared by the peers: arguments, output, and timing of torch code with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks import bursts
 from benchmarks.bursts import Timing
 from benchmarks.workloads import Workload, load
 
-ROTATE_BYTES = 256 << 20  # as in ops.py: data sets that take turns outgrow the cache
+ROTATE_BYTES = 256 << 20  # as in ops.py: alternating data sets are larger than the cache
 
 
 class Peer:
-    """One process: the workloads it was asked for, and what it prints."""
+    """The process of a peer: its selected workloads and its output."""
 
     def __init__(self, **flags: str) -> None:
-        """flags: name of a further on/off option -> its help."""
+        """Parses arguments. flags: name of a further on/off option -> its help."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--select", default="", help="workload ids, comma separated")
         parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
@@ -33,10 +33,10 @@ class Peer:
     def workloads(self, *kinds: str) -> list[Workload]:
         select = [name for name in self.arguments.select.split(",") if name]
         every = load(select, kinds, self.arguments.shrink)
-        return [w for w in every if w.kv_dtype == "bf16"]  # the peers here are called with that
+        return [w for w in every if w.kv_dtype == "bf16"]  # peers are measured in bf16 only
 
     def require(self, module: str) -> Any:
-        """The peer's package. What is not there, or does not load, ends the process in a line."""
+        """Imports the peer's package. If that fails, prints one line and exits."""
         try:
             return importlib.import_module(module)
         except Exception as error:
@@ -47,7 +47,7 @@ class Peer:
         print(json.dumps(fields), flush=True)
 
     def measure(self, workload: str, peer: str, take: Callable[[], Timing]) -> bool:
-        """Whether the peer did it. One that cannot do a workload costs a line, not the run."""
+        """Measures; returns whether it worked. An unsupported workload prints a line, no more."""
         if time.perf_counter() - self._begin > self.arguments.budget:
             self.report(workload=workload, peer=peer, error="no time left")
             return False
@@ -67,8 +67,9 @@ def _sentence(error: Exception) -> str:
 
 
 def is_dense(workload: Workload) -> bool:
-    """Whether a call on [batch, len, heads, head_dim] computes it: equal lengths, and one query or
-    as many as keys. Bottom-right causal with fewer queries is not what such calls name causal."""
+    """Whether a call on [batch, len, heads, head_dim] computes the workload: equal lengths, and one
+    query or as many queries as keys. With fewer queries, "causal" of such calls is not the
+    bottom-right mask."""
     w = workload
     if len(set(w.kv_lens)) > 1 or len(set(w.qo_lens)) > 1:
         return False
@@ -82,10 +83,10 @@ def num_sets(workload: Workload) -> int:
 
 
 def time_graph(run: Callable[[int], Any], expected_us: float, *, sustained: bool = False) -> Timing:
-    """Device time of run(i), the i-th of a CUDA graph's calls, i choosing its data set.
+    """Returns the device time of run(i), the i-th call in a CUDA graph; i selects its data set.
 
-    The same difference as ours, and the same rests: a graph of n calls and one of 2n, so that what
-    a launch of a graph costs cancels, timed by events.
+    The protocol is ours: a graph of n calls and one of 2n, so the launch cost cancels, with the
+    same rests. Times come from CUDA events.
     """
     import torch
 
@@ -121,5 +122,5 @@ def time_graph(run: Callable[[int], Any], expected_us: float, *, sustained: bool
 
 
 def expected_us(workload: Workload) -> float:
-    """Roughly, to choose the length of a chain."""
+    """Returns a rough estimate, for choosing the length of a chain."""
     return workload.floor_us(4e6, 4e8) + 5

@@ -1,4 +1,4 @@
-"""JAX's own: jax.nn.dot_product_attention through cuDNN, and Pallas's Mosaic GPU attention."""
+"""JAX's own attention: jax.nn.dot_product_attention through cuDNN, and Pallas Mosaic GPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def main() -> None:
     mosaic_runs = True
     for w in filter(is_dense, peer.workloads("backward", "prefill", "decode")):
         if w.kind == "decode":
-            # Chains of shorter calls are bound by the host, whatever runs ahead: 0.5 us came out
-            # for 1x1024 on an H200, where memory needs 0.9.
+            # Chains of shorter calls are host-bound even with work ahead. 1x1024 on an H200 came
+            # out as 0.5 us, though memory alone needs 0.9 us.
             if w.page_size == 16 and expected_us(w) > 50:
                 peer.measure(w.id, "jax.nn cudnn dense", lambda w=w: time_dense(w, cudnn))
             continue
         peer.measure(w.id, "jax.nn cudnn", lambda w=w: time_dense(w, cudnn))
         if w.kind == "prefill" and mosaic_runs:
-            # jax 0.11.2's has its scratch in float16, whatever it is given. What fails once, by its
-            # types, fails for every row.
+            # jax 0.11.2's kernel has its scratch in float16 for all dtypes. A failure by types
+            # would repeat for every row.
             mosaic_runs = peer.measure(
                 w.id, "pallas mosaic gpu (f16)", lambda w=w: time_dense(w, mosaic, jnp.float16)
             )
@@ -54,12 +54,13 @@ def cudnn(workload: Workload) -> Callable[..., Any]:
 
 
 def mosaic(workload: Workload) -> Callable[..., Any]:
-    """block_kv as large as shared memory lets it be, as that file's own benchmark chooses it."""
+    """Makes the call with the largest block_kv that fits shared memory, as in that file's own
+    benchmark."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     block_kv = {64: 256, 128: 128, 256: 64}[workload.head_dim]
     config = attention_mgpu.TuningConfig(
-        block_q=64,  # of each of two warpgroups
+        block_q=64,  # per warpgroup, of two
         block_kv=block_kv,
         max_concurrent_steps=2,
         causal=workload.causal,

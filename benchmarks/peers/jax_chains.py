@@ -1,4 +1,4 @@
-"""Timing of JAX code by chains of calls, as ops.attention_chain has them for ours."""
+"""Timing of JAX code by chains of calls, as in ops.attention_chain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attend = Callable[[Any, Any, Any], Any]  # q, k, v -> o
 
 
 def dense_shapes(workload: Workload) -> tuple[Shape, Shape]:
-    """Of q and of k and v, [batch, len, heads, head_dim]: harness.is_dense holds."""
+    """Returns shapes of q and of k, v: [batch, len, heads, head_dim]. Needs harness.is_dense."""
     w = workload
     return (
         (w.batch_size, w.qo_lens[0], w.num_qo_heads, w.head_dim),
@@ -33,9 +33,9 @@ def time_calls(
     shapes: tuple[Shape, Shape],
     dtype: Any = jnp.bfloat16,
 ) -> Timing:
-    """attend on fresh random arrays of `shapes`, as in ops.attention_chain.
+    """Times attend on fresh random arrays of `shapes`, as in ops.attention_chain.
 
-    Decode: each o is the next q. Backward: ops.gradient_chain. Otherwise distinct queries.
+    Decode: each o is the next q. Backward: ops.gradient_chain. Otherwise queries are distinct.
     """
 
     def normal(*args: Any, **kwargs: Any) -> list[jax.Array]:

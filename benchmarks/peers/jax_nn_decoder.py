@@ -1,11 +1,11 @@
-"""The bundled model as one writes it without paged attention: static batches, padded dense caches,
+"""The bundled model without paged attention: static batches, padded dense caches and
 jax.nn.dot_product_attention.
 
     python -m benchmarks.peers.jax_nn_decoder --model DIR --batch 8 --prompt 128 --output 64 128
 
-A batch starts together and ends with its longest output; what the others compute in the meantime is
-thrown away. No server, no stream, no stop: tokens stay on the device until a batch is done. Prints
-one JSON object.
+All sequences of a batch start together and run until the longest output ends; surplus tokens are
+discarded. There is no server, no streaming and no stop condition: tokens stay on the device until a
+batch is done. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from jax_attn import models
 from jax_attn.models._layers import decoder
 
-Caches = list[tuple[jax.Array, jax.Array]]  # of each layer, k and v [batch, len, heads, head_dim]
+Caches = list[tuple[jax.Array, jax.Array]]  # per layer: k, v [batch, len, heads, head_dim]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
 def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -> Any:
-    """tokens: [batch, new]; begin: tokens in the caches. -> the next token of each, caches."""
+    """Returns each next token, and caches. tokens: [batch, new]. begin: tokens in the caches."""
     batch_size, num_new = tokens.shape
     positions = jnp.tile(begin + jnp.arange(num_new), batch_size)
     caches = list(caches)
@@ -43,7 +43,7 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
             jax.lax.dynamic_update_slice(cache, new, (0, begin, 0, 0))
             for cache, new in zip(caches[idx], (k, v), strict=True)
         ]
-        if num_new > 1:  # a prompt: nothing is in the caches yet
+        if num_new > 1:  # a prompt: the caches are empty
             o = jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale, is_causal=True)
         else:
             lengths = jnp.full(batch_size, begin + 1, jnp.int32)
@@ -59,7 +59,7 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
 
 
 def run_batch(model: Any, prompts: np.ndarray, num_steps: int, cache_len: int) -> jax.Array:
-    """Greedy: [batch, num_steps] tokens. cache_len: one for all batches, so as to compile once."""
+    """Generates [batch, num_steps] greedy tokens. One cache_len for all batches compiles once."""
     config, params = model.config, model.params
     batch_size, prompt_len = prompts.shape
     shape = (batch_size, cache_len, config.num_kv_heads, config.head_dim)
@@ -88,7 +88,7 @@ def main() -> None:
     low, high = args.output
 
     def wave() -> int:
-        """One batch; the tokens that somebody wanted."""
+        """Runs one batch and returns the number of requested tokens."""
         lengths = generator.integers(low, high + 1, args.batch)
         prompts = generator.integers(1, model.config.vocab_size, (args.batch, args.prompt))
         tokens = run_batch(model, prompts.astype(np.int32), max(lengths), args.prompt + high)

@@ -1,9 +1,9 @@
-"""A decode step of llama.cpp on a CPU, in turns with bench_engine.
+"""A decode step of llama.cpp on a CPU, interleaved with bench_engine.
 
     python -m benchmarks.peers.llama_cpp_decode <requests       (peers/decode_turns.py)
 
-Random weights, greedy. The model is written to a temporary GGUF file, in the dtype asked for.
-Needs llama-cpp-python and gguf alone, so that it runs with a Python of their own.
+Random weights, greedy. The model is written to a temporary GGUF file, in the requested dtype. Needs
+only llama-cpp-python and gguf, so it can run with a separate Python.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.peers import decode_turns
 
-MAX_TOKENS = 512  # of a sequence
+MAX_TOKENS = 512  # per sequence
 
 
 def write_model(path: Path, config: dict[str, Any], dtype: str) -> None:
-    """config: of Qwen3."""
+    """Writes a GGUF file. config: a config.json of Qwen3."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim, inner = config["head_dim"], config["intermediate_size"]
@@ -102,7 +102,7 @@ class Batch:
         self.run(np.random.default_rng(0).integers(2, self.vocab_size, (clients, context)))
 
     def run(self, tokens: np.ndarray) -> None:
-        """tokens [clients, n]: they follow what the sequences have."""
+        """Appends tokens [clients, n] to the sequences."""
         clients, n = tokens.shape
         batch = self.batch
         batch.n_tokens = clients * n

@@ -1,4 +1,4 @@
-"""PyTorch: SDPA through cuDNN and through its flash kernels, dense batches; and its ceilings."""
+"""PyTorch SDPA on dense batches, through cuDNN and the flash kernels; also ceilings."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def time_sdpa(workload: Workload, backend: SDPBackend) -> Timing:
 
     @functools.cache
     def forward(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, and a gradient of it. Kept: the first call is on the stream that is captured later,
-        which autograd computes gradients on."""
+        """Returns o and its gradient, cached. The first call must be on the stream that is captured
+        later, because autograd computes gradients on the forward pass's stream."""
         for x in sets[i]:
             x.requires_grad_()
         o = attend(i)
         return o, torch.randn_like(o)
 
     def backward(i: int) -> Any:
-        i %= 2  # the sets that time_graph begins with, before it captures
+        i %= 2  # the sets that time_graph uses first, before the capture
         o, d_o = forward(i)
         return torch.autograd.grad(o, sets[i], d_o, retain_graph=True)
 
@@ -74,7 +74,7 @@ def time_sdpa(workload: Workload, backend: SDPBackend) -> Timing:
 
 
 def ceilings(peer: Peer) -> None:
-    """Read bandwidth by a plain kernel and by torch's sum, and a bf16 product through cuBLAS."""
+    """Measures read bandwidth by a plain kernel and torch's sum, and a bf16 cuBLAS matmul."""
     data = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     halves = data.view(torch.bfloat16)
     matrices = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2)]

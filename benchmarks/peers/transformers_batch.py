@@ -1,11 +1,11 @@
-"""transformers' continuous batching, on the shapes and prompts of bench_engine and bench_serve.
+"""transformers' continuous batching, with the shapes and prompts of bench_engine and bench_serve.
 
     python -m benchmarks.peers.transformers_batch                  on the GPU
     python -m benchmarks.peers.transformers_batch --tiny           tries the script, on any machine
 
-Random weights in bf16, greedy, no end of text. The throughput of bench_engine, all requests at
-once, and bench_serve's closed loop, without HTTP. generate_batch has one output length for all of
-its requests, so they go, with lengths of their own, to the manager that it makes.
+Random weights in bf16, greedy, EOS ignored. Measures bench_engine's throughput, with all requests
+at once, and bench_serve's closed loop, without HTTP. generate_batch has one output length for all
+requests, so requests with different lengths go directly to the manager that it creates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import time
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # jax_attn is here for its shapes; the GPU is the peer's
+os.environ["JAX_PLATFORMS"] = "cpu"  # jax_attn only provides shapes; the GPU is the peer's
 
 import torch
 import transformers
@@ -29,9 +29,9 @@ from benchmarks.bench_serve import RAMP, Requests, prompt_text
 
 SHAPE = "qwen3-0.6b"
 PEER = "transformers continuous batching"
-CLOSED_PROMPT, CLOSED_OUTPUT = 128, (64, 128)  # as bench_serve has them unless told otherwise
+CLOSED_PROMPT, CLOSED_OUTPUT = 128, (64, 128)  # the defaults of bench_serve
 NO_TOKEN = -1
-# Without flash-attn a step's mask has all its tokens by all cached ones.
+# Without flash-attn, a step's mask is [all its tokens, all cached tokens].
 POOL = {"max_batch_tokens": 4096}
 TINY_POOL = {"num_blocks": 64, "max_batch_tokens": 256}  # else most of the machine's memory
 
@@ -50,7 +50,7 @@ def main() -> None:
     for num_clients in arguments.clients:
         rate = closed_loop(model, num_clients, arguments.seconds)
         report(workload=f"http/{SHAPE}/closed/{num_clients}", peer=PEER, us=1e6 / rate)
-    seconds = throughput(model, load, load.num_requests)  # last, since it may take minutes
+    seconds = throughput(model, load, load.num_requests)  # last, because it may take minutes
     report(workload=load.throughput_name(SHAPE), peer=PEER, us=1e6 * seconds)
 
 
@@ -71,7 +71,7 @@ def make_model(tiny: bool, attention: str) -> Any:
 
 
 def manager_of(model: Any, prompt: int, output: int, num_requests: int) -> Any:
-    """A context that generate_batch would make for requests of at most so many tokens."""
+    """Returns the manager context of generate_batch for requests of at most these lengths."""
     is_tiny = model.config.vocab_size == shapes.TINY["vocab_size"]
     batching = transformers.ContinuousBatchingConfig(**(TINY_POOL if is_tiny else POOL))
     config = transformers.GenerationConfig(
@@ -90,7 +90,7 @@ def manager_of(model: Any, prompt: int, output: int, num_requests: int) -> Any:
 
 
 def finished(manager: Any) -> int:
-    """Waits for a request to end; the tokens that it has generated."""
+    """Waits for a request to end and returns the number of its generated tokens."""
     while True:
         result = manager.get_result(timeout=1)
         if result is None and not manager.is_running():
@@ -103,7 +103,7 @@ def finished(manager: Any) -> int:
 
 
 def throughput(model: Any, load: Load, num_requests: int) -> float:
-    """Seconds from when the requests are handed over to when the last one is done."""
+    """Returns seconds from the submission of all requests to the end of the last one."""
     prompts, outputs = load.throughput_lengths()[:, :num_requests].tolist()
     vocab_size = model.config.vocab_size
     with manager_of(model, max(prompts), max(outputs), num_requests) as manager:
@@ -117,7 +117,7 @@ def throughput(model: Any, load: Load, num_requests: int) -> float:
 
 
 def closed_loop(model: Any, num_clients: int, seconds: float) -> float:
-    """Tokens a second, those of requests that end behind the ramp."""
+    """Returns tokens per second of requests that end after the ramp."""
     text = shapes.make_tokenizer(model.config.vocab_size).encode(prompt_text()).ids
     requests = Requests(text, CLOSED_PROMPT, CLOSED_OUTPUT, random.Random(0))
     with manager_of(model, CLOSED_PROMPT, CLOSED_OUTPUT[1], num_clients) as manager:

@@ -1,9 +1,8 @@
-"""A decode step of transformers' static batches on a CPU, in turns with bench_engine.
+"""A decode step of transformers' static batches on a CPU, interleaved with bench_engine.
 
     python -m benchmarks.peers.transformers_decode <requests       (peers/decode_turns.py)
 
-Random weights, greedy. Needs torch and transformers alone, so that it runs with a Python of their
-own.
+Random weights, greedy. Needs only torch and transformers, so it can run with a separate Python.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@
 namespace jax_attn {
 namespace {
 
-// Bytes of k and v a task copies: less is not worth waking a thread for.
+// Bytes of k and v that one task copies: less is not worth waking a thread for.
 constexpr int64_t kTaskBytes = 64 << 10;
 
-// Row `row` of k_new or v_new into `slot` of its pages, whose rows are of row_bytes.
+// Copies row `row` of k_new or v_new into `slot` of its pages, whose rows have row_bytes bytes.
 void AppendRow(const AppendParams& p, const void* from, int64_t row, const float* scales,
                int64_t head_dim, int64_t row_bytes, int64_t slot, void* pages) {
   char* to = static_cast<char*>(pages) + slot * row_bytes;
@@ -38,7 +38,8 @@ void AppendRow(const AppendParams& p, const void* from, int64_t row, const float
   }
 }
 
-// write(row, slot) for rows [begin, end) of what is new; slot: where its keys and values go, or -1.
+// Calls write(row, slot) for new rows [begin, end). slot: where the row's keys and values go, or
+// -1.
 template <typename Write>
 void ForRows(const AppendParams& p, int64_t begin, int64_t end, Write write) {
   const int64_t layer = p.layer ? *p.layer : 0;
@@ -60,7 +61,7 @@ void ForRows(const AppendParams& p, int64_t begin, int64_t end, Write write) {
   }
 }
 
-// The same for all rows, of row_bytes each, on the threads of the pool.
+// Calls write(row, slot) for all rows, of row_bytes each, on the threads of the pool.
 template <typename Write>
 void ForAllRows(const AppendParams& p, int64_t row_bytes, TaskPool& pool, Write write) {
   const int64_t rows = p.header->nnz_qo;
@@ -75,7 +76,8 @@ inline void Store(float x, float* to) { *to = x; }
 inline void Store(float x, Bf16* to) { *to = ToBf16(x); }
 inline void Store(float x, F16* to) { *to = ToF16(x); }
 
-// Element i of a head with i + head_dim / 2, by angle i of the token. to may not be from.
+// Rotates element i of a head with i + head_dim / 2, by angle i of the token. `to` must not equal
+// `from`.
 template <typename T>
 void RotateHeads(const T* from, const float* cos, const float* sin, int64_t num_heads,
                  int64_t head_dim, T* to) {

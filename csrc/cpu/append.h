@@ -10,7 +10,7 @@ namespace jax_attn {
 // Rows whose position would be negative do not exist in a valid plan and are skipped.
 void AppendCpu(const AppendParams& params, TaskPool& pool);
 
-// The same for what is in qkv, with queries (into q) and keys rotated on the way.
+// Appends the new keys and values in qkv, and rotates queries (into q) and keys on the way.
 void AppendRotatedCpu(const AppendParams& params, TaskPool& pool);
 
 }  // namespace jax_attn

@@ -18,11 +18,12 @@
 namespace jax_attn {
 namespace {
 
-// Items a kernel call may take together: enough for every kv head count in use, small on the stack.
+// The most items that one kernel call takes together: enough for every kv head count in use, small
+// on the stack.
 constexpr int64_t kMaxRun = 64;
 
-// Low items from `items` on that a kernel call takes together: the same rows and span, consecutive
-// heads.
+// Number of low items, from `items` on, that one kernel call takes together: same rows and span,
+// consecutive heads.
 int64_t RunLength(const WorkItem* items, int64_t max_items) {
   const WorkItem& a = items[0];
   int64_t n = 1;
@@ -41,11 +42,11 @@ int64_t SecondCacheBytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
 #endif
-  return std::max<int64_t>(bytes, 1 << 20);  // 0, or what no kernel reports
+  return std::max<int64_t>(bytes, 1 << 20);  // 0, or an implausible value
 }
 
-// Rows of tiles that pass over keys together: their q and o stay in the second cache, beside panels
-// and scores.
+// The most rows of tiles that pass over keys together: their q and o stay in the L2 cache, beside
+// panels and scores.
 int64_t MaxPassRows(const AttentionParams& p, int64_t tile_kv) {
   static const int64_t cache_bytes = SecondCacheBytes();
   const int64_t columns = int64_t{p.head_dim_qk} + p.head_dim_vo;
@@ -53,13 +54,14 @@ int64_t MaxPassRows(const AttentionParams& p, int64_t tile_kv) {
   return std::max<int64_t>(0, cache_bytes * 3 / 4 - panel_bytes) / (4 * columns);
 }
 
-// Counts an arrival at each of the item's merge groups, folds those that it completes, and arrives
-// at their parents.
+// Counts an arrival at each of the item's merge groups, merges the groups that it completes, and
+// arrives at their parents.
 void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkItem& item) {
   for (i32 i = item.merge_idx; i < item.merge_idx + item.num_groups; ++i) {
     for (i32 g = i; g >= 0; g = p.merge_groups[g].parent) {
       const MergeGroup& group = p.merge_groups[g];
-      // acq_rel: our partial is visible to whoever folds, and all partials to us if it is us.
+      // acq_rel: our partial is visible to the thread that merges, and all partials are visible to
+      // us if we merge.
       const i32 arrived = __atomic_fetch_add(&p.merge_counters[g], 1, __ATOMIC_ACQ_REL);
       if (arrived + 1 < group.num_partials) break;
       kernels.merge_group(p, group);
@@ -67,12 +69,12 @@ void Arrive(const CpuTypeKernels& kernels, const AttentionParams& p, const WorkI
   }
 }
 
-// The plan's queues, from which threads take runs of items: first those of a queue of their own,
-// then what is left in the others. So a thread that comes late or is slow holds nobody up, and the
-// plan needs no more queues than threads.
+// The plan's queues, from which threads take runs of items: first those of their own queue, then
+// what is left in the others. So a late or slow thread delays nobody, and the plan needs no more
+// queues than threads.
 class Queues {
  public:
-  // few: of items of up to few_rows rows.
+  // few: kernels for items of up to few_rows rows.
   Queues(const CpuTypeKernels& kernels, const CpuTypeKernels& few, int64_t few_rows,
          const AttentionParams& params, const CpuGeometry& geometry)
       : kernels_(kernels),
@@ -107,7 +109,7 @@ class Queues {
   }
 
  private:
-  // Items begin, begin + stride, ...: of low ones all between.
+  // Items begin, begin + stride, ...; for low items, every item between.
   struct Run {
     i32 begin, num, stride;
   };
@@ -115,7 +117,8 @@ class Queues {
   i64 Rows(const WorkItem& item) const { return i64{item.qo_len} * p_.group_size; }
   static i64 Cost(const WorkItem& item) { return i64{item.qo_len} * (item.kv_end - item.kv_begin); }
 
-  // Items [begin, end), a queue, as runs. Tiles of a request and head lie a unit of heads apart.
+  // Divides items [begin, end), one queue, into runs. Tiles of a request and head are a unit of
+  // heads apart.
   void FindRuns(i32 begin, i32 end) {
     const WorkItem* items = p_.items;
     const bool joins = p_.steps == nullptr && geometry_.program == nullptr;
@@ -136,7 +139,7 @@ class Queues {
         for (i32 j = i + unit; j < end && run.num < kMaxRun; j += unit) {
           if (is_taken[j - begin] || !Joins(items[j - unit], items[j])) break;
           if (rows + Rows(items[j]) > max_pass_rows_) break;
-          // Runs become short towards the end of a queue, so that threads end together.
+          // Runs become short towards the end of a queue, so that threads finish together.
           if (kEvenness * (cost + Cost(items[j])) > left) break;
           rows += Rows(items[j]);
           cost += Cost(items[j]);
@@ -150,8 +153,9 @@ class Queues {
     }
   }
 
-  // Whether two tiles may pass over the same keys together: both final, so that each sees what its
-  // window shows of all of the request's keys. Spans overlap, so that no key is packed in vain.
+  // Whether two tiles may pass over the same keys together. Both must be final, so that each sees
+  // what its window shows of all of the request's keys. Their spans must overlap, so that no key is
+  // packed in vain.
   bool Joins(const WorkItem& a, const WorkItem& b) const {
     return IsFinal(a) && IsFinal(b) && a.kv_head == b.kv_head && a.request == b.request &&
            a.kv_begin < b.kv_end && b.kv_begin < a.kv_end &&
@@ -179,7 +183,7 @@ class Queues {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   }
 
-  // Items that ran together have shares by what they cost.
+  // The time of items that ran together is divided by their costs.
   void RecordTimes(const Run& run, i64 start) {
     const i64 all = NowNs() - start;
     i64 cost = 0;
@@ -194,8 +198,8 @@ class Queues {
     }
   }
 
-  // A run of several tiles is at most this part of what is left of its queue. Measured (1x2048, 2
-  // threads): 1.5 % faster than a quarter without a mask, 3 % faster than all with a causal one.
+  // A run of several tiles is at most 1 / kEvenness of what is left of its queue. Measured (1x2048,
+  // 2 threads): 1.5 % faster than a quarter without a mask, 3 % faster than all with a causal one.
   static constexpr i64 kEvenness = 2;
 
   const CpuTypeKernels& kernels_;

@@ -9,7 +9,7 @@ namespace jax_attn {
 
 struct CpuGeometry;
 
-// What the kernels know of a configuration.
+// The fields of a configuration that the kernels need.
 CpuGeometry MakeGeometry(const KernelConfig& config);
 
 // Writes every row of params.o and params.lse: live rows by the plan's items, the others 0 and

@@ -16,12 +16,12 @@
 namespace jax_attn {
 namespace {
 
-// Keys of a task, at most, and rows, if items may be joined. Many, because it loads keys and rows
-// anew, and adds their gradients to sums in memory; few, because tasks that write the same rows
-// wait for each other.
+// The most keys of a task, and the most rows if items may be joined. Large, because each task loads
+// keys and rows again and adds their gradients to sums in memory; not larger, because tasks that
+// write the same rows wait for each other.
 constexpr int64_t kTaskKeys = 1024, kTaskRows = 512;
 
-// An item of the plan, or several, over a part of the span or of the step list.
+// One or several items of the plan, over a part of the span or of the step list.
 struct Task {
   WorkItem item;
   i64 uses;  // of the first row, where the graph has SumUses: of the item's tokens, then of its
@@ -31,9 +31,9 @@ struct Task {
 // Which tasks write the same sums of a variant's operands.
 enum class OperandSums { kNone, kOfHead, kOfAll };
 
-// The tasks of a plan in the order in which sums are added up, and who waits for whom: a task for
-// the ones before it that were the last to write any of its rows of d_q, or of d_k and d_v, or its
-// sums of operands. So the result is that of running them one by one.
+// The tasks of a plan in the order in which sums are added up, and their dependencies. A task waits
+// for earlier tasks that were the last to write any of its rows of d_q, or of d_k and d_v, or its
+// sums of operands. So the result equals that of running the tasks one by one.
 class TaskGraph {
  public:
   TaskGraph(const AttentionParams& p, int64_t tile_kv, int64_t num_kv_rows,
@@ -66,7 +66,7 @@ class TaskGraph {
   }
 
   size_t num_tasks() const { return tasks_.size(); }
-  // Without sums and results.
+  // The task, without sums and results.
   BackwardTask TaskOf(i32 task) const {
     const auto& [item, uses] = tasks_[task];
     return {item, {}, {}, {}, &uses_[uses], &uses_[uses + item.qo_len]};
@@ -75,7 +75,7 @@ class TaskGraph {
   const std::vector<uint8_t>& unwritten_tokens() const { return unwritten_tokens_; }
   const std::vector<uint8_t>& unwritten_keys() const { return unwritten_keys_; }
 
-  // Calls fn(task) for those that nobody has to finish before.
+  // Calls fn(task) for tasks that depend on no other task.
   template <typename Fn>
   void ForFirst(Fn&& fn) const {
     for (size_t i = 0; i < tasks_.size(); ++i) {
@@ -92,13 +92,13 @@ class TaskGraph {
   }
 
  private:
-  // Who wrote a row last, and where its SumUse is.
+  // The last task that wrote a row, and the index of its SumUse.
   struct Writer {
     i32 task = -1;
     i64 use = -1;
   };
 
-  // Joins what may be joined. A plan has its items in the order of its queues.
+  // Joins items where possible. A plan has its items in the order of its queues.
   void JoinAll(std::vector<WorkItem>* items) const {
     std::stable_sort(items->begin(), items->end(), [](const WorkItem& a, const WorkItem& b) {
       return std::pair(a.request, a.first_token) < std::pair(b.request, b.first_token);
@@ -110,8 +110,8 @@ class TaskGraph {
     items->resize(num);
   }
 
-  // Makes an item of two, if the second continues the first: rows that see all of their keys in one
-  // item, of one request. Not with step lists, as items have lists of their own.
+  // Joins two items if the second continues the first: same request, and rows that see all of their
+  // keys in one item. Not with step lists, because each item has its own list.
   bool Join(const WorkItem& next, WorkItem* item) const {
     const bool continues = p_.steps == nullptr && IsFinal(*item) && IsFinal(next) &&
                            item->first_token + item->qo_len == next.first_token &&
@@ -124,9 +124,9 @@ class TaskGraph {
     return true;
   }
 
-  // The tasks of one head. In round t each item has the t-th part of its span, counted from one
-  // that differs from item to item: so those of a round write different rows of d_k and d_v, and
-  // few wait.
+  // Lists the tasks of one head. In round t each item has the t-th part of its span, counted from a
+  // start that differs from item to item. So the tasks of a round write different rows of d_k and
+  // d_v, and few wait.
   void ListTasks(const std::vector<WorkItem>& items) {
     const auto parts = [&](const WorkItem& item) {
       return (item.kv_end - 1) / kTaskKeys - item.kv_begin / kTaskKeys + 1;
@@ -211,14 +211,14 @@ class TaskGraph {
   std::vector<Task> tasks_;
   std::vector<uint8_t> uses_;  // SumUse of rows of tasks
   std::vector<uint8_t> unwritten_tokens_, unwritten_keys_;
-  std::vector<i32> waits_for_;         // tasks that are not finished
-  std::vector<i32> first_edge_;        // of a task
-  std::vector<i32> newest_successor_;  // the task that an edge was added to last
+  std::vector<i32> waits_for_;         // number of unfinished tasks that it waits for
+  std::vector<i32> first_edge_;        // first edge of each task
+  std::vector<i32> newest_successor_;  // the successor to which the last edge was added
   std::vector<Edge> edges_;
 };
 
-// Runs the tasks of a graph on whoever calls Work, the first in the list that may run at first. A
-// thread waits only while another one is in the middle of a task.
+// Runs the tasks of a graph on the threads that call Work: always the first task in the list that
+// is ready. A thread waits only while another one is in the middle of a task.
 class Runner {
  public:
   Runner(TaskGraph* graph, const std::function<void(i32)>& run)
@@ -257,7 +257,8 @@ class Runner {
   size_t left_;
 };
 
-// fn(begin, end) for [0, n), rows of `row` elements, in pieces that are worth waking a thread for.
+// Calls fn(begin, end) for pieces of [0, n), rows of `row` elements, that are worth waking a thread
+// for.
 void ForPieces(TaskPool& pool, int64_t n, int64_t row,
                const std::function<void(int64_t, int64_t)>& fn) {
   const int64_t piece = std::max<int64_t>(1, (1 << 18) / row);
@@ -265,12 +266,12 @@ void ForPieces(TaskPool& pool, int64_t n, int64_t row,
               [&](int64_t i) { fn(i * piece, std::min(n, (i + 1) * piece)); });
 }
 
-// Rows of a layer of k and v.
+// Number of rows of one layer of k and v.
 int64_t KvRows(const AttentionSpec& spec, int64_t num_pages) {
   return spec.paged() ? num_pages * spec.page_size : spec.max_kv_tokens;
 }
 
-// Whether heads of k and v that differ read different elements: by an axis that says which head.
+// Whether different heads of k and v read different elements: some axis of the index is the head.
 bool IsByHead(const VariantGradient& gradient, i32 element, const AttentionParams& p) {
   const VariantProgram& program = gradient.program;
   const Instruction& load = program.instructions[gradient.elements[element].load];
@@ -332,8 +333,8 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
   }
   const int64_t kv_rows = KvRows(spec, p.num_pages), layer = p.layer ? *p.layer : 0;
   TaskGraph graph(p, geometry.tile_kv, kv_rows, SumsOf(gradient, p, results.operands));
-  // Of each result: the elements of a layer, those of all, which layer sums go to, and which of its
-  // rows no task writes.
+  // One result: the elements of a layer and of all layers, which layer the sums go to, and which of
+  // its rows no task writes.
   struct Result {
     void* data;
     int64_t size, num_layers, layer;
@@ -347,8 +348,8 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
       {results.d_v, kv_heads * spec.head_dim_vo, num_layers, layer, graph.unwritten_keys()},
   };
   const int64_t element = ElementBytes(spec.dtype);
-  // Of head 0, and how much further on those of the next head are. Sums that are no results lie
-  // head by head, so that those of a task are one stretch of memory.
+  // Rows of head 0, and the distance to those of the next head. Sums that are not results are
+  // stored head by head, so that those of a task are contiguous.
   BackwardRows rows[3];
   int64_t next_sums[3], next_results[3];
   float* sums = results.sums;

@@ -16,7 +16,7 @@ namespace jax_attn {
 namespace {
 
 #if defined(__x86_64__)
-// CPUID leaves and the register state the operating system saves.
+// CPUID leaves and the register state that the operating system saves.
 struct X86Features {
   bool avx2 = false, avx512 = false, avx512_bf16 = false, amx_bf16 = false, is_intel = false;
 
@@ -35,7 +35,7 @@ struct X86Features {
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
     const bool vbmi = c >> 1 & 1, vnni = c >> 11 & 1;
     avx512 = avx2 && zmm_saved && f && dq && bw && vl;
-    const bool tiles = (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1);  // of bf16 and of int8
+    const bool tiles = (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1);  // for bf16 and for int8
     const bool tiles_saved = (xcr0 & 0x60000) == 0x60000;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
     avx512_bf16 = avx512 && vbmi && vnni && (a >> 5 & 1);
@@ -43,7 +43,7 @@ struct X86Features {
   }
 
  private:
-  // Linux saves the tiles of a process only after it asked, which may be refused.
+  // Linux saves a process's tile registers only after a request, which may be refused.
   static bool MayUseTiles() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -51,7 +51,7 @@ struct X86Features {
 };
 #endif
 
-// What this machine runs, best last. JAX_ATTN_WITHOUT_*: this build has no such kernels.
+// Kernels that this machine can run, best last. JAX_ATTN_WITHOUT_*: this build lacks those kernels.
 std::vector<const CpuKernels*> SupportedKernels() {
   std::vector<const CpuKernels*> kernels = {&kKernelsBaseline};
 #if defined(__x86_64__)
@@ -62,9 +62,9 @@ std::vector<const CpuKernels*> SupportedKernels() {
 #endif
 #if !defined(JAX_ATTN_WITHOUT_AVX512_BF16)
   if (features.avx512_bf16) {
-    // On Intel's cores a product of pairs takes longer than two multiply-adds: prefill of 2,048
-    // tokens 91 ms against 51, decode of 8 x 2,048 tokens 5.2 against 4.7 (Sapphire Rapids, 2
-    // threads). On AMD's it is the faster one.
+    // On Intel's cores a dot product of bf16 pairs takes longer than two multiply-adds: prefill of
+    // 2,048 tokens 91 ms against 51, decode of 8 x 2,048 tokens 5.2 against 4.7 (Sapphire Rapids, 2
+    // threads). On AMD's cores it is faster.
     kernels.insert(kernels.end() - (features.is_intel ? 1 : 0), &kKernelsAvx512Bf16);
   }
 #endif
@@ -77,7 +77,7 @@ std::vector<const CpuKernels*> SupportedKernels() {
   return kernels;
 }
 
-// The table that was asked for; null: the best one, and others beside it.
+// The table chosen by SetCpuIsa; null: the best one, and others beside it.
 std::atomic<const CpuKernels*>& Chosen() {
   static std::atomic<const CpuKernels*> chosen{nullptr};
   return chosen;
@@ -88,7 +88,7 @@ const std::vector<const CpuKernels*>& Supported() {
   return supported;
 }
 
-// The rule for the call, and its table; null where there is none.
+// The rule for the call, and its table; null if there is none.
 const CpuIsaRule* FindRule(const AttentionSpec& spec, const CpuKernels** kernels) {
   if (Chosen().load(std::memory_order_acquire) != nullptr) return nullptr;
   const CpuIsaRule* rule = FindCpuIsaRule(spec, ActiveKernels().name);

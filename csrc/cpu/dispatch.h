@@ -13,15 +13,15 @@ namespace jax_attn {
 // AArch64. Best last; only those this build contains and this machine runs.
 std::vector<std::string> SupportedCpuIsas();
 
-// The one in use. Items of few rows may have another one, see DescribeCpuIsas.
+// The instruction set in use. Items of few rows may use another one, see DescribeCpuIsas.
 std::string CpuIsa();
 
-// Which instruction sets an attention call uses, and why: select/devices.cc has the choice, unless
-// SetCpuIsa made it.
+// Describes which instruction sets an attention call uses, and why. select/devices.cc chooses,
+// unless SetCpuIsa did.
 std::string DescribeCpuIsas(const AttentionSpec& spec);
 
-// Uses `name` alone from the next call on; "" goes back to the best, and what select/ says beside
-// it. An error names what is supported.
+// Uses only `name` from the next call on; "" restores the default choice of select/. An error lists
+// the supported names.
 Status SetCpuIsa(const std::string& name);
 
 }  // namespace jax_attn

@@ -1,8 +1,9 @@
-// The seam between the drivers (attention.cc, merge.cc) and the kernels of one instruction set.
+// The interface between the drivers (attention.cc, merge.cc) and the kernels of one instruction
+// set.
 //
-// A kernels_<isa>.cc is compiled with that instruction set's flags and exports one table. So that
-// no function compiled with them can be linked into code that runs elsewhere, these files include
-// no C++ standard header, and everything they define is a template on their Isa struct.
+// A kernels_<isa>.cc is compiled with that instruction set's flags and exports one table. No
+// function compiled with these flags may be linked into code that runs elsewhere. So these files
+// include no C++ standard header, and everything they define is a template on their Isa struct.
 #pragma once
 
 #include <stddef.h>
@@ -16,11 +17,11 @@ struct AttentionSpec;
 struct VariantProgram;
 struct VariantCode;
 
-// What the kernels know of a problem besides AttentionParams.
+// The fields of a problem, besides AttentionParams, that the kernels need.
 struct CpuGeometry {
-  i64 max_rows;  // rows of the tallest query tile, or of tiles that a kernel call takes together
+  i64 max_rows;  // rows of the largest query tile, or of tiles that a kernel call takes together
   i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
-  const VariantProgram* program;  // of a variant, and in the order of its execution; or null
+  const VariantProgram* program;  // a variant's program, and the same in execution order; or null
   const VariantCode* code;
 };
 
@@ -28,8 +29,8 @@ struct Range {
   i64 begin, end;
 };
 
-// Positions that any row of the item sees, of an item that is a span of keys only those. static:
-// see above.
+// Positions that any row of the item sees; if the item is a span of keys, only those. static: see
+// above.
 static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
   if (p.steps == nullptr) return {item.kv_begin, item.kv_end};
   Range span{0, p.kv_lens[item.request]};
@@ -40,39 +41,40 @@ static inline Range SpanOf(const AttentionParams& p, const WorkItem& item) {
   return span;
 }
 
-// Up to so many rows (decode) packing and memory outweigh arithmetic: the kernels take all kv heads
-// of the same rows and span together.
+// Up to this many rows (decode), packing and memory outweigh arithmetic: the kernels take all kv
+// heads of the same rows and span together.
 inline constexpr i64 kMaxLowRows = 16;
 
-// Rows of scores that the kernels of more rows keep at once.
+// Rows of scores that the kernels for more rows keep at once.
 inline constexpr i64 kScoreRows = 128;
 
-// The kernels for one type of o, and one of keys and values.
+// The kernels for one type of o, and one type of keys and values.
 struct CpuTypeKernels {
-  // Bytes of scratch Attend wants, 64-byte aligned, per thread.
+  // Bytes of scratch that attend needs, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
-  // Computes items[0, num_items). Of up to kMaxLowRows rows they differ in kv_head, partial_row and
-  // merge_idx alone and have consecutive kv heads. Of more they are one, or final tiles of one
-  // request and kv head, in the order of their tokens, of at most g.max_rows rows together. Direct
-  // items write o and lse; the others partial_o and partial_states.
+  // Computes items[0, num_items). Items of up to kMaxLowRows rows differ only in kv_head,
+  // partial_row and merge_idx and have consecutive kv heads. Larger items come alone, or are final
+  // tiles of one request and kv head, in the order of their tokens, of at most g.max_rows rows
+  // together. Direct items write o and lse; the others write partial_o and partial_states.
   void (*attend)(const AttentionParams& p, const CpuGeometry& g, const WorkItem* items,
                  i64 num_items, void* scratch);
 
-  // Folds the complete merge group into o and lse, or into the rows of its first partial.
+  // Merges the complete merge group into o and lse, or into the rows of its first partial.
   void (*merge_group)(const AttentionParams& p, const MergeGroup& group);
 
-  // Rows [begin, end) of a merge call.
+  // Computes rows [begin, end) of a merge call.
   void (*merge_rows)(const MergeParams& p, i64 begin, i64 end);
 };
 
-// What a task of the backward pass does with the sum of a row.
+// How a task of the backward pass uses the sum of a row.
 enum SumUse : uint8_t {
-  kAddsToSum = 1,  // tasks before it left one; else it is the first
-  kEndsSum = 2,    // it is the last, and writes the result instead
+  kAddsToSum = 1,  // earlier tasks left a sum; else this task is the first
+  kEndsSum = 2,    // this task is the last, and writes the result instead
 };
 
-// Sums and results of the task's head. Rows of d_q are those of a token, of all heads of the group.
+// Sums and results of the task's head. Rows of d_q belong to a token and include all heads of the
+// group.
 struct BackwardRows {
   float* sums;      // row i is at sums + i * sums_stride
   i64 sums_stride;  // f32
@@ -90,16 +92,16 @@ struct BackwardTask {
 
 // The backward pass for one type of q, k and v.
 struct CpuBackwardKernels {
-  // Bytes of scratch Run wants, 64-byte aligned, per thread.
+  // Bytes of scratch that run needs, 64-byte aligned, per thread.
   size_t (*scratch_bytes)(const AttentionParams& p, const CpuGeometry& g);
 
   void (*run)(const BackwardParams& p, const CpuGeometry& g, const BackwardTask& task,
               void* scratch);
 };
 
-// y = x w, where the columns of w lie in panels of kWeightColumns: step by step of its depth, of
-// bf16 two depths a step for each column, (2 k, 2 k + 1). Columns of the last panel beyond w's and
-// depths of the last steps beyond w's are 0.
+// y = x w, where the columns of w are stored in panels of kWeightColumns, one step of depth after
+// the other; a bf16 step has two depths of each column, (2 k, 2 k + 1). Padding columns of the last
+// panel and padding depths of the last steps are 0.
 struct ProductParams {
   const void* x;       // [num_rows, depth]
   const void* panels;  // [num_panels, steps, kWeightColumns] or [.., kWeightColumns, 2]
@@ -109,7 +111,7 @@ struct ProductParams {
 };
 
 inline constexpr i64 kWeightColumns = 32;
-// Depths of a panel of bf16 are a multiple of what a tile multiplies.
+// The depth of a bf16 panel is padded to a multiple of what a tile multiplies.
 inline constexpr i64 kWeightPairs = 16;
 
 static inline i64 WeightSteps(bool is_bf16, i64 depth) {
@@ -117,23 +119,23 @@ static inline i64 WeightSteps(bool is_bf16, i64 depth) {
   return (depth + 2 * kWeightPairs - 1) / (2 * kWeightPairs) * kWeightPairs;
 }
 
-// Products for one type of x and w. Every element of y is one chain of sums in the order of depth,
-// so its bits depend neither on the other rows nor on how panels are shared out.
+// Matmuls for one type of x and w. Every element of y is one chain of sums in the order of depth,
+// so its bits depend neither on the other rows nor on how panels are divided among threads.
 struct CpuProductKernels {
-  // Bytes of a row of x as Run reads it; 0: as it is. A multiple of 4.
+  // Bytes of a row of x as run reads it, a multiple of 4; 0: unchanged.
   size_t (*row_bytes)(i64 depth);
   void (*widen_row)(const void* row, i64 depth, void* lanes);
 
-  // Columns of panels [begin, end). x: rows as widen_row leaves them, one after the other.
+  // Computes the columns of panels [begin, end). x: contiguous rows from widen_row.
   void (*run)(const ProductParams& p, const float* x, i64 begin, i64 end);
 };
 
 struct CpuKernels {
   const char* name;
-  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: over keys and values of e4m3 as they are.
-  // [kPlainFormat]: over those of the same dtype, and over codes of any format, decoded to it.
+  // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: for e4m3 keys and values, used directly.
+  // [kPlainFormat]: for those of the same dtype, and for any quantized format, decoded to it.
   const CpuTypeKernels* of[2][3];
-  // Over int8, with eight_bit_products.
+  // For int8, with eight_bit_products.
   const CpuTypeKernels* codes[3];
   const CpuBackwardKernels* backward[3];  // by DType
   const CpuProductKernels* product[3];    // by DType
@@ -141,7 +143,7 @@ struct CpuKernels {
 
 extern const CpuKernels kKernelsBaseline;
 #if defined(__x86_64__)
-// Shared by the tables with AVX-512, and by those with pair products of bf16.
+// Shared by the AVX-512 tables, and by those with dot products of bf16 pairs.
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
 extern const CpuProductKernels kAvx512ProductF16, kAvx512ProductF32;
@@ -153,13 +155,13 @@ extern const CpuKernels kKernelsAmx;
 extern const CpuKernels kKernelsNeon;
 #endif
 
-// The table in use (dispatch.h), and another one from now on, which then has all items.
+// The table in use (dispatch.h). SetActiveKernels sets the one that runs all items from now on.
 const CpuKernels& ActiveKernels();
 void SetActiveKernels(const CpuKernels& kernels);
 
 // The tables of an attention call.
 struct CpuItemKernels {
-  const CpuKernels* few;  // of items of up to few_rows rows
+  const CpuKernels* few;  // for items of up to few_rows rows
   i64 few_rows;
   const CpuKernels* many;
 };

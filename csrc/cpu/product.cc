@@ -9,10 +9,11 @@
 namespace jax_attn {
 namespace {
 
-// Tasks of a thread, so that one that began late leaves the others its part.
+// Tasks per thread. Several, so that the other threads can take over the part of a thread that
+// begins late.
 constexpr int64_t kThreadTasks = 8;
-constexpr int64_t kTaskPanels = 4;  // what kernels take at once of few rows
-// Bytes of x that a task widens: less is not worth waking a thread for.
+constexpr int64_t kTaskPanels = 4;  // panels that kernels take at once for few rows
+// Bytes of x that one task widens: less is not worth waking a thread for.
 constexpr int64_t kTaskBytes = 256 << 10;
 
 }  // namespace

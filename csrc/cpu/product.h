@@ -1,4 +1,4 @@
-// Products of activations with a weight matrix in panels, for few rows and for many.
+// Matmuls of activations with a weight matrix in panels, for few rows and for many.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 namespace jax_attn {
 namespace {
 
-// What a value depends on, as bits.
+// The inputs that a value depends on, as bits.
 enum : i32 {
   kOfRequest = 1,  // the same for all rows of an item
   kOfHead = 2,
@@ -50,7 +50,7 @@ class CodeMaker {
     c_.scales = p_.logits >= 0 || capped_ || !p_.normalizes;
     for (i32 i = 0; i < p_.num_instructions; ++i) Place(i);
     c_.logit = p_.logits >= 0 ? Resolve(p_.logits) : kRawScore;
-    // Without an instruction of its own, the score as a result.
+    // Whether the score itself is the result, without an instruction of its own.
     const bool bare = p_.logits < 0 && c_.scales && !capped_;
     if (bare) c_.logit = NewValue(kLogitHome);
 
@@ -76,7 +76,7 @@ class CodeMaker {
       c_.only_logits = c_.logits;
     }
     c_.added = AddsElements() ? c_.only_logits.begin : -1;
-    // What loops over rows needs reciprocals that were found on the way: behind the other rows'
+    // Loops over rows need reciprocals that were found on the way: these come after the other rows'
     // ops.
     const i32 first = num_ops_;
     for (i32 i = c_.rows.begin; i < c_.rows.end; ++i) Emit(c_.ops[i]);
@@ -120,7 +120,7 @@ class CodeMaker {
     c_.reads_kv_rows |= x.op == kOpKvRow;
   }
 
-  // A difference or comparison of q_pos and kv_pos.
+  // Whether instruction i is a difference or comparison of q_pos and kv_pos.
   bool IsDistance(i32 i) const {
     const i32 op = At(i).op;
     if (op != kOpSub && op != kOpEq && op != kOpNe && op != kOpLt && op != kOpLe) return false;
@@ -137,7 +137,7 @@ class CodeMaker {
     }
   }
 
-  // They are results: nothing else takes their place.
+  // Derivatives are results, so no other value may reuse their slots.
   void KeepDerivatives() {
     const auto keep = [&](i32 value) {
       Need(value, needs_logit_);
@@ -169,7 +169,7 @@ class CodeMaker {
            sum.args[0] == kRawScore && sum.args[1] == kScoreScale && sum.args[2] == load.value;
   }
 
-  // The values from outside that the mask of a row takes.
+  // Finds the values from outside that the mask of a row reads.
   void FindMaskRows() {
     bool takes[kNumCodeValues] = {};
     if (c_.visible >= 0) takes[c_.visible] = true;
@@ -218,20 +218,21 @@ class CodeMaker {
     Emit(op);
   }
 
-  // The score after a soft cap is what the buffer holds.
+  // The buffer holds the score after a soft cap.
   i32 Resolve(i32 value) const { return At(value).op == kOpScore && capped_ ? kRawScore : value; }
 
   i32 DistanceArg(i32 value) const { return At(value).op == kOpQPos ? kDistance : kZeroDistance; }
 
   void Improve(i32 i, CodeOp* op) {
-    // What has a score in it is rounded anyway: a reciprocal once a row, not a division a logit.
+    // A value that depends on a score is rounded anyway: one reciprocal per row replaces one
+    // division per logit.
     if (op->op == kOpDiv && (depends_[Arg(i, 0)] & kOfScore) && c_.home[op->args[1]] == kRowHome) {
       op->op = kOpMul;
       op->args[1] = ReciprocalOf(op->args[1]);
       return;
     }
     if (op->op != kOpAdd && op->op != kOpSub) return;
-    for (i32 a = 0; a < 2; ++a) {  // a product that this sum alone takes
+    for (i32 a = 0; a < 2; ++a) {  // a product that only this sum uses
       const i32 value = op->args[a];
       if (value >= p_.num_instructions || uses_[value] != 1) continue;
       i32 at = num_ops_ - 1;
@@ -265,7 +266,7 @@ class CodeMaker {
   VariantCode& c_;
   i32 num_ops_ = 0;
   i32 num_values_ = kFirstExtraValue;
-  i32 section_ = 0;  // where it begins
+  i32 section_ = 0;  // where the section begins
   i32 depends_[kMaxInstructions] = {};
   i32 uses_[kMaxInstructions] = {};
   bool needs_mask_[kMaxInstructions] = {}, needs_logit_[kMaxInstructions] = {};

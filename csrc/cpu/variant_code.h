@@ -6,7 +6,7 @@
 
 namespace jax_attn {
 
-// Where a value lives, and what the lanes of its vector are.
+// Where a value is kept, and what the lanes of its vector are.
 enum ValueHome : i32 {
   kNoHome,    // nothing needs it
   kRowHome,   // rows of a pass
@@ -37,8 +37,8 @@ enum : i32 {
 struct CodeOp {
   i32 op;        // a VariantOp or one of the above
   i32 type;      // of the result
-  i32 arg_type;  // of the arguments, but for the condition of a select
-  i32 value;     // that it gives
+  i32 arg_type;  // of the arguments, except the condition of a select
+  i32 value;     // the value it defines
   i32 operand;   // of a load or dim; of a dim, args[0] is the axis and no value; const: its bits
   i32 num_args;
   i32 args[kMaxOperandRank];  // values
@@ -57,19 +57,19 @@ struct VariantCode {
   i32 logit;              // a value; kRawScore: nothing changes it
   i32 visible;            // a value; -1: all is visible
   ValueHome home[kNumCodeValues];
-  i32 slot[kNumCodeValues];  // the number of a value in its home
+  i32 slot[kNumCodeValues];  // index of a value within its home
   i32 num_slots[kLogitHome + 1];
-  // The load in only_logits, if these are it and one sum: score * scale + an element which the row
-  // and the key's position, the last index, give; else -1. An index of ops.
+  // Index in ops of the load in only_logits, if only_logits is this load and one sum: score * scale
+  // + an element selected by the row and, as last index, the key's position; else -1.
   i32 added;
   bool scales;             // raw scores become natural logits here, with the soft cap
   bool diagonals_by_head;  // diagonal values depend on the head
   bool reads_kv_rows;
-  // What of a row the mask takes, so that rows which have the same there see the same keys.
+  // Row values that the mask reads: rows in which these are equal see the same keys.
   i32 num_mask_rows;
   i32 mask_rows[kMaxInstructions];  // values of rows
   bool mask_has_diagonals;
-  // Of a gradient, all of them there after `logits`.
+  // Values of a gradient, all available after `logits`.
   i32 score;  // d logit / d score; -1: 1
   i32 num_elements;
   struct {
@@ -78,8 +78,8 @@ struct VariantCode {
   } elements[kMaxDerivatives];
 };
 
-// Of a program that is present. capped: there is a soft cap, after which scores are natural.
-// gradient: of the backward pass, whose program it is, or null.
+// Compiles a program that is present. capped: there is a soft cap, after which scores are natural.
+// gradient: that of the backward pass, whose program it is, or null.
 void MakeVariantCode(const VariantProgram& program, bool capped, const VariantGradient* gradient,
                      VariantCode* code);
 

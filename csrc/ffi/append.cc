@@ -15,17 +15,17 @@
 namespace jax_attn {
 namespace {
 
-// What is new, and where append_rotated leaves q.
+// The new rows, and where append_rotated writes q.
 struct RotatedBuffers {
   ffi::AnyBuffer qkv, cos, sin, q;
 };
 
-// The operands, results and attributes of one call of either.
+// The operands, results and attributes of one call of either target.
 struct AppendCall {
   ffi::Span<const int64_t> problem;
   ffi::AnyBuffer k_pages, plan, layer, k_out;
-  std::optional<ffi::AnyBuffer> v_pages = {}, v_out = {};  // none of them with mla
-  std::optional<ffi::AnyBuffer> k_new = {}, v_new = {};    // not of append_rotated; mla: no v_new
+  std::optional<ffi::AnyBuffer> v_pages = {}, v_out = {};  // absent with mla
+  std::optional<ffi::AnyBuffer> k_new = {}, v_new = {};  // absent in append_rotated; mla: no v_new
   std::optional<ffi::AnyBuffer> k_scale = {}, v_scale = {};
   std::optional<RotatedBuffers> rotated = {};
 
@@ -115,7 +115,7 @@ AppendParams MakeParams(const AttentionProblem& problem, const AppendCall& call,
   return p;
 }
 
-// Optional operands follow each other: with mla, which has no v, scales come first.
+// Optional operands are packed in order: with mla, which has no v, scales come first.
 AppendCall InPlace(const AttentionSpec& spec, AppendCall call) {
   if (spec.mla && FormatOf(spec.kv_format).has_head_scale && !call.rotated) {
     call.k_scale = std::exchange(call.v_pages, std::nullopt);
@@ -172,7 +172,7 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words) {
 using OptionalBuffer = std::optional<ffi::AnyBuffer>;
 using OptionalResult = std::optional<ffi::Result<ffi::AnyBuffer>>;
 
-// What BindAppend binds, in its order.
+// Arguments in the order of BindAppend.
 AppendCall Append(ffi::AnyBuffer k_pages, ffi::AnyBuffer k_new, ffi::AnyBuffer plan,
                   ffi::AnyBuffer layer, OptionalBuffer v_pages, OptionalBuffer v_new,
                   OptionalBuffer k_scale, OptionalBuffer v_scale, ffi::Result<ffi::AnyBuffer> k_out,
@@ -203,7 +203,7 @@ auto BindAppend(Binding binding) {
       .template Attr<ffi::Span<const int64_t>>("problem");
 }
 
-// What BindRotated binds, in its order: v_pages always, since mla rotates by itself.
+// Arguments in the order of BindRotated. v_pages is always present, since mla rotates by itself.
 AppendCall Rotated(ffi::AnyBuffer qkv, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
                    ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::AnyBuffer plan,
                    ffi::AnyBuffer layer, OptionalBuffer k_scale, OptionalBuffer v_scale,

@@ -19,16 +19,16 @@ namespace {
 
 constexpr char kOp[] = "attention";
 
-// The operands, results and attributes of one call. Those of jax_attn/_ops/attention_operands.py.
+// The operands, results and attributes of one call, as in jax_attn/_xla/attention_operands.py.
 struct AttentionCall {
-  // As BindCall binds them, in its order.
+  // In the order of BindCall.
   ffi::AnyBuffer q, k, v, plan, layer;
   ffi::RemainingArgs optional;
   ResultBuffer o, lse, workspace;
   ffi::Span<const int64_t> problem;
   bool poison;
 
-  // As TakeOptional finds them in `optional`, in its order.
+  // In the order in which TakeOptional finds them in `optional`.
   std::optional<ffi::AnyBuffer> k_new = {}, v_new = {};  // with fresh_kv
   std::optional<ffi::AnyBuffer> sinks = {};
   std::optional<ffi::AnyBuffer> q_scale = {}, k_scale = {}, v_scale = {};  // of formats with them
@@ -37,7 +37,7 @@ struct AttentionCall {
   const int32_t* plan_words() const { return static_cast<const int32_t*>(plan.untyped_data()); }
 };
 
-// After the contexts of a platform.
+// Binds what follows the contexts of a platform.
 template <typename Binding>
 auto BindCall(Binding binding) {
   return BindProblem(std::move(binding)
@@ -52,9 +52,9 @@ auto BindCall(Binding binding) {
                          .template Ret<ffi::AnyBuffer>());  // workspace
 }
 
-// What some calls have besides: k_new and v_new with fresh_kv, then perhaps sinks; with scales of
-// heads sinks and those, what is absent as arrays without elements; then likewise those of a
-// variant.
+// Optional operands: k_new and v_new with fresh_kv, then perhaps sinks. With scales of heads: sinks
+// and the scales, where arrays without elements stand for absent ones. Then, in the same way, the
+// operands of a variant.
 Status TakeOptional(const AttentionProblem& problem, AttentionCall* call) {
   const AttentionSpec& spec = problem.spec;
   size_t next = 0;
@@ -91,7 +91,7 @@ Status TakeOptional(const AttentionProblem& problem, AttentionCall* call) {
       std::to_string(call->optional.size()) + " after layer.");
 }
 
-// k or v: of a pool, or ragged [max_kv_tokens, num_kv_heads, head_dim].
+// Checks k or v: a pool, or ragged [max_kv_tokens, num_kv_heads, head_dim].
 Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
                int64_t head_dim, const Pool& pool) {
   if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
@@ -99,7 +99,7 @@ Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer
                      {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
 }
 
-// Rows of the cache are i32 in a program.
+// Rows of the cache are i32 in a variant's program.
 bool ReadsKvRows(const VariantProgram& program) {
   for (i32 i = 0; i < program.num_instructions; ++i) {
     if (program.instructions[i].op == kOpKvRow) return true;
@@ -115,7 +115,7 @@ Status Check(const AttentionProblem& problem, const AttentionCall& call, Pool* p
                                        {tokens, spec.num_qo_heads, spec.head_dim_qk}));
   if (spec.paged()) JAX_ATTN_RETURN_IF_ERROR(ReadPool(kOp, spec, call.k, pool));
   JAX_ATTN_RETURN_IF_ERROR(CheckKv(spec, "k", call.k, spec.head_dim_qk, *pool));
-  JAX_ATTN_RETURN_IF_ERROR(  // mla: k again
+  JAX_ATTN_RETURN_IF_ERROR(  // mla: v is k
       CheckKv(spec, "v", call.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, *pool));
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "plan", call.plan, ffi::S32, {MakePlanLayout(problem).num_words}));
@@ -198,7 +198,8 @@ Status ExecuteCpu(ffi::ThreadPool pool, AttentionCall call) {
   AttentionProblem problem;
   AttentionParams params;
   JAX_ATTN_RETURN_IF_ERROR(Unpack(&call, &problem, &params));
-  // Always, so that no buffer brings the process down: it takes less than a hundredth of the rest.
+  // Always checked, so that no buffer can crash the process: it takes less than a hundredth of the
+  // call.
   JAX_ATTN_RETURN_IF_ERROR(Prefixed(kOp, CheckPlan(problem, call.plan_words(), params.num_pages)));
   if (params.layer) {
     JAX_ATTN_RETURN_IF_ERROR(CheckLayer(kOp, *params.layer, params.num_layers));

@@ -19,18 +19,18 @@ constexpr char kOp[] = "attention's backward pass";
 
 // The operands, results and attributes of one call.
 struct BackwardCall {
-  // As BindCall binds them, in its order.
+  // In the order of BindCall.
   ffi::AnyBuffer q, k, v, plan, layer, lse, d, d_o;
   ffi::RemainingArgs args;
   ResultBuffer d_q, d_k, d_v, workspace;
   ffi::RemainingRets rets;
-  ffi::Span<const int64_t> gradient;  // the words of that of a variant
+  ffi::Span<const int64_t> gradient;  // encoded gradient of a variant
   ffi::Span<const int64_t> problem;
   bool poison;
 
-  // As TakeVariant finds them in `args` and `rets`.
+  // In the order in which TakeVariant finds them in `args` and `rets`.
   std::vector<ffi::AnyBuffer> variant_operands = {};
-  std::vector<ffi::AnyBuffer> d_operands = {};  // of OperandsOf the gradient
+  std::vector<ffi::AnyBuffer> d_operands = {};  // one for each of OperandsOf(gradient)
 
   const int32_t* plan_words() const { return static_cast<const int32_t*>(plan.untyped_data()); }
 };
@@ -40,7 +40,7 @@ auto BindAttributes(Binding binding) {
   return BindProblem(std::move(binding).template Attr<ffi::Span<const int64_t>>("gradient"));
 }
 
-// After the contexts of a platform.
+// Binds what follows the contexts of a platform.
 template <typename Binding>
 auto BindCall(Binding binding) {
   return BindAttributes(std::move(binding)
@@ -60,7 +60,7 @@ auto BindCall(Binding binding) {
                             .RemainingRets());               // of a variant's operands
 }
 
-// Operands and results of a variant, after the others.
+// Takes the operands and results of a variant, which come last.
 Status TakeVariant(BackwardCall* call) {
   for (size_t i = 0; i < call->args.size(); ++i) {
     const auto operand = call->args.get<ffi::AnyBuffer>(i);

@@ -119,7 +119,8 @@ Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer&
   pool->is_stacked = dims.size() == 5;
   pool->num_layers = pool->is_stacked ? dims[0] : 1;
   pool->num_pages = dims[dims.size() - 4];
-  // Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
+  // Kernels number the rows of a layer in 32 bits; with fresh_kv one of these bits tells which
+  // array.
   const int64_t most = spec.fresh_kv ? int64_t{1} << 31 : (int64_t{1} << 32) - 2;
   if (pool->num_layers >= 1 && pool->num_layers <= kMaxInt32 &&
       pool->num_pages <= most / spec.page_size) {
@@ -146,8 +147,8 @@ Status CheckPages(const char* op, const char* argument, const AttentionSpec& spe
 
 Status CheckVariantOperands(const char* op, const VariantProgram& program,
                             const std::vector<ffi::AnyBuffer>& operands) {
-  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16,
-                                             ffi::S32, ffi::U8,   ffi::PRED};  // by OperandType
+  static constexpr ffi::DataType kTypes[] = {ffi::F32, ffi::BF16, ffi::F16, ffi::S32,
+                                             ffi::U8,  ffi::PRED};  // indexed by OperandType
   for (size_t i = 0; i < operands.size(); ++i) {
     const ProgramOperand& expected = program.operands[i];
     const auto dims = operands[i].dimensions();
@@ -188,7 +189,7 @@ void PreferHugePages(std::initializer_list<ffi::AnyBuffer> results) {
     const auto address = reinterpret_cast<uintptr_t>(result.untyped_data());
     const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
     const uintptr_t end = (address + result.size_bytes()) / kPage * kPage;
-    if (begin + 2 * kHugePage <= end) {  // else perhaps none fits
+    if (begin + 2 * kHugePage <= end) {  // otherwise a huge page may not fit
       madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     }
   }

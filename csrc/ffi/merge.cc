@@ -20,7 +20,7 @@ struct MergeBuffers {
   ffi::AnyBuffer o, lse;
 };
 
-// Of the attribute, which is an index into tables of kernels.
+// Checks the dtype attribute, which is an index into tables of kernels.
 Status CheckDType(int64_t dtype) {
   if (dtype >= kBF16 && dtype <= kF32) return Status::Ok();
   return Status::Error("merge_states: attribute dtype: expected 0 to 2, got " +
@@ -41,7 +41,7 @@ Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
       CheckBuffer(kOp, "lse_parts", b.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]}));
-  // Kernels count both in 32 bits, and add to them.
+  // Kernels count both in 32 bits, and add to the counts.
   for (int i : {0, 3}) {
     if (dims[i] > 1 << 30 || (i == 3 && dims[i] == 0)) {
       return Status::Error(

@@ -21,7 +21,7 @@ using OptionalBuffer = std::optional<ffi::AnyBuffer>;
 // The operands, results and attributes of one call, as BindCall binds them, in its order.
 struct PlanCall {
   ffi::AnyBuffer qo_indptr, kv_lens, kv_indptr, page_indices, q_offsets;
-  OptionalBuffer request_indptr, prefix_lens;  // both, or none: no levels are told
+  OptionalBuffer request_indptr, prefix_lens;  // both or neither: no levels are given
   OptionalBuffer block_classes;                // with step lists
   ResultBuffer plan, scratch;
   ffi::Span<const int64_t> problem;
@@ -40,7 +40,7 @@ auto BindAttributes(Binding binding) {
       .template Attr<int64_t>("kv_block");
 }
 
-// After the contexts of a platform.
+// Binds what follows the contexts of a platform.
 template <typename Binding>
 auto BindCall(Binding binding) {
   return BindAttributes(std::move(binding)
@@ -56,7 +56,7 @@ auto BindCall(Binding binding) {
                             .template Ret<ffi::AnyBuffer>());        // scratch
 }
 
-// What a planner is given.
+// Arguments of a planner.
 struct PlanArguments {
   AttentionProblem problem;
   PlanInputs inputs;
@@ -68,8 +68,8 @@ struct PlanArguments {
   const BlockMap* map_or_null() const { return has_map ? &block_map : nullptr; }
 };
 
-// Only the last operands may be left out: before a map, request_indptr without columns says that no
-// levels are told.
+// Only the last operands may be omitted. If a map follows, request_indptr without columns means
+// that no levels are given.
 bool ToldLevels(const PlanCall& call) {
   return call.request_indptr && call.request_indptr->dimensions().size() == 2 &&
          call.request_indptr->dimensions()[1] > 0;
@@ -174,7 +174,7 @@ ffi::Error InitializeCuda(int32_t device, ffi::Span<const int64_t> words, bool h
   });
 }
 
-// The device cannot refuse: a bad batch leaves a faulty plan (cuda/plan/plan.cuh).
+// The device planner cannot raise: a bad batch leaves a faulty plan (cuda/plan/plan.cuh).
 Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const PlanCall& call) {
   PlanArguments a;
   JAX_ATTN_RETURN_IF_ERROR(Unpack(call, &a));

@@ -1,4 +1,4 @@
-// jax_attn_product: unpack, check, launch, return. CPUs only: elsewhere XLA's products are fast.
+// jax_attn_product: unpack, check, launch, return. CPUs only: elsewhere XLA's matmuls are fast.
 #include "cpu/product.h"
 
 #include <optional>

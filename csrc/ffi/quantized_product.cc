@@ -11,13 +11,13 @@ namespace {
 
 constexpr char kOp[] = "quantized_product";
 
-// What of the call is no buffer. dtype, format: DType, WeightFormat.
+// Attributes of the call. dtype, format: DType, WeightFormat.
 struct Attributes {
   int64_t arch, dtype, format, group_size, tile_rows, tile_columns;
 };
 
 struct Buffers {
-  ffi::AnyBuffer x, codes, scales, zeros;  // zeros: or an array without elements
+  ffi::AnyBuffer x, codes, scales, zeros;  // zeros: may be an array without elements
   ffi::AnyBuffer y;
 };
 
@@ -66,7 +66,7 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   p->is_wide = b.y.element_type() == ffi::F32;
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "x", b.x, type, {num_rows, depth}));
   JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / CodesPerByte(a.format), columns}));
+      CheckBuffer(kOp, "codes", b.codes, ffi::U8, {depth / WeightsPerByte(a.format), columns}));
   const ffi::DataType scale_type = a.format == kE2m1Weights ? ffi::U8 : ffi::F32;
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "scales", b.scales, scale_type, {groups, columns}));
   const bool has_zeros = b.zeros.element_count() > 0;

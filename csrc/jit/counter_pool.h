@@ -14,7 +14,7 @@
 namespace jax_attn {
 
 // The counters of one device. A call has two arrays of counters, and its launches alternate: each
-// launch counts in one array, which is 0, and zeroes the other for the next launch (counter_turns
+// launch counts in one array, which is 0, and zeroes the other for the next launch (counter_parity
 // in params.h). So a call needs no memset, which takes 1.5 us in a CUDA graph. A launch of a
 // damaged plan may leave anything in its array without harm to the next launch.
 //
@@ -48,7 +48,7 @@ class CounterPool {
   // The pointers of AttentionParams.
   struct Counters {
     i32* merge_counters = nullptr;  // [2, num_counters]
-    i32* turns = nullptr;           // [num_ctas]
+    i32* parity = nullptr;          // [num_ctas]
   };
   // The counters of calls with this workspace. Null pointers if the pool has too few left.
   Counters Find(const void* workspace, int64_t num_counters, int64_t num_ctas) {

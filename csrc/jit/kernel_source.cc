@@ -145,7 +145,7 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kHasSoftCap", k.logits_soft_cap);
   visit("kPositiveScale", k.positive_scale, "sm_scale > 0");
   visit("kHasFreshKv", k.fresh_kv, "the query tokens' k and v are k_new, v_new");
-  visit("kMultipliesCodes", k.eight_bit_products, "q and P are rounded to the KV format");
+  visit("kFp8Matmul", k.eight_bit_products, "Q K^T and P V of e4m3");
   visit("kMainLoop", Named{k.main_loop, k.main_loop == kHopper ? "cuda/sm90" : "cuda/sm80"});
   visit("kNumTiles", k.num_tiles);
   for (int i = 0; i < kMaxTiles; ++i) {

@@ -76,65 +76,62 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
   return Status::Ok();
 }
 
-// Rows in a box of the copy engine: what one of the four warps of a producer copies of a page, or
-// of a ragged step. 0: boxes of 8 rows and more do not tile the pages
-// (csrc/cuda/sm90/attention.cuh).
-int64_t BoxRows(const AttentionProblem& problem) {
-  const int64_t slice = problem.config.tile_kv / 4, page_size = problem.spec.page_size;
-  if (problem.spec.kv_format > kE5m2Format) return 0;  // rows are no vectors of 16 bytes
-  if (page_size % slice == 0) return slice;            // ragged as well
-  return slice % page_size == 0 && page_size % 8 == 0 ? page_size : 0;
+int64_t TmaRows(const AttentionProblem& problem) {
+  const KernelConfig& config = problem.config;
+  return HopperTmaRows(
+      problem.spec.kv_format, problem.spec.page_size, config.tile_kv,
+      HopperOnlyDecodes(problem.spec.mla != 0, config.num_tiles, config.tile_q[0]));
 }
 
-// [num_layers, num_rows, num_heads, head_dim] of 16-bit elements in boxes of 64 columns of some
-// heads and rows, which in shared memory are rows of 128 bytes, swizzled. Columns beyond head_dim
-// arrive as zeros, and are not written.
-struct BoxedArray {
-  const void* array;
+// An array that TMA copies. A TMA tile is 64 columns of tile_heads heads and tile_rows rows, which
+// in shared memory are rows of 128 bytes, swizzled. Columns beyond head_dim arrive as zeros, and
+// are not written.
+struct TmaArray {
+  const void* array;  // [num_layers, num_rows, num_heads, head_dim], 16-bit elements
   int64_t num_layers, num_rows, num_heads, head_dim;
-  int64_t box_rows, box_heads;
+  int64_t tile_rows, tile_heads;
 };
 
-Status MakeTensorMap(const CudaDriver& d, int64_t dtype, const BoxedArray& of, TensorMap* map) {
+Status MakeTensorMap(const CudaDriver& d, int64_t dtype, const TmaArray& of, TensorMap* map) {
   using u64 = unsigned long long;
   const u64 row_bytes = static_cast<u64>(of.num_heads * of.head_dim * 2);
   const u64 dims[] = {static_cast<u64>(of.head_dim), static_cast<u64>(of.num_heads),
                       static_cast<u64>(of.num_rows), static_cast<u64>(of.num_layers)};
   const u64 strides[] = {static_cast<u64>(of.head_dim * 2), row_bytes, row_bytes * dims[2]};
-  const unsigned box[] = {64, static_cast<unsigned>(of.box_heads),
-                          static_cast<unsigned>(of.box_rows), 1};
+  const unsigned tile[] = {64, static_cast<unsigned>(of.tile_heads),
+                           static_cast<unsigned>(of.tile_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};
   const int type =
       dtype == kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult r = d.cuTensorMapEncodeTiled(
-      map, type, 4, const_cast<void*>(of.array), dims, strides, box, steps,
+      map, type, 4, const_cast<void*>(of.array), dims, strides, tile, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? Status::Ok()
                            : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
 }
 
-// Of keys or values. Two codes of 8 bits are a column.
+// The map of keys or values. Two quantized values of 8 bits are a column.
 Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const void* array,
                  int64_t head_dim, int64_t num_layers, int64_t num_rows, TensorMap* map) {
   if (problem.spec.quantized()) head_dim /= 2;
-  const BoxedArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
-                         head_dim, BoxRows(problem), 1};
+  const TmaArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
+                       head_dim, TmaRows(problem), 1};
   return MakeTensorMap(d, problem.spec.dtype, of, map);
 }
 
-// Results that consumers share are written by the copy engine, where a warp's 16 rows are one box:
-// whole tokens of a kv head's group.
+// Tiles of several consumers write final rows by TMA, see HopperOutputTmaTokens.
 Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
   const AttentionSpec& spec = problem.spec;
   const int64_t group = spec.num_qo_heads / spec.num_kv_heads;
   const int64_t tallest = problem.config.tile_q[problem.config.num_tiles - 1];
-  if (problem.config.main_loop != kHopper || spec.mla || tallest <= 64 || 16 % group != 0 ||
+  const int64_t tile_tokens = HopperOutputTmaTokens(group);
+  if (problem.config.main_loop != kHopper || spec.mla || tallest <= 64 || tile_tokens == 0 ||
       p->max_qo_tokens == 0) {
     return Status::Ok();
   }
-  const BoxedArray of = {p->o,       1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
-                         16 / group, group};
+  const TmaArray of = {p->o,        1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
+                       tile_tokens, group};
   const Status s = MakeTensorMap(d, spec.dtype, of, &p->o_map);
   p->has_o_map = s.ok();
   return s;
@@ -143,8 +140,8 @@ Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, Attent
 Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
   const AttentionSpec& spec = problem.spec;
   const int64_t rows = spec.paged() ? p->num_pages * spec.page_size : spec.max_kv_tokens;
-  // Latent rows are copied one by one; coordinates of a box are 32-bit integers.
-  if (problem.config.main_loop != kHopper || spec.mla || BoxRows(problem) == 0 || rows == 0 ||
+  // Latent rows are copied one by one. Coordinates of a TMA tile are 32-bit integers.
+  if (problem.config.main_loop != kHopper || spec.mla || TmaRows(problem) == 0 || rows == 0 ||
       rows >= (int64_t{1} << 31)) {
     return Status::Ok();
   }
@@ -162,24 +159,24 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
   return s;
 }
 
-// Of the Hopper kernel of the backward pass.
+// The maps of the Hopper kernel of the backward pass.
 Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardCudaParams* p) {
   AttentionParams& f = p->forward;
   const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
-  // Coordinates of a box are 32-bit integers.
+  // Coordinates of a TMA tile are 32-bit integers.
   if (kv_rows == 0 || kv_rows >= (int64_t{1} << 31) || spec.max_qo_tokens == 0) return Status::Ok();
   const int64_t dim = spec.head_dim_qk;
   const auto map = [&](const void* array, int64_t layers, int64_t rows, int64_t heads,
-                       int64_t box_rows, TensorMap* to) {
-    return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, box_rows, 1}, to);
+                       int64_t tile_rows, TensorMap* to) {
+    return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, tile_rows, 1}, to);
   };
   const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
   Status s = map(f.q, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
   if (s.ok()) s = map(p->d_o, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
-  const int64_t box = HopperBackwardBoxRows(static_cast<i32>(spec.page_size));
+  const int64_t kv_tile = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
   const int64_t layers = spec.paged() ? f.num_layers : 1;
-  if (s.ok() && box > 0) s = map(f.k, layers, kv_rows, spec.num_kv_heads, box, &f.k_map);
-  if (s.ok() && box > 0) s = map(f.v, layers, kv_rows, spec.num_kv_heads, box, &f.v_map);
+  if (s.ok() && kv_tile > 0) s = map(f.k, layers, kv_rows, spec.num_kv_heads, kv_tile, &f.k_map);
+  if (s.ok() && kv_tile > 0) s = map(f.v, layers, kv_rows, spec.num_kv_heads, kv_tile, &f.v_map);
   f.has_tensor_maps = s.ok();
   return s;
 }
@@ -273,9 +270,9 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
       counters =
           kernel->counters->Find(params.merge_counters, num_counters, problem.config.num_ctas);
     }
-    if (counters.turns != nullptr) {
+    if (counters.parity != nullptr) {
       complete.merge_counters = counters.merge_counters;
-      complete.counter_turns = counters.turns;
+      complete.counter_parity = counters.parity;
     } else {
       launch.zero_words = params.merge_counters;
       launch.num_zero_words = num_counters;

@@ -1,8 +1,8 @@
 // Plans and problems are data from outside: files, exported executables, buffers that somebody
-// wrote. What is accepted here makes no kernel read or write out of bounds, or wait for ever.
+// wrote. Whatever these checks accept makes no kernel read or write out of bounds, or wait forever.
 //
-// Messages begin with what is wrong, of a plan "plan: items[3].kv_end: expected ..., got ...";
-// callers put their op before it.
+// Messages begin with the argument, for example "plan: items[3].kv_end: expected ..., got ...";
+// callers put the name of their op before it.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +12,22 @@
 
 namespace jax_attn {
 
-// Every enum, count and dimension in range, so that nothing that is computed from them overflows.
-// CheckSpec asks for no more than a spec, before a configuration is chosen for it.
+// Checks that every enum, count and dimension is in range, so that nothing computed from them
+// overflows. CheckSpec needs only a spec, before a configuration is chosen for it.
 Status CheckSpec(const AttentionSpec& spec);
 Status CheckProblem(const AttentionProblem& problem);
 
-// The next two are of a valid problem. plan: [MakePlanLayout(problem).num_words]. num_pages: of a
-// layer's pool; -1: not known.
+// The next two expect a valid problem. plan: [MakePlanLayout(problem).num_words]. num_pages: pages
+// of one layer's pool; -1 if unknown.
 
-// What append follows: whose plan it is, counts against capacities, lengths and page ids. A faulty
-// plan gives the sentence of its fault.
+// Checks what append reads: the plan's header, counts against capacities, lengths and page ids. A
+// faulty plan returns the sentence of its fault.
 Status CheckPlanBatch(const AttentionProblem& problem, const int32_t* plan, int64_t num_pages);
 
-// All that kernels follow, in O(items + tokens + pages + rows of partial states): that queues hold
-// every item once, that items fit their tiles and read what their request has, that every row of o
-// and lse is written once and from all the keys that it sees, and that merge groups get as many
-// arrivals as they wait for, of states that do not overlap.
+// Checks everything that kernels follow, in O(items + tokens + pages + rows of partial states):
+// queues hold every item once; items fit their tiles and read what their request has; every row of
+// o and lse is written once, from all the keys that it sees; merge groups get as many arrivals as
+// they wait for, from states that do not overlap.
 Status CheckPlan(const AttentionProblem& problem, const int32_t* plan, int64_t num_pages);
 
 }  // namespace jax_attn

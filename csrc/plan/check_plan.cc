@@ -58,7 +58,7 @@ class PlanChecker {
         items_(reinterpret_cast<const WorkItem*>(plan + layout.items)),
         groups_(reinterpret_cast<const MergeGroup*>(plan + layout.merge_groups)) {}
 
-  // Of a plan whose batch is checked. Each relies on those before it.
+  // Checks a plan whose batch is already checked. Each check relies on those before it.
   Status Run() {
     Status s = CheckQueues();
     if (s.ok()) s = CheckGroups();
@@ -86,7 +86,7 @@ class PlanChecker {
     return Status::Ok();
   }
 
-  // ---- merge groups and the states that they read
+  // ---- merge groups and the states they read
 
   Status CheckGroups() {
     for (int64_t g = 0; g < header_.num_merge_groups; ++g) {
@@ -105,8 +105,8 @@ class PlanChecker {
       if (group.kv_head < 0 || group.kv_head >= spec_.num_kv_heads) {
         return refuse("kv_head", Between(0, spec_.num_kv_heads - 1), group.kv_head);
       }
-      const bool may_be_parent = !rules_.shares_folds;
-      if (group.partials_step != 1 && !(may_be_parent && group.partials_step == kFoldBatch)) {
+      const bool may_be_parent = !rules_.shares_reductions;
+      if (group.partials_step != 1 && !(may_be_parent && group.partials_step == kReduceBatch)) {
         return refuse("partials_step", may_be_parent ? "1, or 8 of a parent" : "1",
                       group.partials_step);
       }
@@ -121,17 +121,17 @@ class PlanChecker {
       if (group.parent < -1 || group.parent >= header_.num_merge_groups) {
         return refuse("parent", Between(-1, int64_t{header_.num_merge_groups} - 1), group.parent);
       }
-      const int32_t last_place = spec_.schedule == kFixedSplit ? kFoldBatch - 1 : 0;
+      const int32_t last_place = spec_.schedule == kFixedSplit ? kReduceBatch - 1 : 0;
       const bool is_alone = !IsParent(group) && group.parent < 0;
-      if (group.first_place < 0 || group.first_place > (is_alone ? last_place : 0)) {
-        return refuse("first_place", Between(0, is_alone ? last_place : 0), group.first_place);
+      if (group.first_offset < 0 || group.first_offset > (is_alone ? last_place : 0)) {
+        return refuse("first_offset", Between(0, is_alone ? last_place : 0), group.first_offset);
       }
     }
     return Status::Ok();
   }
 
-  // Who reads each entry of partial_rows first: exactly one group, and never a parent where a child
-  // does. A parent reads what its children leave at their first entry.
+  // Finds which group reads each entry of partial_rows first: exactly one group, and never a parent
+  // where a child reads it. A parent reads what its children leave at their first entry.
   Status CheckParents() {
     reader_.assign(header_.num_partials, kNone);
     int64_t num_children = 0, num_found = 0;
@@ -152,7 +152,7 @@ class PlanChecker {
         return Refuse("merge_groups", g, "parent", "-1 of a parent", group.parent);
       }
       for (int64_t i = 0; i < group.num_partials; ++i) {
-        const int64_t slot = group.partials_begin + i * kFoldBatch;
+        const int64_t slot = group.partials_begin + i * kReduceBatch;
         int32_t& reader = reader_[slot];
         if (reader == kNone) {
           reader = g;
@@ -166,7 +166,7 @@ class PlanChecker {
         ++num_found;
       }
     }
-    // Every child that was found is another one, because its first entry is.
+    // Children are distinct because their first entries are.
     if (num_found != num_children) {
       for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
         const i32 parent = groups_[g].parent;
@@ -192,12 +192,12 @@ class PlanChecker {
   bool IsChild(int32_t g) const {
     const MergeGroup& parent = groups_[groups_[g].parent];
     const int64_t behind = int64_t{groups_[g].partials_begin} - parent.partials_begin;
-    return IsParent(parent) && behind >= 0 && behind % kFoldBatch == 0 &&
-           behind / kFoldBatch < parent.num_partials;
+    return IsParent(parent) && behind >= 0 && behind % kReduceBatch == 0 &&
+           behind / kReduceBatch < parent.num_partials;
   }
 
-  // States lie apart from each other within the workspace. Rows are counted in tokens, which have
-  // group_size of them.
+  // States do not overlap and lie within the workspace. Rows are counted in tokens of group_size
+  // rows each.
   Status CheckStates() {
     int64_t num_rows = 0;
     state_at_.assign(header_.num_partial_rows / group_size_, kNone);
@@ -284,8 +284,8 @@ class PlanChecker {
     return Status::Ok();
   }
 
-  // What it reads: rows of q of its request (shared: of several, the first one's pages), and keys
-  // that this has.
+  // An item reads q rows of its own request and only keys that this request has. A shared item
+  // belongs to several requests and reads the pages of the first one.
   Status CheckRequestOf(int32_t i, const WorkItem& item) const {
     const auto refuse = [&](const char* field, const std::string& expected, int64_t got) {
       return Refuse("items", i, field, expected, got);
@@ -338,7 +338,7 @@ class PlanChecker {
     return IsListed() && item.kv_begin == item.kv_end;
   }
 
-  // From the first to the last that an item reads, whose list is not empty.
+  // The span from the first to the last key of an item whose step list is not empty.
   KvSpan KeysOf(const WorkItem& item) const {
     if (!IsListed()) return {item.kv_begin, item.kv_end};
     const int64_t tile_kv = config_.tile_kv;
@@ -347,7 +347,7 @@ class PlanChecker {
     return {first * tile_kv, std::min<int64_t>(kv_lens_[item.request], (last + 1) * tile_kv)};
   }
 
-  // Steps that ascend, of which the item's rows see something. Items of other heads have the same.
+  // Steps ascend, and the item's rows see part of each. Items of other heads have the same steps.
   Status CheckSteps(int32_t i, const WorkItem& item) const {
     const int64_t tile_kv = config_.tile_kv;
     for (const char* field : {"kv_begin", "kv_end"}) {
@@ -381,7 +381,8 @@ class PlanChecker {
     return int64_t{kv_lens_[r]} - (qo_indptr_[r + 1] - qo_indptr_[r]);
   }
 
-  // All of its keys, if its first query token is at position `first`. Of a list: without a mask.
+  // Whether every row sees all keys of the item if its first query token is at position `first`.
+  // Step lists: without the mask.
   bool EveryRowSees(const WorkItem& item, int64_t first) const {
     if (HasEmptyList(item)) return true;
     const int64_t last = first + item.qo_len - 1, tile_kv = config_.tile_kv;
@@ -393,14 +394,14 @@ class PlanChecker {
            (spec_.window_left < 0 || last - spec_.window_left <= keys.begin);
   }
 
-  // Its tokens are those of its merge groups in order, and its rows of the workspace the ones that
-  // these read.
+  // An item's tokens are those of its merge groups, in order, and its workspace rows are the ones
+  // that these groups read.
   Status CheckGroupsOf(int32_t i, const WorkItem& item) {
     const bool is_shared = IsShared(item);
     int64_t token = 0;
     for (int32_t g = item.merge_idx; g < item.merge_idx + item.num_groups; ++g) {
       const MergeGroup& group = groups_[g];
-      const bool is_alone = group.parent < 0 && !IsParent(group) && group.first_place == 0;
+      const bool is_alone = group.parent < 0 && !IsParent(group) && group.first_offset == 0;
       bool same = group.kv_head == item.kv_head && group.qo_len <= item.qo_len - token &&
                   (!is_shared || is_alone);
       if (is_shared) {
@@ -432,7 +433,7 @@ class PlanChecker {
                   item.num_groups);
   }
 
-  // The entry of partial_rows whose state begins at a row of the workspace; negative: none.
+  // The entry of partial_rows whose state begins at this workspace row; negative: none.
   int32_t SlotAt(int64_t row) const {
     const bool is_there = row % group_size_ == 0 && row < header_.num_partial_rows;
     return is_there ? state_at_[row / group_size_] : kNone;
@@ -440,7 +441,7 @@ class PlanChecker {
 
   // ---- results
 
-  // The keys that any row of a tile sees, as MakeTile clips them.
+  // The keys that at least one row of a tile sees, clipped as in MakeTile.
   KvSpan VisibleSpan(const WorkItem& item) const {
     int64_t begin = 0, end = kv_lens_[item.request];
     const int64_t first = item.q_pos, last = first + item.qo_len - 1;
@@ -449,7 +450,7 @@ class PlanChecker {
     return end > begin ? KvSpan{begin, end} : KvSpan{0, 0};
   }
 
-  // The states of a result are of all keys that its rows see, each once, in their order.
+  // The states of a result cover all keys that its rows see, each once, in order.
   Status CheckSpans() const {
     for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
       const MergeGroup& group = groups_[g];
@@ -460,16 +461,16 @@ class PlanChecker {
       const KvSpan visible =
           IsListed() ? KvSpan{items_[writer_[group.partials_begin]].kv_begin, own.kv_end}
                      : VisibleSpan(own);
-      if (group.first_place != FirstPlace(visible.begin)) {
-        return Refuse("merge_groups", g, "first_place",
-                      Equal(FirstPlace(visible.begin), "by its first key"), group.first_place);
+      if (group.first_offset != FirstPlace(visible.begin)) {
+        return Refuse("merge_groups", g, "first_offset",
+                      Equal(FirstPlace(visible.begin), "by its first key"), group.first_offset);
       }
       int64_t next = visible.begin, last_step = -1;
       const WorkItem* before = nullptr;
       for (int32_t slot = group.partials_begin; slot < end; ++slot) {
         const int32_t i = writer_[slot];
         const WorkItem& item = items_[i];
-        // Each tile has a list; with shared prefixes a result is of several tiles.
+        // Each tile has one step list; with shared prefixes a result comes from several tiles.
         const bool is_other_list =
             IsListed() && spec_.share_prefixes && before != nullptr &&
             (before->first_token != item.first_token || before->num_groups != item.num_groups ||
@@ -486,7 +487,7 @@ class PlanChecker {
           last_step = steps_[item.kv_end / config_.tile_kv - 1] >> 1;
         }
         before = &item;
-        // What is shared by one request has made-up positions, too.
+        // A prefix shared by only one request has made-up positions, too.
         const bool all_see = (!IsListed() || spec_.share_prefixes) &&
                              EveryRowSees(item, item.q_pos) && EveryRowSees(item, own.q_pos);
         if (item.num_groups == 1 && item.q_pos != own.q_pos && !all_see) {
@@ -505,24 +506,24 @@ class PlanChecker {
 
   bool IsListed() const { return rules_.max_steps > 0; }
 
-  // As FirstFoldPlace.
+  // Same as FirstReduceOffset.
   int32_t FirstPlace(int64_t kv_begin) const {
     if (spec_.schedule != kFixedSplit || IsListed()) return 0;
-    return static_cast<int32_t>(kv_begin / spec_.kv_split % kFoldBatch);
+    return static_cast<int32_t>(kv_begin / spec_.kv_split % kReduceBatch);
   }
 
   static int64_t LastSlot(const MergeGroup& group) {
     return group.partials_begin + (int64_t{group.num_partials} - 1) * group.partials_step;
   }
 
-  // One past the entries of partial_rows that a final group's states have, its children's included.
+  // End (exclusive) of a final group's entries in partial_rows, its children's included.
   int32_t EndOfEntries(const MergeGroup& group) const {
     const auto last = static_cast<int32_t>(LastSlot(group));
     const MergeGroup& reader = groups_[reader_[last]];
     return IsParent(reader) ? last + 1 : reader.partials_begin + reader.num_partials;
   }
 
-  // Every row of o and lse is written once: by a final item, or by a merge group that is final.
+  // Every row of o and lse is written once: by a final item or by a final merge group.
   Status CheckRows() {
     written_.assign(int64_t{header_.nnz_qo} * spec_.num_kv_heads, 0);
     first_pos_.assign(header_.batch_size, kNone);
@@ -582,7 +583,7 @@ class PlanChecker {
     return Status::Ok();
   }
 
-  static constexpr int32_t kInside = -2;  // of a state, behind its first token
+  static constexpr int32_t kInside = -2;  // state rows after its first token
 
   const AttentionSpec& spec_;
   const KernelConfig& config_;
@@ -597,11 +598,11 @@ class PlanChecker {
   std::vector<int32_t> writer_;     // [num_partials] item that writes it
   std::vector<int32_t> state_at_;   // [num_partial_rows / group_size] entry of partial_rows
   std::vector<char> written_;       // [num_kv_heads, nnz_qo]
-  std::vector<int32_t> first_pos_;  // [batch_size] the first item of it that was looked at
+  std::vector<int32_t> first_pos_;  // [batch_size] first item found for the request
 };
 
-// In constant time: whose plan it is, counts against capacities, the last entry of every indptr. A
-// faulty plan gives the sentence of its fault.
+// Checks in constant time: the plan's header, counts against capacities, and the last entry of
+// every indptr. A faulty plan returns the sentence of its fault.
 Status CheckPlanHeader(const AttentionProblem& problem, const int32_t* plan, int64_t num_pages) {
   const AttentionSpec& spec = problem.spec;
   const KernelConfig& config = problem.config;
@@ -682,7 +683,7 @@ Status CheckPlanBatch(const AttentionProblem& problem, const int32_t* plan, int6
     return DescribeFault(problem, fault);
   }
   if (largest == header.max_page_id) return Status::Ok();
-  // Entries that hold none of a request's tokens may be anything.
+  // Entries that hold no token of a request may have any value.
   for (int64_t r = 0; r < header.batch_size && largest > header.max_page_id; ++r) {
     const int32_t begin = in.kv_indptr[r], end = begin + NumPages(rules, in.kv_lens[r]);
     for (int32_t i = begin; i < end; ++i) {

@@ -9,11 +9,11 @@
 namespace jax_attn {
 namespace {
 
-// Beyond any model; products of heads with what fits int32 fit int64.
+// More than any model has; products of head counts with an int32 fit int64.
 constexpr int64_t kMaxHeads = 1 << 16;
-// A planner keeps the number of a queue in so many bits.
+// The planner stores a queue number in 20 bits.
 constexpr int64_t kMaxQueues = 1 << 20;
-// So the costs of a batch fit 64 bits (plan/rules/integers.h).
+// Bound that keeps the costs of a batch within 64 bits (plan/rules/integers.h).
 constexpr int64_t kMaxCost = 1 << 12;
 
 struct Field {
@@ -68,12 +68,12 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
       return Refuse(kTileNames[i], std::to_string(least) + " to 4096 rows", c.tile_q[i]);
     }
   }
-  // Whole panels of keys; fragments of mma, which the kernel of f32 does without.
+  // CPU: whole panels of keys. CUDA: fragments of mma, which the f32 kernel does not use.
   const int64_t step = s.arch == 0 ? 64 : s.dtype == kF32 ? 8 : 16;
   if (c.tile_kv % step != 0) {
     return Refuse("tile_kv", "a multiple of " + std::to_string(step), c.tile_kv);
   }
-  // Places in step lists are counted in tokens.
+  // Offsets in step lists are counted in tokens.
   if (s.max_steps > kPositionLimit / c.tile_kv) {
     return Refuse("max_steps",
                   "at most 2^30 / tile_kv = " + std::to_string(kPositionLimit / c.tile_kv),
@@ -88,21 +88,22 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
   return Status::Ok();
 }
 
-// Formats that are read ragged, and paged: each has those before it, too. v is a part of mla's
-// rows, so these have no scales of their own behind the codes.
+// Formats for ragged and for paged k and v; each set includes those before it. With mla, v is part
+// of k's rows, so formats with a scale behind each row's quantized values are not supported.
 int64_t MaxFormat(const AttentionSpec& s) {
   return s.paged() && !s.mla ? kNumFormats - 1 : kE5m2Format;
 }
 
-// Formats whose codes a processor multiplies: AMX and VNNI those of int8, Hopper's wgmma e4m3.
+// Formats whose quantized values the hardware multiplies: int8 with AMX and VNNI, e4m3 with
+// Hopper's wgmma.
 bool HasEightBitProducts(const AttentionSpec& s) {
   if (s.mla) return false;
-  // Wider values leave no registers beside o for the sums of weights (cuda/sm90/attention.cuh).
+  // Wider values leave no registers beside o for the sums of P (cuda/sm90/attention.cuh).
   if (s.arch == 90 && s.head_dim_vo > 192) return false;
   return s.arch == 0 ? s.kv_format == kInt8Format : s.arch == 90 && s.kv_format == kE4m3Format;
 }
 
-// Pages of codes that CUDA kernels copy in vectors of 16 bytes are whole ones.
+// CUDA kernels copy quantized pages in vectors of 16 bytes, so a page must be whole vectors.
 bool HasWholeVectors(const AttentionSpec& s, int64_t head_dim) {
   return s.page_size % 16 * (s.num_kv_heads % 16) * (s.kv_row_bytes(head_dim) % 16) % 16 == 0;
 }
@@ -144,7 +145,7 @@ Status CheckSpec(const AttentionSpec& s) {
   if (group > (mla ? 128 : 16)) {
     return Refuse("num_qo_heads / num_kv_heads", mla ? "1 to 128" : "1 to 16", group);
   }
-  // The last block of mla's heads may not be full on CUDA, whose kernels know.
+  // On CUDA the last block of mla's heads may be partial: the kernels handle it.
   if (s.num_qo_heads % s.num_kv_heads != 0 && (!mla || cpu)) {
     return Refuse("num_qo_heads", "a multiple of num_kv_heads", s.num_qo_heads);
   }
@@ -153,7 +154,7 @@ Status CheckSpec(const AttentionSpec& s) {
   if (mla && s.head_dim_vo > s.head_dim_qk) {
     return Refuse("head_dim_vo", "at most head_dim_qk with mla", s.head_dim_vo);
   }
-  if (!cpu && DecodesRows(s.kv_format)) {
+  if (!cpu && DequantizesRows(s.kv_format)) {
     if (s.dtype == kF32) return Refuse("dtype", "16 bits with codes on CUDA", s.dtype);
     for (int64_t dim : {s.head_dim_qk, s.head_dim_vo}) {
       if (dim % 16 != 0) return Refuse("head_dim", "a multiple of 16 with codes on CUDA", dim);
@@ -163,7 +164,7 @@ Status CheckSpec(const AttentionSpec& s) {
       }
     }
   }
-  // As the kernels have them. Comparisons with NaN are false.
+  // Same limits as in the kernels. Comparisons with NaN are false.
   constexpr double kMaxFloat = std::numeric_limits<float>::max();
   if (!(std::abs(s.sm_scale) <= kMaxFloat)) {
     return Status::Error("sm_scale: expected a number that is finite in float32.");
@@ -176,7 +177,7 @@ Status CheckSpec(const AttentionSpec& s) {
 
 Status CheckProblem(const AttentionProblem& problem) {
   if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
-  // With step lists requests share what the mask hides from none of them.
+  // With step lists, requests share only positions that the mask hides from none of their rows.
   const bool needs_own_rows = problem.spec.max_steps > 0 ? LogitsNeedOwnRows(problem.program)
                                                          : NeedsOwnRows(problem.program);
   if (problem.spec.share_prefixes && needs_own_rows) {

@@ -22,7 +22,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of) {
   chunks->clear();
   queue_of->clear();
-  thread_local std::vector<int64_t> places;  // of every tile on the line, and its end
+  thread_local std::vector<int64_t> places;  // start of every tile on the line, and the line's end
   places.assign(1, 0);
   for (const QueryTile& t : tiles) {
     places.push_back(places.back() + ItemCost(rules, t, t.kv_end - t.kv_begin, false));
@@ -33,22 +33,23 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
     return static_cast<size_t>(after - places.begin()) - 1;
   };
 
-  thread_local std::vector<int32_t> cut_tiles;  // F of every border; border 0 is none
+  thread_local std::vector<int32_t> cut_tiles;  // F of every border; border 0 does not exist
   cut_tiles.assign(1, 0);
   size_t last = tiles.size();
   for (i32 b = 1; b < ranges.num_ranges; ++b) {
-    const size_t tile = tile_at(BorderPlace(ranges, b, b, ranges.num_ranges - 1));
+    const size_t tile = tile_at(BorderOffset(ranges, b, b, ranges.num_ranges - 1));
     cut_tiles.push_back(cut_tiles.back() + (tile != last));
     last = tile;
   }
 
   i32 border = 1;
-  size_t border_tile = tiles.size();  // where `border` is; past the last tile when there is none
+  size_t border_tile =
+      tiles.size();  // tile that holds `border`; past the last tile if there is none
   int32_t border_at = 0;
   auto find_border = [&] {
     border_tile = tiles.size();
     if (border >= ranges.num_ranges) return;
-    const int64_t place = BorderPlace(ranges, border, cut_tiles[border], cut_tiles.back());
+    const int64_t place = BorderOffset(ranges, border, cut_tiles[border], cut_tiles.back());
     border_tile = tile_at(place);
     border_at = BorderPosition(rules, tiles[border_tile], places[border_tile], place);
   };
@@ -58,7 +59,7 @@ void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
     const size_t first_chunk = chunks->size();
     int32_t begin = t.kv_begin;
     do {
-      // Borders here, and at the end of the tile before.
+      // Borders in this tile, and at the end of the previous tile.
       while (border_tile < i || (border_tile == i && border_at <= begin)) {
         ++border;
         find_border();

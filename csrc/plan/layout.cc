@@ -17,13 +17,14 @@ constexpr int64_t kHeaderWords = sizeof(PlanHeader) / 4;
 constexpr int64_t kItemWords = sizeof(WorkItem) / 4;
 constexpr int64_t kMergeGroupWords = sizeof(MergeGroup) / 4;
 
-// Sections start at multiples of 64 bytes: records are read by 16-byte loads.
+// Sections start at multiples of 64 bytes because records are read by 16-byte loads.
 int64_t Align(int64_t words) { return (words + 15) / 16 * 16; }
 
-// Counts are words of a plan, so no capacity is larger: a batch that needs more is refused.
+// Counts are int32 words of a plan, so capacities are clamped to int32: a batch that needs more is
+// refused.
 int64_t Capacity(int64_t count) { return std::min<int64_t>(count, kMaxInt32); }
 
-// Query tiles of any batch: a request ends in at most one that is not full.
+// Upper bound on query tiles of any batch: each request ends in at most one partial tile.
 int64_t MaxTiles(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
   const KernelConfig& config = problem.config;
@@ -51,7 +52,7 @@ PlanLayout MakePlanLayout(const AttentionProblem& problem) {
   layout.merge_groups = section(config.max_merge_groups * kMergeGroupWords);
   layout.partial_rows = section(config.max_partials);
   layout.qo_indices = section(config.max_shared_tokens);
-  // A CTA may ask for the item of its own number before it knows of any (sm90/pipeline.cuh).
+  // A CTA may read the item with its own number before it knows of any item (sm90/pipeline.cuh).
   layout.items = section(std::max(config.max_items, config.num_ctas) * kItemWords);
   layout.page_indices = section(spec.max_kv_pages);
   layout.steps = section(spec.max_steps);
@@ -67,7 +68,8 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem) {
   layout.partial_o = Align(layout.partial_states + 2 * config.max_partial_rows);
   layout.num_words = Align(layout.partial_o + config.max_partial_rows * problem.spec.head_dim_vo);
   layout.num_words = std::max<int64_t>(layout.num_words, 16);  // XLA buffers are never empty
-  layout.item_times = layout.num_words;  // last: Python finds it at the end of a usual workspace
+  layout.item_times =
+      layout.num_words;  // last, so that Python finds it at the end of the usual workspace
   if (config.record_times) layout.num_words += Align(4 * config.max_items);
   return layout;
 }
@@ -83,7 +85,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   rules.num_kv_heads = static_cast<i32>(spec.num_kv_heads);
   rules.group_size = static_cast<i32>(spec.group_size());
   rules.state_bytes = static_cast<i32>(spec.group_size() * 4 * spec.head_dim_vo);
-  rules.shares_folds = spec.mla && spec.arch != 0;  // cuda/common/partials.cuh
+  rules.shares_reductions = spec.mla && spec.arch != 0;  // cuda/common/partials.cuh
   rules.window_left = static_cast<i32>(spec.window_left);
   rules.window_right = static_cast<i32>(spec.window_right);
   rules.kv_split = static_cast<i32>(
@@ -120,7 +122,7 @@ SharingRules MakeSharingRules(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
   const KernelConfig& config = problem.config;
   SharingRules sharing = {};
-  // Whole steps, and for kFixedSplit whole chunks, so that partial states are the same as without
+  // Whole steps, and whole chunks for kFixedSplit, so that partial states are the same as without
   // sharing.
   sharing.alignment =
       static_cast<i32>(spec.schedule == kFixedSplit ? spec.kv_split : config.tile_kv);
@@ -145,7 +147,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
     while (size < count) size *= 2;
     return size;
   };
-  // kBalanced: what is cut at all has at most so many chunks for a head unit.
+  // kBalanced: upper bound on chunks of split tiles for one head unit.
   const auto max_chunks = [&](int64_t num_tiles, int64_t cut_chunks) {
     return balanced ? num_tiles + cut_chunks
                     : std::max<int64_t>(1, rules.max_items / rules.num_kv_heads);
@@ -160,12 +162,12 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
     return (8 + 8) * num_tiles + 4 * (queues + 1) +
            (sizeof(WorkItem) + 16 + 8 * rules.num_kv_heads) * chunks;
   };
-  int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K takes less than retries do
+  int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K needs less than the retries
   if (rules.fewer_splits) num_trials += kNumFewerSplits;
   const int64_t ranges = 8 * tiles + 5 * 4 * queues;
   int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
                   num_trials * trial(tiles, 2 * queues) + ranges +
-                  2 * results(tiles, 2 * queues);  // of the first trial, and of what is chosen
+                  2 * results(tiles, 2 * queues);  // of the first trial, and of the chosen schedule
   bytes += 64 * 16;                                // each array is rounded up to 16 bytes
   const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/plan/steps.cuh
     if (map == nullptr) return 0;
@@ -267,10 +269,10 @@ AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* 
 
 namespace {
 
-// Tiles of the Hopper kernel of the backward pass, and their sums behind the words that are zeroed.
+// Tiles of the Hopper backward kernel, and their sums after the words that are zeroed.
 struct HopperBackwardLayout {
   int64_t max_tiles = 0, own_begins = 0, page_lens = 0, readers = 0, run_ends = 0;
-  int64_t turns = 0, sums = 0, num_words = 0;
+  int64_t tile_progress = 0, sums = 0, num_words = 0;
 };
 
 HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_pages,
@@ -278,15 +280,15 @@ HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t
   HopperBackwardLayout layout;
   const int64_t rows = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
   layout.max_tiles = spec.max_qo_tokens / rows + spec.max_batch;
-  layout.own_begins = layout.turns = num_words;
+  layout.own_begins = layout.tile_progress = num_words;
   if (spec.paged()) {
     layout.page_lens = layout.own_begins + spec.max_batch;
     layout.readers = layout.page_lens + num_pages;
     layout.run_ends = layout.readers + spec.max_kv_pages;
-    layout.turns = layout.run_ends + spec.max_kv_pages;
+    layout.tile_progress = layout.run_ends + spec.max_kv_pages;
   }
   const int64_t tiles_of_heads = layout.max_tiles * spec.num_qo_heads;
-  layout.sums = (layout.turns + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
+  layout.sums = (layout.tile_progress + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
   layout.num_words = layout.sums + tiles_of_heads * rows * spec.head_dim_qk;
   return layout;
 }
@@ -350,7 +352,7 @@ BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
       p.readers = workspace + layout.readers;
       p.run_ends = workspace + layout.run_ends;
     }
-    p.turns = workspace + layout.turns;
+    p.tile_progress = workspace + layout.tile_progress;
     p.d_q_sums = reinterpret_cast<float*>(workspace + layout.sums);
     p.max_tiles = static_cast<i32>(layout.max_tiles);
   }
@@ -362,14 +364,15 @@ void FillCapacities(AttentionProblem* problem) {
   KernelConfig& config = problem->config;
   const int64_t largest_tile = config.tile_q[config.num_tiles - 1];
   const int64_t max_tiles = MaxTiles(*problem);
-  int64_t max_chunks = 0;  // items beyond one a tile and head
+  int64_t max_chunks = 0;  // items beyond one per tile and head
   int64_t max_partial_rows = 0;
   if (spec.balances()) {
     max_chunks = MaxBalancedPartials(config);
     max_partial_rows = max_chunks * largest_tile;
   } else if (spec.schedule == kFixedSplit) {
-    // Chunks follow from lengths alone. Enough for every kv token being read by one query tile of
-    // one token, i.e. for any decode batch; prefill batches may need more and are refused by name.
+    // The number of chunks follows from lengths alone. The capacity suffices if every kv token is
+    // read by one query tile of one token, i.e. for any decode batch. Prefill batches may need
+    // more; they are refused with the name of this capacity.
     const int64_t kv_tokens =
         spec.paged() ? spec.max_kv_pages * spec.page_size : spec.max_kv_tokens;
     const int64_t chunks = Capacity(CeilDivide(kv_tokens, spec.kv_split) + spec.max_batch);
@@ -387,7 +390,7 @@ void FillCapacities(AttentionProblem* problem) {
   }
   config.max_partials = spec.balances() ? max_chunks : config.max_items;
   config.max_merge_groups = MaxMergeGroups(max_tiles * spec.num_kv_heads, config.max_partials);
-  if (shares && spec.balances()) {  // the requests that share something, besides
+  if (shares && spec.balances()) {  // also for the requests that share a prefix
     config.max_merge_groups = Capacity(config.max_merge_groups + max_units * spec.num_kv_heads);
     config.max_partials =
         Capacity(std::max(max_chunks, max_chunks * largest_tile / spec.group_size()));

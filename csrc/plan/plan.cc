@@ -14,8 +14,8 @@
 namespace jax_attn {
 namespace {
 
-// As unsigned numbers: negative ids become larger than any limit. Several maxima, because a chain
-// of one waits for the one before.
+// Largest value as unsigned, so that negative ids are larger than any limit. Several maxima,
+// because each step of one chain would wait for the previous one.
 inline __attribute__((always_inline)) uint32_t LargestOf(const int32_t* ids, int64_t n) {
   constexpr int kLanes = 32;
   uint32_t largest[kLanes] = {};
@@ -29,7 +29,7 @@ inline __attribute__((always_inline)) uint32_t LargestOf(const int32_t* ids, int
   return *std::max_element(largest, largest + kLanes);
 }
 
-#if defined(__x86_64__)  // whose baseline has no maximum of 32 bits
+#if defined(__x86_64__)  // baseline x86-64 has no 32-bit maximum
 __attribute__((target("avx2"))) uint32_t LargestByAvx2(const int32_t* ids, int64_t n) {
   return LargestOf(ids, n);
 }
@@ -55,8 +55,8 @@ PlanFault FirstBadPage(const PlanRules& rules, const PlanInputs& in) {
   return {};
 }
 
-// Only pages that hold one of a request's kv_len tokens are looked at: the rest of its list is
-// reserved space and may hold anything. Requests whose pages follow each other are one run.
+// Checks only pages that hold one of a request's kv_len tokens: the rest of its list is reserved
+// space and may hold anything. Requests whose pages are contiguous form one run.
 PlanFault CheckPages(const PlanRules& rules, const PlanInputs& in, int32_t* max_page_id) {
   uint32_t largest = 0;
   int64_t num_pages = 0;
@@ -125,8 +125,8 @@ PlanFault MakeTiles(const PlanRules& rules, const PlanInputs& in, std::vector<Qu
   return CheckCost(rules, coarse_cost);
 }
 
-// Step lists of the tiles of a batch, and `shared` with lists of its own. shares: whether there are
-// such tiles; their lists are not longer, as they have once what each of their requests has.
+// Makes the step lists of a batch's tiles, and `shared` with its own lists. shares: whether there
+// are shared tiles. Their lists are not longer, as they hold once what each of their requests has.
 PlanFault MakeLists(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
                     const PrefixLevels* levels, const BlockMap& map, Tiling* flat, int32_t* steps,
                     int32_t* num_steps, Tiling* shared, std::vector<int32_t>* shared_steps,
@@ -148,7 +148,7 @@ PlanFault MakeLists(const AttentionProblem& problem, const PlanRules& rules, con
   return f;
 }
 
-// Zeros behind the live part of every section, so that equal plans are equal words.
+// Zeroes everything after the live part of each section, so that equal plans are equal words.
 void ZeroPadding(const PlanLayout& layout, const PlanHeader& header, int64_t num_ctas,
                  int64_t nnz_page_indices, int32_t* buffer) {
   int32_t* live_end = buffer;

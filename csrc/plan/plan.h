@@ -1,6 +1,6 @@
-// The planner: lengths and page tables in, a list of work in one int32 buffer out.
+// The planner: turns lengths and page tables into a list of work in one int32 buffer.
 //
-// Pure C++: no CUDA, no XLA, no policy of its own beyond the numbers in KernelConfig.
+// Pure C++ without CUDA and XLA. Its only policy is the numbers in KernelConfig.
 #pragma once
 
 #include <cstdint>
@@ -42,67 +42,68 @@ WorkspaceLayout MakeWorkspaceLayout(const AttentionProblem& problem);
 PlanRules MakePlanRules(const AttentionProblem& problem);
 SharingRules MakeSharingRules(const AttentionProblem& problem);
 
-// Bytes of scratch that the device planner may need, cuda/plan/plan.cuh. num_prefixes: of each
-// level; map: null without step lists, its classes are not read.
+// Bytes of scratch that the device planner may need (cuda/plan/plan.cuh). num_prefixes: per level.
+// map: null without step lists; its classes are not read.
 int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, int64_t num_prefixes,
                          const BlockMap* map = nullptr);
 
-// Arguments of the device planner. levels: null if none are told; plan: [layout.num_words], zeros;
-// scratch: of PlanScratchBytes; map: null without step lists.
+// Arguments of the device planner. levels: null if the caller gives none. plan: [layout.num_words],
+// zeros. scratch: PlanScratchBytes bytes. map: null without step lists.
 PlanParams MakePlanParams(const AttentionProblem& problem, const PlanInputs& inputs,
                           const PrefixLevels* levels, i32* plan, void* scratch,
                           const BlockMap* map = nullptr);
 
-// num_pages: of a layer's pool; 1 when ragged.
+// num_pages: pages of one layer's pool; 1 when ragged.
 PlanLimits MakePlanLimits(const AttentionProblem& problem, int64_t num_pages);
 
-// Of an attention call all that its problem and its plan determine: operands, results, workspace
-// and the sizes of k, v are left to the caller. plan: [layout.num_words].
+// Fills every parameter of an attention call that its problem and plan determine. The caller sets
+// operands, results, workspace and the sizes of k and v. plan: [layout.num_words].
 AttentionParams MakeAttentionParams(const AttentionProblem& problem, const i32* plan);
 
-// 4-byte words of workspace of a backward pass on CUDA devices, aligned to 16 bytes. num_pages: of
-// a layer's pool.
+// Workspace of a backward pass on CUDA devices, in 4-byte words, aligned to 16 bytes. num_pages:
+// pages of one layer's pool.
 int64_t BackwardWorkspaceWords(const AttentionProblem& problem, int64_t num_pages);
 
-// How many of them, the first ones, are 0 at entry.
+// How many of these words, from the first on, must be 0 at entry.
 int64_t BackwardZeroWords(const AttentionProblem& problem, int64_t num_pages);
 
-// Of a backward pass on CUDA devices all but lse, d, d_o and the results. forward: with operands.
-// workspace: of BackwardWorkspaceWords.
+// Fills the parameters of a backward pass on CUDA devices except lse, d, d_o and the results.
+// forward: with operands. workspace: BackwardWorkspaceWords words.
 BackwardCudaParams MakeBackwardParams(const AttentionProblem& problem,
                                       const AttentionParams& forward, const i32* plan,
                                       i32* workspace);
 
-// Of a valid spec (plan/check.h). Capacities that hold any batch within max_batch, max_qo_tokens
-// (and for kFixedSplit any decode batch within the kv capacity); a nonzero value set by the user is
-// kept.
+// Sets the capacities of a valid spec (plan/check.h) so that they hold any batch within max_batch
+// and max_qo_tokens (for kFixedSplit: any decode batch within the kv capacity). Nonzero values set
+// by the user are kept.
 void FillCapacities(AttentionProblem* problem);
 
 struct Tiling;  // plan/schedule.h
 
-// Refuses a map that does not fit the problem, or none where there should be one.
+// Refuses a map that does not fit the problem, a missing map, and one that the problem does not
+// use.
 Status CheckBlockMap(const AttentionProblem& problem, const BlockMap* map);
 
-// Writes the lists of steps that tiles need, and replaces the spans of `tiles` by ranges of these.
-// Tiles of shared prefixes (plan/schedule.h) have all steps of their spans, without the mask.
-// seen_ends: null, or what becomes of each tile the end of the leading positions of which the map
-// hides none from its rows.
+// Writes the step lists that tiles need, and replaces the spans of `tiles` by ranges of these
+// lists. Tiles of shared prefixes (plan/schedule.h) have all steps of their spans, without the
+// mask. seen_ends: null, or for each tile the end of its leading positions that the map hides from
+// none of its rows.
 PlanFault ListSteps(const PlanRules& rules, const BlockMap& map, Tiling* tiling, int32_t* steps,
                     int32_t* num_steps, std::vector<int32_t>* seen_ends);
 
-// Refuses a batch of more requests than max_batch.
+// Refuses a batch of more than max_batch requests.
 Status CheckBatchSize(const AttentionProblem& problem, int64_t batch_size);
 
-// The first fault of a batch, prefix levels apart. max_page_id: of all that its kv_lens need, where
-// there is one.
+// Returns the first fault of a batch, except faults of prefix levels. max_page_id: the largest page
+// id that the kv_lens need, if there is one.
 PlanFault CheckInputs(const PlanRules& rules, const PlanInputs& inputs, int32_t* max_page_id);
 
-// "plan: argument: expected ..., got ..." of a fault; ok for kNoFault.
+// Describes a fault as "plan: argument: expected ..., got ..."; ok for kNoFault.
 Status DescribeFault(const AttentionProblem& problem, const PlanFault& fault);
 
-// Writes all of buffer[0, layout.num_words). On error the buffer's contents are unspecified
-// and the message names the argument, what was expected and what was got. levels: the prefixes that
-// requests share; null: found from the page tables. Only with share_prefixes. map: null without
+// Writes all of buffer[0, layout.num_words). On error the buffer's contents are unspecified and the
+// message names the argument, what was expected and what was got. levels: the prefixes that
+// requests share, only with share_prefixes; null: found from the page tables. map: null without
 // step lists.
 Status Plan(const AttentionProblem& problem, const PlanInputs& inputs, const PrefixLevels* levels,
             int32_t* buffer, const BlockMap* map = nullptr);

@@ -12,23 +12,23 @@ namespace {
 // A request that is one query tile, and how far its pages may be shared.
 struct Candidate {
   const int32_t* pages;
-  int32_t num_pages;  // that hold shareable tokens only
-  int32_t tile_idx;   // into the flat tiles
+  int32_t num_pages;  // pages that hold shareable tokens only
+  int32_t tile_idx;   // index into the flat tiles
 };
 
-// A stretch of pages that candidates [begin, end) of the forest's order have in common, between
-// where its parent ends and position kv_end.
+// A run of pages that candidates [begin, end) of the forest's order have in common, from the end of
+// the parent's run to position kv_end.
 struct Node {
   int32_t begin, end;
-  int32_t parent;  // comes before its children; -1: a root
-  int32_t level;   // ancestors
+  int32_t parent;  // precedes its children; -1: a root
+  int32_t level;   // number of ancestors
   int32_t kv_end;
   bool shared = false;
 };
 
-// Equal entries of a and b from `begin` on, at most up to `end`.
+// End of the equal entries of a and b from `begin` on, at most `end`.
 int32_t EqualUntil(const int32_t* a, const int32_t* b, int32_t begin, int32_t end) {
-  constexpr int32_t kBlock = 64;  // memcmp is as fast as memory
+  constexpr int32_t kBlock = 64;  // with this block memcmp is as fast as memory
   int32_t at = begin;
   while (at + kBlock <= end && std::memcmp(a + at, b + at, kBlock * sizeof(int32_t)) == 0) {
     at += kBlock;
@@ -43,7 +43,8 @@ class Forest {
          const std::vector<QueryTile>& flat, const std::vector<int32_t>* seen_ends)
       : rules_(rules), sharing_(sharing), in_(in), flat_(flat), seen_ends_(seen_ends) {}
 
-  // False if no two requests have a first page in common, which is what most batches ask.
+  // Finds the nodes from the page tables. False if no two requests have a first page in common, as
+  // in most batches.
   bool Find() {
     FindCandidates(rules_.page_size);
     if (!AnyFirstPageTwice()) return false;
@@ -53,10 +54,10 @@ class Forest {
     return !nodes_.empty();
   }
 
-  // The nodes that the user tells, level by level. False if there is nothing to share.
+  // Takes the nodes that the user gave, level by level. False if there is nothing to share.
   bool Take(const PrefixLevels& levels) {
     FindCandidates(sharing_.alignment);
-    std::vector<int32_t> before;  // [batch_size + 1] candidates of the requests before
+    std::vector<int32_t> before;  // [batch_size + 1] number of candidates among earlier requests
     size_t candidate = 0;
     for (int32_t r = 0; r <= in_.batch_size; ++r) {
       while (candidate < order_.size() && flat_[order_[candidate].tile_idx].request < r) {
@@ -64,7 +65,8 @@ class Forest {
       }
       before.push_back(static_cast<int32_t>(candidate));
     }
-    std::vector<int32_t> outer, nodes;  // of the prefixes of two levels, or their nearest ancestors
+    std::vector<int32_t> outer,
+        nodes;  // nodes of the prefixes of two levels, or their nearest ancestors
     for (int32_t level = 0; level < levels.num_levels; ++level) {
       const i32* borders = BordersOf(levels, level);
       nodes.assign(levels.num_prefixes, -1);
@@ -108,8 +110,8 @@ class Forest {
     out->sharing.assign(flat_.size(), {0, -1, 0, 0});
     out->unit_tiles.clear();
     out->qo_indices.clear();
-    std::vector<int32_t> own_begin(order_.size(), 0);  // of candidates: where their units begin
-    for (const Node& node : nodes_) {                  // the last word is that of the deepest
+    std::vector<int32_t> own_begin(order_.size(), 0);  // by candidate: where its unit begins
+    for (const Node& node : nodes_) {                  // the deepest node is written last
       if (node.shared) std::fill_n(&own_begin[node.begin], node.end - node.begin, node.kv_end);
     }
     std::vector<int32_t> unit_of(order_.size(), -1);
@@ -180,15 +182,15 @@ class Forest {
     return false;
   }
 
-  // Candidates [begin, end) by page number `at`, those that end before it first; ties keep their
-  // order.
+  // Sorts candidates [begin, end) by their page number `at`. Candidates with fewer pages come
+  // first; ties keep their order.
   void SortByPage(int32_t begin, int32_t end, int32_t at) {
     const auto page = [at](const Candidate& c) { return at < c.num_pages ? c.pages[at] : -1; };
     std::stable_sort(order_.begin() + begin, order_.begin() + end,
                      [&](const Candidate& a, const Candidate& b) { return page(a) < page(b); });
   }
 
-  // Calls fn(begin, end) for runs of at least two equal pages, of a sorted range.
+  // Calls fn(begin, end) for runs of at least two equal pages in a sorted range.
   template <typename Fn>
   void ForEqualPages(int32_t begin, int32_t end, int32_t at, Fn&& fn) {
     while (begin < end && order_[begin].num_pages <= at) ++begin;
@@ -201,7 +203,7 @@ class Forest {
     }
   }
 
-  // Candidates [begin, end) have pages [0, depth] in common.
+  // Adds a node for candidates [begin, end), which have pages [0, depth] in common.
   void AddNode(int32_t begin, int32_t end, int32_t depth, int32_t parent) {
     int32_t common = order_[begin].num_pages;
     for (int32_t i = begin + 1; i < end; ++i) {
@@ -215,8 +217,8 @@ class Forest {
                   [&](int32_t first, int32_t last) { AddNode(first, last, common, parent); });
   }
 
-  // Unless it is too short or too narrow to be one, adds a node, whose index replaces that of its
-  // parent. False: it would be too deep.
+  // Adds a node, whose index replaces that of its parent, unless it is too short or too narrow.
+  // False: it would be too deep.
   bool AddNode(Node node, int32_t* parent) {
     if (node.end - node.begin < 2) return true;
     if (node.kv_end <= (node.parent < 0 ? 0 : nodes_[node.parent].kv_end)) return true;
@@ -227,7 +229,7 @@ class Forest {
     return true;
   }
 
-  // What of a prefix of len tokens all of the candidates [begin, end) can share.
+  // End of the part of a prefix of len tokens that all candidates [begin, end) can share.
   int32_t EndOfPrefix(int32_t begin, int32_t end, int64_t len) const {
     len = len / rules_.page_size * rules_.page_size;
     for (int32_t i = begin; i < end; ++i) {
@@ -236,10 +238,10 @@ class Forest {
     return SharedEnd(sharing_, len);
   }
 
-  // ---- what it costs, in units of ItemCost
+  // ---- costs, in units of ItemCost
 
-  // Calls fn(begin, end, tokens) for the tiles of a node: candidates [begin, end) each. Full ones
-  // of the tallest height, then the least that holds the rest.
+  // Calls fn(begin, end, tokens) for the tiles of a node, each with candidates [begin, end). Full
+  // tiles have the largest tile M; the last tile is the smallest that holds the rest.
   template <typename Fn>
   void ForTiles(const Node& node, Fn&& fn) const {
     int32_t begin = node.begin;
@@ -271,10 +273,10 @@ class Forest {
     return nodes_[n].kv_end;
   }
 
-  // Sums over the candidates before each, so that UnitsCost takes no loop.
+  // Sums over all earlier candidates, so that UnitsCost needs no loop.
   struct UnitSums {
-    int64_t whole = 0;    // cost of all of it, by itself
-    int64_t partial = 0;  // as a unit
+    int64_t whole = 0;    // cost of the whole request, without sharing
+    int64_t partial = 0;  // cost as a unit
     int64_t kv_cost = 0;
   };
   void SumUnits() {
@@ -289,17 +291,18 @@ class Forest {
     }
   }
 
-  // Of the node's units, if everything before kv_begin is shared.
+  // Cost of the node's units if everything before kv_begin is shared.
   int64_t UnitsCost(const Node& node, int64_t kv_begin) const {
     const UnitSums &a = sums_[node.begin], &b = sums_[node.end];
     return kv_begin > 0 ? b.partial - a.partial - kv_begin * (b.kv_cost - a.kv_cost)
                         : b.whole - a.whole;
   }
 
-  // Does it pay to share node n, whatever of its ancestors is shared? Its descendants have chosen.
+  // Decides whether sharing node n pays, for each choice of its shared ancestors. Its descendants
+  // have been decided.
   void ChooseFor(int32_t n) {
     const Node& node = nodes_[n];
-    int64_t fixed = 0, kv_cost = 0;  // of its tiles
+    int64_t fixed = 0, kv_cost = 0;  // of the node's tiles
     ForTiles(node, [&](int32_t begin, int32_t, int32_t tokens) {
       const QueryTile& first = flat_[order_[begin].tile_idx];
       const QueryTile t = MakeSharedTile(rules_, sharing_, first, tokens, 0, node.kv_end);
@@ -317,7 +320,7 @@ class Forest {
     }
   }
 
-  // Keeps the nodes with the most tokens to share; the sections of a plan are finite.
+  // Keeps the nodes with the most tokens to share, within the capacity of the plan's sections.
   void DropBeyondLimits() {
     thread_local std::vector<int32_t> chosen;
     chosen.clear();
@@ -350,12 +353,12 @@ class Forest {
   const PlanInputs& in_;
   const std::vector<QueryTile>& flat_;
   const std::vector<int32_t>* seen_ends_;
-  std::vector<Candidate> order_;  // units of any node are neighbours
+  std::vector<Candidate> order_;  // units of any node are contiguous
   std::vector<Node> nodes_;
   std::vector<int32_t> table_;
   std::vector<UnitSums> sums_;  // [candidate + 1]
-  // Of what is below node n, at its best, once everything before a border is paid for; and whether
-  // it pays to share the node then.
+  // Lowest cost of what is below node n, once everything before a border is paid for; and
+  // whether sharing the node pays then.
   std::vector<int64_t> below_;  // [node, border]
   std::vector<bool> pays_;      // [node, border]
 };

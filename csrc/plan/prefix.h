@@ -10,11 +10,11 @@
 
 namespace jax_attn {
 
-// Finds equal leading pages (a radix forest over page ids), or takes the prefixes of `levels` for
-// granted, decides by the costs in KernelConfig which of its nodes pay, and rewrites `flat`, the
-// tiles of a batch, into `shared`: units that begin where their last shared span ends, and shared
-// tiles. seen_ends: of each flat tile, where what may be shared ends at the latest; null: nowhere.
-// False: nothing to gain, `shared` is undefined.
+// Finds equal leading pages (a radix forest over page ids), or trusts the prefixes of `levels`;
+// decides by the costs in KernelConfig which nodes pay; and rewrites `flat`, the tiles of a batch,
+// into `shared`: units that begin where their last shared span ends, and shared tiles. seen_ends:
+// for each flat tile, the latest end of what may be shared; null: no limit. Returns false if there
+// is nothing to gain; then `shared` is undefined.
 bool SharePrefixes(const AttentionProblem& problem, const PlanRules& rules, const PlanInputs& in,
                    const PrefixLevels* levels, const std::vector<QueryTile>& flat,
                    const std::vector<int32_t>* seen_ends, Tiling* shared);

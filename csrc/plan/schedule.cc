@@ -13,13 +13,13 @@ namespace jax_attn {
 namespace {
 
 // Least loaded queue first; among equals the lowest index, so that the plan is a function of its
-// inputs. Keys are load << 20 | queue. A tournament: every node is the least of its two children,
-// and the matches of a queue that got heavier are played again. No branch depends on loads, which a
-// heap would mispredict at every level (512 chunks to 33 queues: half of the time).
+// inputs. Keys are load << 20 | queue. A tournament tree: every node is the smaller of its two
+// children, and the matches of a queue whose load grew are replayed. No branch depends on loads,
+// which a heap would mispredict at every level (512 chunks to 33 queues: half of the time).
 template <typename Key>
 class LoadTree {
  public:
-  // Whether loads that add up to no more than total_cost fit the keys.
+  // Whether loads that add up to at most total_cost fit the keys.
   static bool Holds(int64_t total_cost) {
     return sizeof(Key) > 8 || total_cost < int64_t{1} << (63 - kQueueBits);
   }
@@ -47,7 +47,7 @@ class LoadTree {
     return static_cast<int32_t>(queue);
   }
 
-  // Queues without a load get none from now on.
+  // Queues that are still empty get no work from now on.
   void CloseEmpty() {
     for (int64_t i = leaves_; i < leaves_ + num_queues_; ++i) {
       if (keys_[i] >> kQueueBits == 0) keys_[i] = kClosed;
@@ -79,9 +79,9 @@ struct Assignment {
   std::vector<Chunk> chunks;
   std::vector<Slot> slots;    // in the order in which queues execute them
   int64_t makespan = 0;       // load of the fullest queue
-  int64_t total_cost = 0;     // of all queues of a partition
+  int64_t total_cost = 0;     // over all queues of a partition
   int64_t num_cut_items = 0;  // over all partitions and heads
-  PlanCounts counts = {};     // likewise
+  PlanCounts counts = {};     // over all partitions and heads, too
 };
 
 void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
@@ -105,7 +105,7 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
   }
 }
 
-// Chunks go to queues in the order of their keys. leaves_empty: as in SharedTrial.
+// Assigns chunks to queues in the order of their keys. leaves_empty: as in SharedTrial.
 template <typename Key>
 void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64_t>& keys,
           bool leaves_empty, Assignment* a) {
@@ -116,7 +116,7 @@ void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64
   auto request_at = [&](size_t i) {
     return tiling.tiles[a->chunks[ChunkOfKey(keys[i])].tile_idx].request;
   };
-  bool by_weight = false;  // all that is left
+  bool by_weight = false;  // all cost that is left
   for (size_t begin = 0, end; begin < num_chunks; begin = end) {
     end = begin + 1;
     if (leaves_empty && keys[begin] > LastSharedKey()) {
@@ -142,7 +142,7 @@ void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64
 }
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
-// But before them requests of several tiles, section by section, head by head (rules/order.h).
+// Before them come requests with several tiles, section by section, head by head (rules/order.h).
 // leaves_empty: as in SharedTrial.
 void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
   thread_local std::vector<uint64_t> keys;
@@ -150,8 +150,8 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empt
   keys.resize(num_chunks);
   for (size_t i = 0; i < num_chunks; ++i) {
     const Chunk& c = a->chunks[i];
-    // Shared chunks come first: they complete few merge groups then, and so many folds by one CTA
-    // at the end would take longer than what they fold.
+    // Shared chunks come first, so that they complete few merge groups: merging many groups in one
+    // CTA at the end would take longer than the attention itself.
     const bool shared = tiling.SharingOf(c.tile_idx).shared();
     const i32 section = tiling.tiles[c.tile_idx].section;
     keys[i] = section > 0 ? SectionKey(section, i) : ChunkKey(c.cost, i, shared);
@@ -190,15 +190,15 @@ int64_t SpanCostOf(const std::vector<QueryTile>& tiles) {
   return total;
 }
 
-// Replaces `best` by a better schedule of Algorithm 1 with shorter chunks, or of stream-K. What is
-// tried must not depend on capacities, or they would change a result's bits.
+// Replaces `best` by a better schedule: Algorithm 1 with shorter chunks, or stream-K. The trials
+// must not depend on capacities, or capacities would change a result's bits.
 void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   thread_local Assignment trial;
   const int64_t span_cost = SpanCostOf(tiling.tiles), total_cost = best->total_cost;
   auto balanced = [&] { return IsBalanced(best->makespan, total_cost, rules.num_queues); };
   if (balanced()) return;
-  // Stream-K cuts one line of tiles, the same for every head. Not for tiles of several heights: a
-  // queue should begin with its large tiles and fill up with small ones; ranges took 736 us there.
+  // Stream-K cuts one line of tiles, the same for every head. Not used when tile M varies: a queue
+  // should begin with its large tiles and fill up with small ones; ranges took 736 us there.
   if (rules.num_units == 1 && !HaveSeveralHeights(tiling.tiles)) {
     AssignRanges(rules, tiling, &trial);
     if (trial.counts.num_partials <= rules.max_balanced_partials &&
@@ -229,8 +229,8 @@ void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, Assignment* be
   }
 }
 
-// Whether a schedule other than kBalanced, of which there is one, has room at all. Said before its
-// chunks are made, which may be many more than there are words for.
+// Checks whether a schedule other than kBalanced fits the capacities; such a schedule is unique.
+// Checked before its chunks are made, since they may be many more than fit.
 PlanFault CheckChunks(const PlanRules& rules, const std::vector<QueryTile>& tiles) {
   if (rules.schedule == kBalanced) return {};
   i64 num_chunks = 0;
@@ -240,7 +240,7 @@ PlanFault CheckChunks(const PlanRules& rules, const std::vector<QueryTile>& tile
   return num_items > rules.max_items ? MakeFault(kFaultItems, 0, num_items) : PlanFault{};
 }
 
-// Under the spec's schedule, without regard to shared prefixes.
+// Assigns chunks under the spec's schedule, ignoring shared prefixes.
 PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
   const std::vector<QueryTile>& tiles = tiling.tiles;
   int64_t span_cost = 0, longest_span_cost = 0;
@@ -260,7 +260,7 @@ PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best)
   return {};
 }
 
-// found: the schedule has no more parts than flat ones may.
+// found: the schedule fits the capacities of schedules without sharing.
 PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment* best,
                        bool* found) {
   thread_local Assignment trial;
@@ -278,12 +278,12 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
       std::swap(*best, trial);
       *found = true;
     }
-    if (rules.schedule != kBalanced) break;  // one way to cut
+    if (rules.schedule != kBalanced) break;  // only one way to split
   }
   return {};
 }
 
-// No schedule without sharing has all queues done before.
+// Mean load per queue: no schedule without sharing finishes all queues earlier.
 int64_t MeanFlatLoad(const PlanRules& rules, const Tiling& flat) {
   int64_t total = 0;
   for (const QueryTile& t : flat.tiles) {
@@ -292,11 +292,11 @@ int64_t MeanFlatLoad(const PlanRules& rules, const Tiling& flat) {
   return total * rules.num_units / rules.num_queues;
 }
 
-// Where the states of a chunk go, and who merges them.
+// Where the states of a chunk are stored, and which group merges them.
 struct ChunkPlace {
-  int32_t partial_row = -1;  // of kv head 0; those of a head follow each other
-  int32_t group = -1;        // of kv head 0
-  int32_t group_step = 0;    // from head to head
+  int32_t partial_row = -1;  // for kv head 0; those of one head are contiguous
+  int32_t group = -1;        // for kv head 0
+  int32_t group_step = 0;    // from one head to the next
 };
 
 // Partial i of a group, for every kv head.
@@ -314,8 +314,8 @@ void AddPartial(int32_t group, int32_t row, ScheduleOutput* out) {
   out->partial_rows[out->num_partials++] = row;
 }
 
-// The merge groups of a tile that is cut into chunks such as c and shares nothing, for one kv head,
-// whose partial states begin at `row`.
+// Adds the merge groups of one kv head for a tile that is split into chunks like c and shares
+// nothing. Its partial states begin at `row`.
 void AddTileGroups(const PlanRules& rules, const QueryTile& t, const Chunk& c, int32_t head,
                    int32_t row, ScheduleOutput* out) {
   const int32_t num_groups = NumMergeGroups(rules, t, c.num_splits);
@@ -323,21 +323,22 @@ void AddTileGroups(const PlanRules& rules, const QueryTile& t, const Chunk& c, i
   out->num_merge_groups += num_groups;
   AddGroup(t, head, first, -1, out);
   MergeGroup& final = out->merge_groups[first];
-  final.first_place = FirstFoldPlace(rules, t);
+  final.first_offset = FirstReduceOffset(rules, t);
   for (int32_t s = 0; s < c.num_splits; ++s) {
     const int32_t group = first + MergeGroupOfSplit(num_groups, s);
-    if (group > first && s % kFoldBatch == 0) AddGroup(t, head, group, first, out);
+    if (group > first && s % kReduceBatch == 0) AddGroup(t, head, group, first, out);
     AddPartial(group, row, out);
     row += t.qo_len * rules.group_size;
   }
   if (num_groups > 1) {
-    final.num_partials = static_cast<int32_t>(CeilDivide(c.num_splits, kFoldBatch));
-    final.partials_step = kFoldBatch;
+    final.num_partials = static_cast<int32_t>(CeilDivide(c.num_splits, kReduceBatch));
+    final.partials_step = kReduceBatch;
   }
 }
 
-// The merge groups of units come first: [head, unit], so that those of any shared tile follow each
-// other. Their partial states in kv order: what shared tiles have, then the unit's own.
+// The merge groups of units come first: [head, unit], so that those of any shared tile are
+// contiguous. Their partial states are in kv order: first those of shared tiles, then the unit's
+// own.
 void NumberUnits(const PlanRules& rules, const Tiling& tiling, const std::vector<Chunk>& chunks,
                  const std::vector<ChunkPlace>& places, ScheduleOutput* out) {
   thread_local std::vector<std::vector<PartialPlace>> partials;
@@ -353,7 +354,7 @@ void NumberUnits(const PlanRules& rules, const Tiling& tiling, const std::vector
       row += tiling.tiles[tiling.unit_tiles[u]].qo_len * rules.group_size;
     }
   };
-  for (bool shared : {true, false}) {  // of the shared tiles, ancestors come first
+  for (bool shared : {true, false}) {  // ancestors come first among the shared tiles
     for (size_t i = 0; i < chunks.size(); ++i) {
       const TileSharing sharing = tiling.SharingOf(chunks[i].tile_idx);
       if (sharing.partial() && sharing.shared() == shared) add(sharing, chunks[i], places[i]);
@@ -418,7 +419,8 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
   std::copy(tiling.qo_indices.begin(), tiling.qo_indices.end(), out->qo_indices);
   out->num_shared_tokens = static_cast<int32_t>(tiling.qo_indices.size());
 
-  // Copies, because the compiler must take every item written for a change of what it was given.
+  // Local copies, because the compiler must assume that every write of an item changes the
+  // arguments.
   const int64_t heads_per_unit = rules.heads_per_unit, partitions = rules.num_partitions;
   const int32_t group_size = rules.group_size, num_units = rules.num_units;
   const int64_t num_ctas = rules.num_ctas;
@@ -426,8 +428,8 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
   WorkItem* const items = out->items;
   filled.assign(rules.num_queues, 0);
   for (const Slot& s : a.slots) filled[s.queue] += static_cast<int32_t>(heads_per_unit);
-  // Queue q of partition p is CTA q * partitions + p: neighbours read the same tokens of
-  // neighbouring heads at the same time, which share DRAM rows.
+  // Queue q of partition p is CTA q * partitions + p: neighbouring CTAs read the same tokens of
+  // neighbouring heads at the same time, and these share DRAM rows.
   int32_t begin = 0;
   for (int64_t queue = 0, cta = 0; cta < num_ctas; ++queue) {
     for (int64_t p = 0; p < partitions; ++p, ++cta) {

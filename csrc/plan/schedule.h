@@ -1,4 +1,4 @@
-// From query tiles to queues of work items: where planners differ.
+// Turns query tiles into queues of work items; this is where planners differ.
 #pragma once
 
 #include <cstdint>
@@ -22,27 +22,27 @@ struct Tiling {
   }
 };
 
-// A piece of a tile's span, for every kv head.
+// One piece of a tile's span, for every kv head.
 struct Chunk {
   int32_t tile_idx;  // index into the tiles
   int32_t kv_begin, kv_end;
   int32_t split;  // position among the tile's chunks, in kv order
   int32_t num_splits;
-  int64_t cost;  // 1/16 kv token of tile_q[0]
+  int64_t cost;  // in 1/16 kv token of tile_q[0]
 };
 
-// The chunks of every tile, in kv order: pieces of equal length. longest_cost: of kBalanced, see
+// The chunks of every tile, in kv order: pieces of equal length. longest_cost: for kBalanced, see
 // CutTile.
 void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks);
 
-// Chunks and the queue of each, for one kv head unit and tiles of one height: ranges of equal cost.
+// Chunks and their queues, for one kv head unit and tiles of one tile M: ranges of equal cost.
 void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of);
 
-// Algorithm 1 cuts a tile of cost l into ceil(l / L) chunks with L = total / num_ctas, so the tiles
-// that are cut at all have at most 2 * num_ctas chunks, times the heads that stay together; so do
-// the ranges of stream-K, which cut at most num_ctas - 1 times.
+// Algorithm 1 splits a tile of cost l into ceil(l / L) chunks with L = total / num_ctas. So the
+// tiles that are split have at most 2 * num_ctas chunks, times the heads that stay together. The
+// same bound holds for the ranges of stream-K, which cuts at most num_ctas - 1 times.
 inline int64_t MaxBalancedPartials(const KernelConfig& config) {
   return 2 * config.num_ctas * config.heads_per_unit;
 }
@@ -58,12 +58,12 @@ struct ScheduleOutput {
   int32_t num_partials = 0;
   int32_t num_shared_tokens = 0;
   int32_t num_partial_rows = 0;
-  bool shares = false;  // the schedule is that of the tiles with shared prefixes
+  bool shares = false;  // the schedule uses the tiles with shared prefixes
 };
 
-// Cuts the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest
+// Splits the tiles by the spec's schedule, gives every chunk to the least loaded queue, heaviest
 // first, and writes items, merge groups and queues. shared: the same batch with shared prefixes, or
-// null; taken if it is not predicted to be slower.
+// null; used unless it is predicted to be slower.
 PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling* shared,
                         ScheduleOutput* out);
 

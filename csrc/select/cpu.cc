@@ -7,7 +7,7 @@
 namespace jax_attn {
 namespace {
 
-// 16 kv tokens of a tile of so many rows, one kv head.
+// The time of 16 kv tokens of one kv head in a tile of `rows` rows.
 double StepUs(const CpuNumbers& cpu, const AttentionSpec& spec, int64_t rows, bool low) {
   const double dims = static_cast<double>(spec.head_dim_qk + spec.head_dim_vo);
   const double bytes = 16 * static_cast<double>(spec.kv_row_bytes(spec.head_dim_qk) +
@@ -32,16 +32,17 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
   const int64_t group = std::max<int64_t>(1, spec.group_size());
   *config = KernelConfig{};
   because("device", "a CPU");
-  // Steps start at absolute multiples of it, which makes the bits of a row independent of its tile.
+  // Steps start at absolute multiples of it, so the bits of a row do not depend on its tile.
   config->tile_kv =
       spec.eight_bit_products ? take("tile_kv", cpu.codes_tile_kv) : take("tile_kv", cpu.tile_kv);
   config->num_tiles = 3;
-  // Decode, short chunks and speculation, prefill. As tall as the cache holds, because each kv
-  // block is packed once a tile: 256 rows against 128 save 3 % at head_dim 128, and against 144 of
-  // head_dim 256, which 512 KiB hold, 8 % in f32 and 15 % with tiles of AMX (2 MiB). More
-  // than 256 make of 512 tokens one tile of each head, which then is split between threads: 1.35 ms
-  // instead of 0.76 (8 heads, 2 threads). In long prompts the threads take several tiles of a head
-  // over the keys together, as many as the cache at hand holds.
+  // Tiles for decode, for short chunks and speculation, and for prefill. Prefill tiles are as large
+  // as the cache holds, because each kv block is packed once for each tile. 256 rows save 3 %
+  // against 128 at head_dim 128. At head_dim 256 they save 8 % in f32 and 15 % with AMX tiles (2
+  // MiB) against 144 rows, which 512 KiB hold. More than 256 rows would make 512 tokens one tile of
+  // each head, which threads would have to split: 1.35 ms instead of 0.76 (8 heads, 2 threads). In
+  // long prompts threads take several tiles of a head over the keys together, as many as the cache
+  // holds.
   config->tile_q[0] = std::max<int64_t>(16, group);
   config->tile_q[1] = std::max<int64_t>(64, group);
   const int64_t row_bytes = 4 * (spec.head_dim_qk + spec.head_dim_vo + config->tile_kv);
@@ -63,7 +64,7 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons
   config->split_cost = take("split_cost", cpu.split_cost);
   config->cost_by_rows = 1;
   because("cost_by_rows", "no row is computed in vain");
-  // In units of 1/16 of what 16 tokens cost a decode tile.
+  // Costs are in units of 1/16 of what 16 tokens cost a decode tile.
   const double unit = StepUs(cpu, spec, group, true) / 16;
   config->kv_cost[0] = 16;
   for (int i = 1; i < config->num_tiles; ++i) {

@@ -1,5 +1,5 @@
-// The kernel configuration on CUDA devices: which main loop, which tiles. What follows from a
-// kernel's registers and instructions is said here; numbers of a device are in devices.cc.
+// The kernel configuration on CUDA devices: which main loop, which tiles. Rules that follow from a
+// kernel's registers and instructions are here; tables of tiles and costs are in devices.cc.
 // build_tools/check_kernels.py verifies registers and shared memory for every combination.
 #include <algorithm>
 
@@ -10,7 +10,7 @@
 namespace jax_attn {
 namespace {
 
-// Takes values into a configuration, and the reason of each where somebody asks.
+// Puts values into a configuration, and records their reasons if the caller wants them.
 class Choice {
  public:
   Choice(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons)
@@ -41,11 +41,11 @@ class Choice {
   Reasons* reasons_;
 };
 
-constexpr const char* kOneHeight =
-    "fixed_split: one height, whatever the capacities, so that a row is computed the same way in "
+constexpr const char* kOneTileM =
+    "fixed_split: one tile M, whatever the capacities, so that a row is computed the same way in "
     "every batch";
 
-// Why the portable loop serves though a faster one could; null: it is the one there is.
+// Why the portable loop is used though a faster one is possible; null: it is the right one.
 const char* NoOwnLoop(const CudaDevice& device, int64_t q_format) {
   if (q_format != kPlainFormat && device.main_loop == kHopper) {
     return "the one on wgmma takes queries of float8_e4m3fn with eight_bit_products=True alone";
@@ -57,8 +57,8 @@ int64_t LargerHeadDim(const AttentionSpec& spec) {
   return std::max(spec.head_dim_qk, spec.head_dim_vo);
 }
 
-// Plain FFMA kernel: eight threads a row, a few rows and tokens at a time; enough for correct work
-// at a sane speed.
+// The plain FFMA kernel: eight threads a row, a few rows and tokens at a time. It is simple, and
+// fast enough.
 void SelectF32(Choice& c) {
   const Tiles& tiles = *c.device.tiles;
   const int64_t dims = c.spec.head_dim_qk + c.spec.head_dim_vo;
@@ -78,100 +78,81 @@ void SelectTensorCore(Choice& c) {
   const AttentionSpec& spec = c.spec;
   const char* why = NoOwnLoop(c.device, spec.q_format);
   if (why == nullptr && c.device.main_loop == kHopper) {
-    why = "the one on wgmma takes no codes with fresh_kv";
+    why = "the one on wgmma takes no quantized keys and values with fresh_kv";
   }
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
-  // With wide values o takes head_dim_vo registers a thread in 32-row warps, which leaves no room
-  // for the logits beyond 128; and 128 of them in 16-row warps beyond 192.
+  // With wide values o takes head_dim_vo registers a thread in warps of 32 rows: beyond 128 no room
+  // is left for the logits. In warps of 16 rows, 128 logits have no room beyond 192.
   const int64_t prefill = spec.head_dim_vo > 128 ? 64 : tiles.prefill_rows.At(spec.head_dim_qk);
   c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
   if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
   c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
   if (spec.schedule == kFixedSplit) {
-    c.TakeTiles({64}, kOneHeight);
+    c.TakeTiles({64}, kOneTileM);
   } else if (spec.max_steps > 0 && c.config.tile_kv != 16 * c.config.num_warps) {
     c.TakeTiles({prefill}, "max_steps: decodes would take other steps than step lists have");
   } else if (spec.group_size() <= 16) {
     c.TakeTiles(
         {16, prefill},
-        std::string("decode: one mma.sync tile, the warps split the kv tokens; a height "
+        std::string("decode: one mma.sync tile, the warps split the kv tokens; a tile "
                     "between the two would cost half as much compile time again. Prefill: ") +
             tiles.prefill_rows.why);
   } else {
     c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
   const int64_t dim = LargerHeadDim(spec), row_bytes = spec.kv_row_bytes(dim);
-  if (DecodesRows(spec.kv_format)) {
-    const int64_t slots = tiles.ring_slots.At(dim) - 1;  // of 16-bit rows
+  if (DequantizesRows(spec.kv_format)) {
+    const int64_t slots = tiles.ring_slots.At(dim) - 1;  // slots of 16-bit rows
     c.config.num_stages = std::clamp<int64_t>(slots * 2 * dim / row_bytes, 2, 6);
     c.Because("num_stages",
               "the memory of the 16-bit ring: one slot of it has the step that is multiplied, the "
-              "others hold codes; beyond 6 nothing is gained");
+              "others hold quantized rows; beyond 6 nothing is gained");
   } else {
-    // As many bytes in flight, whatever the type: head dims of 16-bit elements.
+    // As many bytes in flight for any type: head dims are counted in 16-bit elements.
     c.config.num_stages = c.Take("num_stages", tiles.ring_slots, row_bytes / 2);
   }
   c.config.num_ctas = c.Take("num_ctas", tiles.ctas, dim);
 }
 
 void SelectHopper(Choice& c) {
-  c.Because("main_loop",
-            "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
-                (c.spec.eight_bit_products ? ", and e4m3 as it is (sm90/e4m3_products.cuh)"
-                 : c.spec.quantized()      ? ", which codes become in shared memory (sm90/e4m3.cuh)"
-                                           : ""));
-  c.config.main_loop = kHopper;
-  const int64_t dim_qk = (c.spec.head_dim_qk + 63) / 64 * 64;
-  const int64_t dim_vo = (c.spec.head_dim_vo + 63) / 64 * 64;
-  const bool multiplies_codes = c.spec.eight_bit_products != 0;
-  const bool converts = c.spec.quantized() && !multiplies_codes;
-  // No batch of the plan has more rows of a kv head, so no tile has, whatever shares prefixes.
-  const bool only_decodes = !c.spec.quantized() && c.spec.schedule != kFixedSplit &&
-                            c.spec.group_size() <= 32 &&
-                            c.spec.max_qo_tokens * c.spec.group_size() <= 32;
-  // A third consumer's logits, probabilities and o leave 32 of 160 registers. Codes have a second
-  // producer instead, which converts beside the first.
-  const int64_t producers = converts && dim_vo <= 192 ? 2 : 1;
-  const int64_t consumers = dim_vo <= 64 && !c.spec.quantized() ? 3 : 2;
-  c.config.num_warps = only_decodes ? 16 : 4 * (producers + consumers);
-  // Half of what rows with scales of their own take: they may come in halves of steps.
-  const auto code_bytes = [](int64_t dim) { return (dim + 127) / 128 * 128; };
-  const int64_t codes_128 = converts ? 128 * (code_bytes(dim_qk) + code_bytes(dim_vo)) : 0;
-  const int64_t smem_128 =
-      2 * (2 * 128 * (dim_qk + dim_vo) + 64 * consumers * dim_qk) + codes_128 + (6 << 10);
-  // Codes of as many tokens always fit.
-  c.config.tile_kv = dim_vo > 128 || (!multiplies_codes && smem_128 > (227 << 10)) ? 64 : 128;
-  const std::string registers =
-      "a step of logits and probabilities takes 3/4 of tile_kv registers a thread, o half its "
-      "head_dim, ";
   c.Because(
-      "tile_kv",
-      registers + (multiplies_codes
-                       ? "of 232, and with products of codes those of a step half a head_dim more"
-                   : converts ? "of 200; two slots of K and V and one of their codes must fit "
-                                "beside q, and codes get what is left: it is on its way from memory"
-                              : "of 232 or, of three consumers, 160; two slots of K and V must fit "
-                                "beside q, and rows are padded to whole 128-byte blocks"));
-  // 64 rows are the height of a wgmma, which decode.cuh has turned by 90 degrees.
+      "main_loop",
+      "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
+          (c.spec.eight_bit_products ? ", and e4m3 as it is (sm90/fp8_matmul.cuh)"
+           : c.spec.quantized()      ? ", to which quantized values are converted in shared memory "
+                                       "(sm90/quantized_producer.cuh)"
+                                     : ""));
+  c.config.main_loop = kHopper;
+  const HopperTile& tile = FindHopperTile(c.spec);
+  // No batch of the plan has more rows of a kv head, so no tile needs them, even with shared
+  // prefixes.
+  const bool only_decodes = !c.spec.quantized() && c.spec.schedule != kFixedSplit &&
+                            c.spec.group_size() <= kHopperDecodeRows &&
+                            c.spec.max_qo_tokens * c.spec.group_size() <= kHopperDecodeRows;
+  c.config.num_warps = only_decodes ? 16 : 4 * (tile.producers + tile.consumers);
+  c.config.tile_kv = tile.step_tokens(c.spec.head_dim_qk);
+  c.Because("tile_kv", tile.why);
+  const int64_t prefill = 64 * tile.consumers;
+  // A wgmma has 64 rows; sm90/decode.cuh swaps its operands, so that rows of q are its columns.
   if (c.spec.schedule == kFixedSplit) {
-    c.TakeTiles({64}, kOneHeight);
+    c.TakeTiles({64}, kOneTileM);
   } else if (only_decodes) {
-    c.TakeTiles({32},
+    c.TakeTiles({kHopperDecodeRows},
                 "max_qo_tokens: no batch has more rows of a kv head, so a kernel of a third of the "
                 "code will do: two producers, for K and for V, and two consumers");
-  } else if (c.spec.group_size() <= 32 && !multiplies_codes) {
-    c.TakeTiles({32, 64 * consumers},
+  } else if (c.spec.group_size() <= kHopperDecodeRows && !c.spec.eight_bit_products) {
+    c.TakeTiles({kHopperDecodeRows, prefill},
                 "32: one consumer, tokens and columns of v are the 64 rows of a wgmma; more: all, "
                 "with 64 rows each, or one where there are no more");
   } else {
-    c.TakeTiles({64, 64 * consumers}, "64: one consumer; more: all, with 64 rows each");
+    c.TakeTiles({64, prefill}, "64: one consumer; more: all, with 64 rows each");
   }
   c.config.num_ctas = 1;
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
 }
 
-// Whether sm90/mla_decode.cuh takes the spec's rows, kColumnHeads heads of a block at most.
+// Whether sm90/mla_decode.cuh can compute the spec's rows, in blocks of at most kColumnHeads heads.
 constexpr int64_t kColumnHeads = 32;
 bool RunsHopperMlaDecode(const CudaDevice& device, const AttentionSpec& spec) {
   return device.main_loop == kHopper && spec.dtype != kF32 && spec.head_dim_qk % 64 == 0 &&
@@ -192,7 +173,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
     if (spec.schedule == kFixedSplit || group > 16) {
-      c.TakeTiles({32}, spec.schedule == kFixedSplit ? kOneHeight : "as many columns of a product");
+      c.TakeTiles({32}, spec.schedule == kFixedSplit ? kOneTileM : "as many columns of a product");
     } else {
       c.TakeTiles({16, 32}, "16: one token of 16 heads; 32: two of them for the same bytes");
     }
@@ -208,7 +189,7 @@ void SelectMla(Choice& c, bool rows_may_differ) {
     c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
-    c.TakeTiles({64}, "the height of a wgmma");
+    c.TakeTiles({64}, "the rows of a wgmma");
     c.config.tile_kv = 64;
     c.Because("tile_kv", "two steps of 74 KB fit beside 64 rows of q");
     return;
@@ -218,14 +199,14 @@ void SelectMla(Choice& c, bool rows_may_differ) {
               "blocks of 64 columns");
   }
   if (spec.schedule == kFixedSplit) {
-    c.TakeTiles({most_rows}, kOneHeight);
+    c.TakeTiles({most_rows}, kOneTileM);
   } else if (group <= most_rows / 2) {
     c.TakeTiles({group <= 16 ? 16 : 32, most_rows}, tiles.mla_rows.why);
   } else {
     c.TakeTiles({most_rows}, tiles.mla_rows.why);
   }
   c.config.tile_kv = c.Take("tile_kv", tiles.mla_step_tokens);
-  c.config.num_warps = 8;   // o takes 128 registers a thread with 64 rows of 512 columns
+  c.config.num_warps = 8;   // o takes 128 registers a thread for 64 rows of 512 columns
   c.config.num_stages = 0;  // as many as fit
 }
 
@@ -288,8 +269,8 @@ int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_proces
 
 bool RunsHopperBackward(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
-  // Other head dims do not leave room in shared memory or registers, or fill no swizzled row. Nor
-  // is there a register left for a variant or for step lists.
+  // Other head dims do not fit shared memory or registers, or do not fill a swizzled row. No
+  // register is left for a variant or for step lists.
   return FindCudaDevice(spec.arch).main_loop == kHopper && spec.dtype != kF32 &&
          !problem.program.present && spec.max_steps == 0 && spec.head_dim_qk == spec.head_dim_vo &&
          (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
@@ -306,8 +287,8 @@ std::string DescribeFallback(int64_t arch, int64_t q_format) {
 
 int64_t MostHeadsOfBlock(const AttentionSpec& spec) {
   const CudaDevice& device = FindCudaDevice(spec.arch);
-  // sm90/mla.cuh has no registers left to convert codes with, and the portable loop takes longer
-  // than four blocks of 32 heads (docs/notes/mla.md).
+  // sm90/mla.cuh has no registers left to convert quantized rows, and the portable loop takes
+  // longer than four blocks of 32 heads (docs/notes/mla.md).
   if (spec.quantized() && RunsHopperMlaDecode(device, spec)) return kColumnHeads;
   return device.tiles->mla_rows.value;
 }

@@ -65,12 +65,43 @@ constexpr Tiles k100KB = {
     {16, kMlaStepWhy},
 };
 
+// --- Hopper's tiles ---
+
+// A thread holds S and P of a step in registers for 3/4 of its tokens, and o for half of
+// head_dim_vo. Rows in shared memory are padded to whole blocks of 64 columns (128 bytes). A kernel
+// whose shared memory does not fit does not compile (HopperBody), and build_tools/check_kernels.py
+// reports spilled registers.
+constexpr HopperTile kHopperTiles[] = {
+    {HopperOperands::k16Bit, 64, 1, 3, 192,
+     "three consumers: S, P and o of 64 columns leave 32 of 160 registers a thread; two slots of K "
+     "and V of 128 tokens fit beside q up to head_dim_qk 192"},
+    {HopperOperands::k16Bit, 128, 1, 2, 192,
+     "two consumers: S and P of 128 tokens take 96 registers a thread and o 64, of 232; two slots "
+     "of K and V of 128 tokens fit beside q up to head_dim_qk 192"},
+    {HopperOperands::k16Bit, 256, 1, 2, 0,
+     "o takes up to 128 of 232 registers a thread, so S and P have those of 64 tokens"},
+    {HopperOperands::kDequantized, 128, 2, 2, 128,
+     "a second producer converts beside the first, so consumers have 200 registers a thread; two "
+     "slots of K and V of 128 tokens and one of quantized rows fit beside q up to head_dim_qk 128, "
+     "and more quantized slots have what is left: these are on their way from memory"},
+    {HopperOperands::kDequantized, 192, 2, 2, 0,
+     "o takes 96 of 200 registers a thread, so S and P have those of 64 tokens"},
+    {HopperOperands::kDequantized, 256, 1, 2, 0,
+     "o takes 128 registers a thread, which 512 threads do not have: one producer converts both"},
+    {HopperOperands::kFp8, 128, 1, 2, 256,
+     "S and P of 128 tokens take 96 of 232 registers a thread, o 64, and the product of a step as "
+     "many; e4m3 slots of 128 tokens fit at every head dim"},
+    {HopperOperands::kFp8, 256, 1, 2, 0,
+     "o and the product of a step take up to 96 registers a thread each, so S and P have those of "
+     "64 tokens"},
+};
+
 // --- what it costs ---
 
-// MLA: not measured number by number. A CTA has a multiprocessor for itself: 34 bytes/ns, a token
-// of 1152 bytes in 34 ns. 64 rows multiply for 50 ns a token (139 KFLOP at 2.8 TFLOP/s a
-// multiprocessor, which reading operands from shared memory leaves of mma.sync) or on Hopper 29 ns
-// (4.8 TFLOP/s).
+// MLA numbers are reasoned, not measured one by one. A CTA has a multiprocessor for itself: 34
+// bytes/ns, a token of 1152 bytes in 34 ns. 64 rows multiply for 50 ns a token (139 KFLOP at 2.8
+// TFLOP/s a multiprocessor, which is what mma.sync reaches with operands from shared memory), or on
+// Hopper for 29 ns (4.8 TFLOP/s).
 constexpr Number kMlaChunk = {128, "reasoned: below it a state costs as much as the keys"};
 constexpr Number kMlaItem = {96, "reasoned: 3 us to fill and drain, at 34 ns a token"};
 constexpr Steps kMlaKv = {
@@ -104,7 +135,7 @@ constexpr Costs kH200 = {
          "decode moves 8 KB in 0.24 us, the share of a CTA when all of them do; 128 rows multiply "
          "for 0.21 us at 650 TFLOP/s"},
     },
-    // portable_e4m3: half the bytes, so all that is not memory counts for twice as many tokens.
+    // portable_e4m3: half the bytes, so everything but memory counts for twice as many tokens.
     {
         {128, "reasoned: as many bytes as in 64 tokens of 16-bit keys"},
         {192, "reasoned: 3 us of 17 bytes/ns"},
@@ -114,7 +145,7 @@ constexpr Costs kH200 = {
          "element, 0.13 us); in tall tiles every warp converts all of them, 0.5 us beside the "
          "products of 16-bit ones"},
     },
-    // hopper_e4m3: likewise.
+    // hopper_e4m3: the same.
     {
         {128, "reasoned: one step"},
         {384, "reasoned: 3 us of 34 bytes/ns"},
@@ -129,13 +160,13 @@ constexpr Costs kH200 = {
         kMlaChunk,
         {64, "reasoned: 3 us to fill and drain, at 50 ns a token"},
         {192, "reasoned: a state is 2 KB a row, written and read: 8 us"},
-        {{{64, 16}}, "one height"},
+        {{{64, 16}}, "one tile M"},
     },
     {
         kMlaChunk,
         kMlaItem,
         {280, "reasoned: a state is 2 KB a row, written and read: 8 us, at 29 ns a token"},
-        {{{64, 16}}, "one height"},
+        {{{64, 16}}, "one tile M"},
     },
 };
 
@@ -144,8 +175,8 @@ constexpr Costs kH200 = {
 constexpr const char* kNoTcgen05 = "one on tcgen05 does not exist yet";
 constexpr const char* kUnknown = "the architecture is not in csrc/select/devices.cc";
 
-// The first row that holds an architecture is its row. Shared memory: CUDA programming guide, table
-// of compute capabilities. An unknown device gets tiles that fit the parts around it.
+// The first row that holds an architecture applies. Shared memory: CUDA programming guide, table of
+// compute capabilities. An unknown device gets tiles that fit the parts around it.
 constexpr CudaDevice kCudaDevices[] = {
     {"A100", 80, 80, 108, kPortable, &k164KB, &kH200, false, nullptr},
     {"A10, RTX 30", 86, 86, 84, kPortable, &k100KB, &kH200, false, nullptr},
@@ -169,7 +200,8 @@ constexpr CpuNumbers kCpu = {
      "one online softmax step; against 64 it is 5 % faster in prefill, where every step reads and "
      "writes o"},
     {256,
-     "one online softmax step, after which sums of codes in i32 are added to o: prefill 6.8 ms "
+     "one online softmax step, after which sums of int8 products in i32 are added to o: prefill "
+     "6.8 ms "
      "against 8.1 of steps of 128, decode of head_dim 256 2.4 against 2.9"},
     {768 << 10,
      "three quarters of 1 MiB of second cache hold q, o and scores; not of the machine at hand, as "
@@ -192,6 +224,20 @@ const CudaDevice& FindCudaDevice(int64_t arch) {
   const CudaDevice* device = kCudaDevices;
   while (arch < device->first_arch || arch > device->last_arch) ++device;
   return *device;
+}
+
+const HopperTile& FindHopperTile(const AttentionSpec& spec) {
+  const HopperOperands operands = spec.eight_bit_products ? HopperOperands::kFp8
+                                  : spec.quantized()      ? HopperOperands::kDequantized
+                                                          : HopperOperands::k16Bit;
+  const HopperTile* found = nullptr;  // the last row of the operands, if head_dim_vo exceeds all of
+                                      // them
+  for (const HopperTile& tile : kHopperTiles) {
+    if (tile.operands != operands) continue;
+    found = &tile;
+    if (spec.head_dim_vo <= tile.up_to_head_dim_vo) break;
+  }
+  return *found;
 }
 
 const char* CpuKernelName(int64_t dtype) {
@@ -218,7 +264,8 @@ int64_t CpuReadFormat(const AttentionSpec& spec) {
 }
 
 const CpuIsaRule* FindCpuIsaRule(const AttentionSpec& spec, const char* best) {
-  // A row has the same bits in a decode, a chunk and a long prompt. Products of codes: not tuned.
+  // A row must have the same bits in a decode, a chunk and a long prompt. eight_bit_products is not
+  // tuned.
   if (spec.schedule == kFixedSplit || spec.eight_bit_products) return nullptr;
   return FindTunedIsa(spec.dtype, CpuReadFormat(spec), best);
 }

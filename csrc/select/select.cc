@@ -4,7 +4,7 @@ namespace jax_attn {
 
 void SettleHeadBlocks(AttentionSpec* spec) {
   if (!spec->mla) return;
-  // CPU: one block, so that a kv block is packed once for all heads.
+  // CPU: one block, so that each kv block is packed once for all heads.
   const int64_t most_heads = spec->arch == 0 ? spec->num_qo_heads : MostHeadsOfBlock(*spec);
   spec->num_kv_heads = (spec->num_qo_heads + most_heads - 1) / most_heads;
 }

@@ -1,5 +1,5 @@
-// From a problem to the kernel that runs it: policy lives here, kernels have none. What was tuned
-// for a device is in devices.cc.
+// Chooses the kernel for a problem. Policy lives here; kernels have none. Numbers tuned for a
+// device are in devices.cc.
 #pragma once
 
 #include <string>
@@ -10,16 +10,16 @@
 
 namespace jax_attn {
 
-// mla: sets num_kv_heads, which the user gives as 1, to the blocks of query heads that tiles are
-// made of. Each block counts as a kv head to the planner, and all of them read the same latent
+// MLA: sets num_kv_heads, which the user gives as 1, to the number of blocks of query heads that
+// tiles are made of. The planner treats each block as a kv head; all of them read the same latent
 // rows.
 void SettleHeadBlocks(AttentionSpec* spec);
 
 // (what, why) of a choice, in order: "device", then fields of KernelConfig.
 using Reasons = std::vector<std::pair<std::string, std::string>>;
 
-// Every field of the configuration but the capacities, which follow from it (plan/plan.h). program:
-// the spec's variant, if it has one.
+// Fills every field of the configuration except capacities, which follow from it (plan/plan.h).
+// program: the spec's variant, if it has one.
 KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons = nullptr,
                              const VariantProgram* program = nullptr);
 
@@ -28,16 +28,16 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons = nullptr,
                 const VariantProgram* program = nullptr);  // cuda.cc
 
-// mla, CUDA: query heads that a tile may have.
+// MLA on CUDA: the most query heads that a tile may have.
 int64_t MostHeadsOfBlock(const AttentionSpec& spec);
 
-// Multiprocessors of a target that does not say how many: those of the usual part.
+// Multiprocessors of a target that does not give their number: those of the most common part.
 int64_t DefaultProcessors(int64_t arch);
 
-// Whether the backward pass runs cuda/sm90/backward.cuh, and not the portable kernel alone.
+// Whether the backward pass runs cuda/sm90/backward.cuh and not only the portable kernel.
 bool RunsHopperBackward(const AttentionProblem& problem);
 
-// What a CUDA device does without, in a sentence; empty for one that has all there is.
+// A sentence on what a CUDA device lacks; empty if it lacks nothing.
 std::string DescribeFallback(int64_t arch, int64_t q_format);
 
 }  // namespace jax_attn

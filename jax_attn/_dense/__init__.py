@@ -1,1 +1,1 @@
-"""dot_product_attention: dense batches on the same kernels, or on blocks in jax.numpy. Private."""
+"""dot_product_attention for dense batches: the kernels, or jax.numpy by blocks. Private."""

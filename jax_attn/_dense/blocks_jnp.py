@@ -1,4 +1,4 @@
-"""Tangents and gradients of dense attention in jnp, block by block of keys."""
+"""Tangents and gradients of dense attention in jnp, one block of keys at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# _BLOCK: keys whose logits are in memory at the same time. _PANELS: parts of the query rows; each
-# loops over the blocks of keys that it sees. Under a causal mask, half of all logits are visible;
-# four panels compute 5/8 of them. Each is one more loop to compile.
+# _BLOCK: keys whose logits are in memory at the same time. _PANELS: number of parts of the query
+# rows. Each part loops over the blocks of keys that it sees. A causal mask shows half of all
+# logits, and four panels compute 5/8 of them. Each panel is one more loop to compile.
 _BLOCK, _PANELS = 512, 4
 
 Array = jax.Array
@@ -28,49 +28,53 @@ class Operand(NamedTuple):
 
     name: str
     dtype: str
-    is_full: tuple[bool, ...]  # of each axis: whether it is longer than 1
+    is_full: tuple[bool, ...]  # for each axis: whether it is longer than 1
 
     @property
     def axes(self) -> str:
-        """Their names, as transforms.Axes has them. Work is never split along "one"."""
+        """Names of the axes for transforms.Axes. Work is never split along "one"."""
         names = zip(("b", "(h g)", "t", "s"), self.is_full, strict=False)
         return " ".join(name if is_full else "one" for name, is_full in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is static in a call."""
+    """The static arguments of a call."""
 
-    query_lens: tuple[int, ...] | None  # None: all of T, or an operand
-    kv_lens: tuple[int, ...] | None  # None: all of S, or an operand
-    sm_scale: float  # multiplied by the operand "scale", where there is one
-    window: tuple[int, int]  # query i sees i - left <= j <= i + right; -1: all
+    query_lens: tuple[int, ...] | None  # None: T for all requests, or an operand
+    kv_lens: tuple[int, ...] | None  # None: S for all requests, or an operand
+    sm_scale: float  # multiplied by the operand "scale", if there is one
+    window: tuple[int, int]  # query i sees i - left <= j <= i + right; -1: no limit
     operands: tuple[Operand, ...] = ()
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Axes along which devices may split the work; with lengths that are known while tracing,
-        which requests have, not b."""
+        """Axes along which devices may split the work.
+
+        The batch axis b is not among them if lengths are static, because they belong to requests.
+        """
         has_lengths = self.query_lens is not None or self.kv_lens is not None
         return ("h",) if has_lengths else ("b", "h")
 
     def named(self, operands: Any) -> dict[str, Array]:
-        """Arrays in the order of `operands`, by name."""
+        """The operands by name, from arrays in the order of the problem's operands."""
         return {of.name: x for of, x in zip(self.operands, operands, strict=True)}
 
 
 def gradients(
     problem: Problem, wanted: tuple[str, ...], q: Array, k: Array, v: Array, *others: Array
 ) -> tuple[Array, ...]:
-    """Gradients of q, k, v and the wanted operands (FlashAttention-2, arXiv 2307.08691,
-    Algorithm 2), where kernels have no backward pass, and for second derivatives.
+    """Gradients of q, k, v and the wanted operands.
+
+    Used where kernels have no backward pass, and for second derivatives. The algorithm is
+    FlashAttention-2's (arXiv 2307.08691, Algorithm 2).
 
     others: the operands, o, lse, d_o, d_lse.
 
     For each block of keys, P = exp(logits - lse). With D = sum(do * o) - dlse of each row:
     dv = P^T do,  dlogits = P * (do v^T - D),  dq = scale dlogits k,  dk = scale dlogits^T q.
-    The gradient of an operand is the sum of dlogits (times the score, of "scale") over the axes
-    along which it is broadcast.
+    The gradient of an operand is the sum of dlogits over the axes along which it is broadcast. For
+    the operand "scale", dlogits is multiplied by the score first.
     """
     *operands, o, lse, d_o, d_lse = others
     call = _Call(problem, q, k, v, problem.named(operands), lse)
@@ -96,7 +100,7 @@ def gradients(
 
 
 class _Panel(NamedTuple):
-    """Some of the query rows."""
+    """One part of the query rows."""
 
     rows: slice
     q: Array  # [batch, rows, num_kv_heads, group_size, head_dim_qk]
@@ -107,7 +111,7 @@ class _Panel(NamedTuple):
 def _add_gradients(
     call: _Call, wanted: tuple[str, ...], panel: _Panel, d_q: Array, of_block: Any
 ) -> Any:
-    """The rows' dq, and what they add to dk, dv and the wanted operands in each block; all f32."""
+    """dq of the panel's rows, and their terms of dk, dv and wanted operands by block; all f32."""
     rows, q, d_o, d = panel
     begin, k, v = of_block
     weights = call.weights(rows, begin, k, v)
@@ -125,11 +129,12 @@ def _add_gradients(
 def tangents(
     problem: Problem, wanted: tuple[str, ...], q: Array, k: Array, v: Array, *others: Array
 ) -> tuple[Array, Array]:
-    """Tangents of o and lse, linear in those of q, k, v and the wanted operands.
+    """Tangents of o and lse, linear in the tangents of q, k, v and the wanted operands.
 
     others: the operands, o, lse, the tangents of q, k, v and of the wanted operands.
 
-    With tl of the logits: tlse = sum(P * tl),  to = sum(P * tl * v + P * tv) - tlse * o.
+    With tl the tangent of the logits and tv that of v: tlse = sum(P * tl),
+    to = sum(P * tl * v + P * tv) - tlse * o.
     """
     n = len(problem.operands)
     operands, (o, lse), (t_q, t_k, t_v) = others[:n], others[n : n + 2], others[n + 2 : n + 5]
@@ -173,7 +178,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class _Weights(NamedTuple):
-    """Of some rows and a block of keys: [batch, num_kv_heads, group_size, rows, keys], f32."""
+    """P of some rows and a block of keys: [batch, num_kv_heads, group_size, rows, keys], f32."""
 
     p: Array
     score: Array  # sm_scale * (q . k)
@@ -212,7 +217,7 @@ class _Call:
         self._is_empty = jnp.isneginf(lse)
         self.q = self.grouped(self.without_empty_rows(q))
         self.k_blocks, self.v_blocks = self.blocks(k), self.blocks(v)
-        # inf where a row sees no key, so that its P is 0.
+        # lse is inf for a row that sees no key, so that its P is 0.
         self._lse = self.rows_as_logits(jnp.where(self._is_empty, jnp.inf, lse))
         self._padded = {name: self.padded(x) for name, x in operands.items()}
         kv_lens = operands.get("kv_lens")
@@ -223,32 +228,32 @@ class _Call:
         scale = operands.get("scale", jnp.ones((1, 1, 1, 1)))
         self.scale = problem.sm_scale * scale[..., None]
 
-    # Arrays of rows and keys.
+    # Layouts of rows and keys.
 
     def without_empty_rows(self, x: Array) -> Array:
-        """Rows that see no key are constant; 0 * NaN would be NaN, so they are cleared."""
+        """x with 0 in rows that see no key: their o is constant, and 0 * NaN would be NaN."""
         return jnp.where(self._is_empty[..., None], 0, x)
 
     def grouped(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], *self._heads, -1)
 
     def rows_as_logits(self, x: Array) -> Array:
-        """[batch, T, num_qo_heads] -> [batch, num_kv_heads, group_size, T, 1]"""
+        """x from [batch, T, num_qo_heads] to [batch, num_kv_heads, group_size, T, 1]."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], *self._heads), 1, -1)[..., None]
 
     def blocks(self, x: Array) -> Array:
-        """Of k or v: [num_blocks, batch, block, num_kv_heads, head_dim], the last one padded."""
+        """k or v as [num_blocks, batch, block, num_kv_heads, head_dim], the last block padded."""
         padding = ((0, 0), (0, self.num_blocks * self._block - self._kv_len), (0, 0), (0, 0))
         shape = self._batch, self.num_blocks, self._block, *x.shape[2:]
         return jnp.moveaxis(jnp.pad(x, padding).reshape(shape), 1, 0)
 
     def of_keys(self, blocks: Array) -> Array:
-        """[batch, S, num_kv_heads, head_dim], from `blocks`."""
+        """Undo `blocks`: [batch, S, num_kv_heads, head_dim]."""
         x = jnp.moveaxis(blocks, 0, 1)
         return x.reshape(self._batch, -1, *x.shape[3:])[:, : self._kv_len]
 
     def panels(self) -> Iterator[tuple[slice, slice]]:
-        """The rows, and the blocks in which at least one of them may see a key."""
+        """For each panel: its rows, and the blocks in which some row may see a key."""
         num_rows = -(-self._q_len // min(_PANELS, self.num_blocks))
         left, right = self._problem.window
         for begin in range(0, self._q_len, num_rows):
@@ -259,7 +264,7 @@ class _Call:
             yield slice(begin, end), slice(min(first, last), last)
 
     def xs(self, seen: slice) -> tuple[Array, Array, Array]:
-        """Of each block: its first key, keys, values."""
+        """The scanned arrays of the blocks `seen`: index of the first key, keys, values."""
         begin = jnp.arange(self.num_blocks) * self._block
         return begin[seen], self.k_blocks[seen], self.v_blocks[seen]
 
@@ -276,7 +281,7 @@ class _Call:
         return _Weights(p, self._problem.sm_scale * product, visible, k, v)
 
     def _visible(self, rows: slice, begin: Array) -> Array:
-        """bool, which row sees which key; axes may have length 1."""
+        """Whether each row sees each key, bool; axes may have length 1."""
         keys = begin + jnp.arange(self._block)
         visible = keys < jnp.minimum(self._kv_lens, self._kv_len)
         i = jnp.arange(rows.start, rows.stop)[:, None]
@@ -292,14 +297,14 @@ class _Call:
     # Operands.
 
     def padded(self, x: Array) -> Array:
-        """An operand whose keys, if it has an axis of them, fill whole blocks."""
+        """The operand with its key axis, if it has one, padded to whole blocks."""
         missing = self.num_blocks * self._block - self._kv_len
         if x.ndim == 1 or x.shape[3] == 1 or not missing:
             return x
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
 
     def part(self, x: Array, rows: slice, begin: Array) -> Array:
-        """What the logits of some rows and the block of keys at `begin` read of an operand."""
+        """The part of an operand for some rows and the block of keys at `begin`."""
         if x.shape[2] > 1:
             x = x[:, :, rows]
         if x.shape[3] > 1:
@@ -308,14 +313,16 @@ class _Call:
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
     def summed(self, name: str, x: Array) -> Array:
-        """Of a number a logit: [batch, num_qo_heads, rows, keys], summed over the axes along which
-        the operand is broadcast, which have length 1."""
+        """x, one number per logit, summed over the axes along which the operand is broadcast.
+
+        Returns [batch, num_qo_heads, rows, keys], where these axes have length 1.
+        """
         x = x.reshape(self._batch, -1, *x.shape[3:])
         axes = tuple(i for i, n in enumerate(self._operands[name].shape) if n == 1)
         return x.sum(axis=axes, keepdims=True)
 
     def of_all_keys(self, name: str, blocks: Array, seen: slice) -> Array:
-        """From `summed` of the blocks that were seen to that of all keys."""
+        """Join the `summed` arrays of the blocks `seen` into one over all keys."""
         if self._operands[name].shape[3] == 1:
             return blocks.sum(axis=0)
         x = jnp.moveaxis(blocks, 0, 3)

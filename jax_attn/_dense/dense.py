@@ -1,4 +1,4 @@
-"""The drop-in for jax.nn.dot_product_attention: dense batches, gradients, meshes."""
+"""A drop-in for jax.nn.dot_product_attention: dense batches, gradients, meshes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax_attn._dense import blocks_jnp
 from jax_attn._dense.blocks_jnp import Operand, Problem
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
-from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._plan.plan import AttentionPlan, plan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._spec.target import default_target, largest_head_dim
 from jax_attn._variant.variant import Variant
+from jax_attn._xla.attention_operands import BackwardOperands
 from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned
 
 _OP = "dot_product_attention"
@@ -50,45 +50,45 @@ def dot_product_attention(
     query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
     key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
     value: [batch, S, num_kv_heads, head_dim_vo] or without the batch, dtype of query.
-    bias: added to the logits, an array of numbers. mask: bool, True where a key is seen. Each is
-        [batch, num_qo_heads, T, S] with every axis of that length or 1; axes may be missing in
-        front. They are read as they are: nothing is broadcast.
+    bias: float, added to the logits. mask: bool, True where a key is visible. Each is
+        [batch, num_qo_heads, T, S] with every axis of that length or 1; leading axes may be
+        missing. They are never broadcast in memory.
     scale: logits = scale * (query . key). None: 1 / sqrt(head_dim).
-    is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, also
-        where T != S. (AttentionSpec.causal aligns their ends.)
-    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S]; those that
-        jit traces are clamped to that. Query rows beyond their length are 0.
+    is_causal: query i sees keys j <= i. As in jax.nn, both sequences count from their start, even
+        if T != S. (AttentionSpec.causal aligns their ends.)
+    query_seq_lengths, key_value_seq_lengths: [batch], integers in [0, T] and [0, S]; traced ones
+        are clamped to that range. Query rows beyond their length are 0.
     local_window_size: (left, right) or one int for both. Query i sees i - left <= j <= i + right.
-    implementation: None: ours. "xla", "cudnn": the call goes to jax.nn as it is.
+    implementation: None: this library. "xla", "cudnn": the call is passed to jax.nn unchanged.
     return_residual: also return lse.
 
     Returns o: [batch, T, num_qo_heads, head_dim_vo] in query's dtype, and with return_residual lse:
-    [batch, T, num_qo_heads], f32, natural log. Without the batch where query has none. A row that
+    [batch, T, num_qo_heads], f32, natural log. Without the batch axis if query has none. A row that
     sees no key has o = 0, lse = -inf.
 
-    Two results differ from jax.nn, which returns the mean of all values for a row that sees no key,
-    and rounds lse to query's dtype.
+    Two results differ from jax.nn: jax.nn returns the mean of all values for a row that sees no
+    key, and it rounds lse to query's dtype.
 
-    Every argument but the shapes, is_causal, local_window_size and the two last ones may be traced.
-    vmap joins the mapped axis to the batch; a bias or mask that is not mapped, and has one part for
-    all requests, is not repeated.
+    All arrays and scale may be traced; is_causal, local_window_size, implementation and
+    return_residual are static. vmap joins the mapped axis to the batch. A bias or mask that is not
+    mapped and has batch length 1 is not repeated.
 
     Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
-    any number of times; lse may be part of the loss. The backward pass is that of FlashAttention-2
-    (arXiv 2307.08691, Algorithm 2): kernels on CPUs and on CUDA; with a bias, a mask or a traced
-    scale, jnp over one block of keys at a time. Its memory grows with T + S and with the bias, not
-    with T * S. The same inputs give the same bits. What lies beyond the lengths, and keys that a
-    mask hides from all queries, have gradient 0 and no influence, whatever they hold.
+    any number of times; lse may be part of the loss. The backward pass follows FlashAttention-2
+    (arXiv 2307.08691, Algorithm 2). It uses kernels on CPUs and on CUDA; with a bias, a mask or a
+    traced scale it uses jnp, one block of keys at a time. Its memory grows with T + S and with the
+    bias, not with T * S. The same inputs give the same bits. Elements beyond the lengths, and keys
+    that a mask hides from all queries, have gradient 0 and no influence, even if they are NaN.
 
-    On a mesh, arrays that are split over batch or heads stay where they are; nothing is gathered.
-    A bias or mask is split as the rows are, or has one part for all. With lengths that are known
-    while tracing, arrays may be split over heads only. Others raise ValueError; where only XLA
-    knows how they are split, compilation fails with the same sentence.
+    On a mesh, arrays may be split over batch or heads and are not gathered. A bias or mask is split
+    like the rows, or has length 1 on the split axis. With static lengths, arrays may be split over
+    heads only. Other shardings raise ValueError; if only XLA knows the sharding, compilation fails
+    with the same sentence.
 
     Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
-    implementation. Raises NotImplementedError for a head_dim beyond 512 on a CPU, 256 on a GPU.
+    implementation. Raises NotImplementedError for a head_dim above 512 on a CPU, 256 on a GPU.
 
-    Query i sees keys 0 to i, whose values here are 0 to i.
+    In the example, query i sees keys 0 to i, whose values are 0 to i.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -178,7 +178,7 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
-    """How far a query sees to its left and right, -1: without limit, as jax.nn says it."""
+    """(left, right) of a local_window_size in jax.nn's form; -1: no limit on that side."""
     left, right = (-1, -1)
     if size is not None:
         both = (size, size) if isinstance(size, int) else tuple(size)
@@ -217,7 +217,7 @@ def _traced_scale(scale: jax.Array, batch: int) -> jax.Array:
 
 
 def _padded_head_dim(x: jax.Array) -> jax.Array:
-    """With zeros, to a multiple of 8, which is what kernels take."""
+    """x with head_dim padded with zeros to a multiple of 8, as kernels require."""
     return jnp.pad(x, ((0, 0),) * 3 + ((0, -x.shape[3] % 8),)) if x.shape[3] % 8 else x
 
 
@@ -225,7 +225,10 @@ def _padded_head_dim(x: jax.Array) -> jax.Array:
 
 
 def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
-    """A bias or mask as a variant's operand: an index beyond an axis of length 1 is clamped."""
+    """A bias or mask as a variant's operand.
+
+    It broadcasts because indices beyond an axis of length 1 are clamped.
+    """
     array = jnp.asarray(array)
     given = jnp.expand_dims(array, tuple(range(max(0, 4 - array.ndim))))
     fits = given.ndim == 4 and all(
@@ -278,12 +281,12 @@ def _attend(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
 def _join(
     problem: Problem, axis_size: int, in_batched: Any, arrays: Any, kinds: Any
 ) -> tuple[Problem, list[jax.Array]]:
-    """The problem of a mapped axis that joins the batch: requests are independent.
+    """The problem and arrays after vmap's mapped axis has joined the batch axis.
 
-    kinds: of each array the number of its operand, None for one with all of the batch. What is not
-    mapped, and is one for the whole batch, is not repeated.
+    kinds: for each array the index of its operand, or None if the array has the full batch axis. An
+        operand that is not mapped and has batch length 1 is not repeated.
     """
-    # (is mapped, is one for the batch)
+    # Cases: (is mapped, has batch length 1).
     operands = list(problem.operands)
     batch = arrays[0].shape[1 if in_batched[0] else 0]
     is_shared = {
@@ -347,7 +350,7 @@ def _attend_batch(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _plan(problem: Problem, *arrays: jax.Array) -> AttentionPlan:
-    """Of the lengths, on the host where they are known while tracing."""
+    """The plan for the lengths, made on the host if they are static."""
     spec = _spec(problem, *arrays[:3])
     lens = problem.named(arrays[3:]).get("kv_lens")
     if lens is None:
@@ -411,7 +414,7 @@ def _attend_flat(
 def _attend_part(
     problem: Problem, spec: AttentionSpec, *arrays_and_buffer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What one device of a mesh does: it plans its own requests and heads."""
+    """The call on one device of a mesh, which plans its own requests and heads."""
     *arrays, _ = arrays_and_buffer
     own = _plan(problem, *arrays)
     return _attend_flat(problem, own.spec, *arrays, jnp.asarray(own.buffer))
@@ -424,7 +427,10 @@ _ROWS = "b t (h g) e", "b t (h g)"
 def _axes_of(
     problem: Problem, group_size: int, others: tuple[str, ...], results: tuple[str, ...]
 ) -> Axes:
-    """The work may be split over requests, and over KV heads with their groups of query heads."""
+    """Axes of the arrays.
+
+    Work may be split over requests, and over KV heads with their groups of query heads.
+    """
     arguments = (*_DENSE, *(operand.axes for operand in problem.operands), *others)
     names = f"{', '.join(arguments)} -> {', '.join(results)}"
     return Axes(names, problem.split, {"g": group_size})
@@ -462,7 +468,7 @@ def _jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
     return (o, lse), (of_o, of_lse)
 
 
-# Tangents of o and lse, in jnp. The transpose in the linear operands is `_backward`.
+# Tangents of o and lse, in jnp. Its transpose in the linear operands is `_backward`.
 # Operands: q, k, v, the problem's operands, o, lse, tangents of q, k, v and of wanted operands.
 _tangents_p = jax_core.Primitive("jax_attn_dense_tangents")
 _tangents_p.multiple_results = True
@@ -527,17 +533,19 @@ mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=T
 
 
 def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> Any:
-    """Gradients of q, k, v and the wanted operands. arrays: q, k, v, the operands, o, lse, d_o,
-    d_lse."""
+    """Gradients of q, k, v and the wanted operands.
+
+    arrays: q, k, v, the operands, o, lse, d_o, d_lse.
+    """
     spec = _spec(problem, *arrays[:3])
     if spec.variant is None:
         return _gradients(problem, *arrays)
     names = [operand for operand in problem.operands if operand.name in wanted]
-    # Of a part of the requests and heads: parts of the gradients of what is one for all.
+    # A device has some requests and heads. Its gradients of shared operands are partial sums.
     parts = tuple("b (h g) t s" for _ in names)
     group_size = arrays[0].shape[2] // arrays[1].shape[2]
     about = _axes_of(problem, group_size, (*_ROWS, *_ROWS), (*_DENSE, *parts))
-    run = functools.partial(blocks_jnp.gradients, problem, wanted)  # which XLA splits by itself
+    run = functools.partial(blocks_jnp.gradients, problem, wanted)  # XLA can split it
     d_q, d_k, d_v, *of_parts = on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
     of_operands = [
         x.sum(
@@ -550,7 +558,7 @@ def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
-    """dq, dk, dv by the kernels."""
+    """dq, dk and dv, computed by the kernels."""
 
     def run(problem: Problem, *arrays: jax.Array) -> Any:
         whole = _plan(problem, *arrays[: 3 + len(problem.operands)])

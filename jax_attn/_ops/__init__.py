@@ -1,1 +1,1 @@
-"""Operations over a plan: attention, its gradients, appending to pages, merging. Private."""
+"""Operations that run a plan: attention, its gradients, append_kv, merging. Private."""

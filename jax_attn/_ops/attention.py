@@ -1,4 +1,4 @@
-"""Attention over a plan."""
+"""The public attention call and item_times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jax_attn._ops import gradients
-from jax_attn._ops.attention_operands import AttentionOperands, split_by_head
 from jax_attn._ops.operands import (
     check_array,
     check_cache,
@@ -26,6 +25,7 @@ from jax_attn._ops.operands import (
 from jax_attn._plan.plan import AttentionPlan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import AttentionOperands, split_by_head
 from jax_attn._xla.transforms import HeadSplit, check_split
 
 
@@ -86,41 +86,41 @@ def attention(
     k: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading [num_layers]
         and `layer`; for a ragged spec [max_kv_tokens, num_kv_heads, head_dim_qk].
     v: the same with head_dim_vo; None with mla, where k holds the values, too. Slots beyond a
-        request's kv_len and pages that no request owns never influence a result, whatever they
-        hold.
-    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk] with a spec of fresh_kv=True, else None. The
-        keys of the query tokens: token i of a request is position kv_len - qo_len + i of it. k is
-        read at the positions before them alone, so that append_kv may run before, after or never.
+        request's kv_len and pages that no request owns never influence a result, even if they hold
+        NaN.
+    k_new: [max_qo_tokens, num_kv_heads, head_dim_qk] if the spec has fresh_kv=True, else None. The
+        keys of the query tokens: token i of a request is at its position kv_len - qo_len + i. k is
+        read only at earlier positions, so append_kv may run before, after or never.
     v_new: the same with head_dim_vo.
-    layer: int or i32 scalar, which may be traced; None for an unstacked cache.
+    layer: int or i32 scalar, may be traced; None for an unstacked cache.
     sinks: [num_qo_heads], f32, or None. One extra logit per head that takes part in the softmax
         and has no value; counted once.
-    q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None, which is 1. Of
-        float8 and nvfp4 operands: an element stands for its value times the scale of its head. So
-        logits = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
-        multiplied by v_scale; with mla v_scale is None, and o is multiplied by k_scale. They may be
-        traced. A scale of q or k that is not positive makes the results of its heads NaN.
-    variant_operands: name -> array, the operands of the spec's variant, in its dtypes and numbers
-        of axes, of any lengths but 0; they may be traced. None without operands.
-    return_lse: also return lse. Not with a variant of normalize="none".
+    q_scale: [num_qo_heads], k_scale, v_scale: [num_kv_heads], f32, finite, or None: 1. For float8
+        and nvfp4 operands: an element stands for its value times the scale of its head. So logits
+        = sm_scale * q_scale * k_scale * (q . k), before soft cap, masks and sinks, and o is
+        multiplied by v_scale. With mla, v_scale is None, and o is multiplied by k_scale. They may
+        be traced. A q_scale or k_scale that is not positive makes the results of its heads NaN.
+    variant_operands: name -> array. The operands of the spec's variant, with its dtypes and numbers
+        of axes, and any lengths except 0; may be traced. None if the variant has no operands.
+    return_lse: also return lse. Not allowed with a variant of normalize="none".
 
     Returns o: [max_qo_tokens, num_qo_heads, head_dim_vo] in the spec's dtype, and with return_lse
     lse: [max_qo_tokens, num_qo_heads], f32: the natural log of the sum over visible keys (and the
     sink) of exp(final logits). A row that sees no key and a padding row have o = 0, lse = -inf.
 
-    On a mesh, arrays may be split by head, with a plan of one device's heads; they stay where they
-    are (docs/devices.md).
+    On a mesh, arrays may be split by head, with a plan for one device's heads; nothing is gathered
+    (docs/devices.md).
 
-    Differentiable in q, k, v and sinks, lse included, and in variant_operands that are floats
-    (docs/training.md). Rows of k and v that nobody reads have gradient 0, pages that requests share
-    the sum over them.
+    Differentiable in q, k, v and sinks, lse included, and in float variant_operands
+    (docs/training.md). Rows of k and v that no query reads have gradient 0. Pages that requests
+    share get the sum over these requests.
 
-    Same inputs and plan, same bits, of gradients, too. Not for vmap: requests batch in the plan.
-    Raises ValueError for arrays that do not fit the plan's spec. Raises NotImplementedError for
-    arrays that are split otherwise, and when differentiated with mla, fresh_kv, kv_dtype or
-    max_steps.
+    The same inputs and plan give the same bits, gradients included. vmap is not supported: batch
+    requests in the plan. Raises ValueError for arrays that do not fit the plan's spec. Raises
+    NotImplementedError for arrays with another sharding, for vmap, and for derivatives with mla,
+    fresh_kv, kv_dtype or max_steps.
 
-    One request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
+    The example has one request of 3 query tokens and 3 keys without pages. Row 3 of o is padding.
 
     >>> import jax.numpy as jnp
     >>> import numpy as np
@@ -172,16 +172,18 @@ def item_times(
     v_scale: jax.Array | None = None,
     variant_operands: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Runs `attention` for its times, which AttentionPlan.plot draws: not inside jit.
+    """Run `attention` and measure when each work item runs, for AttentionPlan.plot.
+
+    Cannot be called inside jit.
 
     q, k, v, plan, k_new, v_new, layer, sinks, q_scale, k_scale, v_scale, variant_operands: as for
         attention.
 
     Returns [num_items, 2], f64 seconds from an arbitrary zero: when each item of plan.items()
-    began and ended, its share of merges included. The second of two runs. On CPU threads take items
-    from each other's queues, and items that run together, of one kv span or one head, get shares by
-    their rows and keys. On CUDA a kernel of its own is compiled, and the clock is %globaltimer;
-    loads for an item may have begun while the one before it ran.
+    began and ended, its share of merges included, in the second of two runs. On CPU, threads take
+    items from each other's queues, and items that run together (same kv span or same head) share
+    their time in proportion to their rows and keys. On CUDA a separate kernel is compiled, and the
+    clock is %globaltimer; loads for an item may begin while the item before it runs.
     """
     given = AttentionOperands[Any](
         q=q,
@@ -216,9 +218,9 @@ def _checked(
     given: AttentionOperands[Any],
     variant_operands: Mapping[str, Any] | None,
 ) -> tuple[AttentionOperands[jax.Array], HeadSplit]:
-    """The operands of a call as its kernels want them, and how their heads are split.
+    """The checked operands of a call in kernel form, and how their heads are split.
 
-    given: as the caller gave them, without what the plan and variant_operands hold.
+    given: the caller's operands, without those of the plan and without variant_operands.
     """
     one = spec_of(op, plan)
     num_parts = count_parts(one, given.q, one.num_qo_heads)
@@ -248,7 +250,7 @@ def _checked(
     layer = layer_operand(op, given.layer, num_layers)
     plan_buffer, layer = check_data(op, plan, layer, k, num_layers)
     if spec.variant is not None and num_parts > 1 and spec.variant.reads_heads:
-        raise NotImplementedError(  # a device numbers its own from 0
+        raise NotImplementedError(  # each device numbers its heads from 0
             f"{op}: variant: one that reads head or kv_head is supported where a device has all"
             f" heads of the arrays, got heads split {num_parts} ways; use jax.shard_map, with"
             " the part of its operands that each device's heads read."
@@ -275,7 +277,7 @@ def _checked(
 def _checked_new(
     op: str, spec: AttentionSpec, k_new: Any, v_new: Any
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The keys and values of the query tokens, of a spec with fresh_kv."""
+    """The checked keys and values of the query tokens, for a spec with fresh_kv."""
     for name, new in (("k_new", k_new), ("v_new", v_new)):
         if (new is not None) != spec.fresh_kv:
             expected = "the keys or values of the query tokens" if spec.fresh_kv else "None"

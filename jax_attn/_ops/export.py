@@ -1,4 +1,4 @@
-"""What jax.export asks of this library: its custom calls, and how the spec of a plan is written."""
+"""Support for jax.export: the allowed custom calls, and serialization of a plan's spec."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax_attn._spec.spec import AttentionSpec
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """For `disabled_checks` of jax.export.export, which knows no custom calls but JAX's own.
+    """The `disabled_checks` of jax.export.export that allow this library's custom calls.
 
-    What is exported holds everything that its kernels are made from. It runs where a jax_attn is
-    installed that reads the same plans (AttentionPlan.load says which), and plans of the same spec.
+    An exported function holds everything that its kernels are made from. It runs on machines with a
+    jax_attn that reads the same plans (see AttentionPlan.load), and with plans of the same spec.
     """
     names = sorted({name for name, _, _ in _core.registrations()})
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

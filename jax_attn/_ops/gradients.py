@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing
 
-# What the backward pass keeps of the forward pass besides its operands, for policies of
-# jax.checkpoint.
+# Names for jax.checkpoint policies. Besides the operands, the backward pass needs these two results
+# of the forward pass.
 O_NAME, LSE_NAME = "jax_attn_o", "jax_attn_lse"
 
-_LANES = 16  # that a row is cut into where a CPU adds it up: a vector of AVX-512
+_LANES = 16  # f32 in an AVX-512 vector, the unit in which a CPU sums a row
 
 _VMAP = "put the batch into the plan, one request per element"
 _BACKWARD = "attention's backward pass"
@@ -44,7 +44,7 @@ _forward = refusing("attention", over_heads("attention", _states), vmap=_VMAP)
 
 @functools.cache
 def _backward(wanted: tuple[int, ...]) -> Callable[..., Any]:
-    """wanted: operands of a variant that have gradients."""
+    """The backward function. wanted: numbers of the variant operands that have gradients."""
     call = functools.partial(_products, wanted=wanted)
     return refusing(_BACKWARD, over_heads(_BACKWARD, call), vmap=_VMAP, gradients=_NO_SECOND)
 
@@ -57,8 +57,8 @@ def _call(split: HeadSplit, operands: AttentionOperands[jax.Array]) -> tuple[jax
     return o, lse
 
 
-# Only a variant's operands ask which of them are differentiated. JAX cannot say so in a shard_map
-# that is not under jit.
+# Two versions: only the one with a variant's operands asks which of them are differentiated. JAX
+# cannot tell in a shard_map that is not under jit.
 _attention = jax.custom_vjp(_call, nondiff_argnums=(0,))
 _attention_of_operands = jax.custom_vjp(_call, nondiff_argnums=(0,))
 
@@ -73,7 +73,7 @@ def attention(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    operands: tuple[int, ...]  # of a variant, by number
+    operands: tuple[int, ...]  # numbers of a variant's operands
 
 
 def _forward_of_operands(split: HeadSplit, primals: AttentionOperands[Any]) -> tuple[Any, Any]:
@@ -112,9 +112,9 @@ def _attention_backward(
     )
     sinks, d_sinks = operands.sinks, None
     if sinks is not None:
-        # The sink has value 0, and no weight in a row without a key.
+        # The sink has value 0, and weight 0 in a row that sees no key.
         d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
-        if any(jax.typeof(d_sinks).sharding.spec):  # as the rows' heads are, on a mesh in the types
+        if any(jax.typeof(d_sinks).sharding.spec):  # explicit mesh: split as the rows' heads
             d_sinks = jax.sharding.reshard(d_sinks, jax.typeof(sinks).sharding)
     found = dict(zip(wanted.operands, of_wanted, strict=True))
     d_variant = tuple(found.get(i) for i in range(len(operands.variant)))
@@ -128,7 +128,7 @@ _attention_of_operands.defvjp(_forward_of_operands, _attention_backward, symboli
 def _backward_operands(
     operands: AttentionOperands[Any], lse: Any, d: Any, d_o: Any
 ) -> BackwardOperands[Any]:
-    """The operands of the backward pass from those of the forward pass, or what describes them."""
+    """The operands of the backward pass from those of the forward pass, or their descriptions."""
     return BackwardOperands(
         q=operands.q,
         k=operands.k,
@@ -146,20 +146,20 @@ def _split_backward(split: HeadSplit, wanted: _Wanted) -> HeadSplit:
     """How the arrays of the backward pass are split by head, from those of the forward pass."""
     forward, (of_o, of_lse) = split.operands, split.results
     d, d_o = dataclasses.replace(of_lse, name="d"), dataclasses.replace(of_o, name="d_o")
-    products = [forward.q, forward.k, forward.v]  # as their gradients
+    products = [forward.q, forward.k, forward.v]  # split like their gradients
     products += [Operand("d_operand", forward.variant[i].ndim, None, 0) for i in wanted.operands]
     operands = _backward_operands(forward, of_lse, d, d_o)
     return HeadSplit(split.spec, operands, tuple(products), split.num_parts)
 
 
 def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array, target: str | None) -> jax.Array:
-    """D of FlashAttention-2 (arXiv 2307.08691), less d_lse: [..., num_qo_heads], f32.
+    """D of FlashAttention-2 (arXiv 2307.08691) minus d_lse: [..., num_qo_heads], f32.
 
-    target: of the spec.
+    target: the spec's target.
     """
     products = d_o.astype(jnp.float32) * o.astype(jnp.float32)
     if target == "cpu" and (head_dim := o.shape[-1]) % _LANES == 0:
-        # XLA's sum of a row is a chain of scalar additions there, of 4 to 6 times the time.
+        # On CPU, XLA sums a row by a chain of scalar additions, which takes 4 to 6 times as long.
         vectors = [products[..., i : i + _LANES] for i in range(0, head_dim, _LANES)]
         products = functools.reduce(operator.add, vectors)
         while (length := products.shape[-1]) > 1:
@@ -170,13 +170,13 @@ def row_sums(o: jax.Array, d_o: jax.Array, d_lse: jax.Array, target: str | None)
 def gradients(
     operands: BackwardOperands[jax.Array], spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """d_q, d_k, d_v of an attention call, in the shapes and dtypes of q, k and v."""
+    """d_q, d_k and d_v of an attention call, in the shapes and dtypes of q, k and v."""
     d_q, d_k, d_v = _backward_of_one(operands, spec)
     return d_q, d_k, d_v
 
 
 def check_differentiable(spec: AttentionSpec) -> None:
-    """Raises NotImplementedError for what has no gradient."""
+    """Raise NotImplementedError for a spec without gradients."""
     for has_none, what, instead in (
         (
             spec.is_quantized,

@@ -1,4 +1,4 @@
-"""The paged kv cache: appending new keys and values in place, rotated on the way or not."""
+"""Appending new keys and values to the paged KV cache in place, with or without rotation."""
 
 from __future__ import annotations
 
@@ -77,31 +77,32 @@ def append_kv(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Writes the batch's new keys and values into their pages, in place.
+    """Write the batch's new keys and values into their pages, in place.
 
     Query token i of a request goes to position kv_len - qo_len + i: kv_lens of the plan include the
-    new tokens. In place means: under jit with k_pages and v_pages donated (or as loop carries), XLA
-    makes no copy; attention must then take the arrays returned here, never the old ones.
+    new tokens. XLA makes no copy under jit if k_pages and v_pages are donated (or are loop
+    carries). Attention must then take the arrays returned here, never the old ones.
 
     k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading
         [num_layers] and `layer`. Models pass the stacked cache: slicing it makes XLA copy.
     v_pages: the same with head_dim_vo; None with mla, as is v_new.
     k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. Rows beyond the plan's tokens are not read.
     v_new: [max_qo_tokens, num_kv_heads, head_dim_vo].
-    layer: int or i32 scalar, which may be traced; None for an unstacked cache.
-    k_scale, v_scale: [num_kv_heads], f32, finite and positive, or None, which is 1. Of pages of
-        float8 (k_new and v_new are of the spec's dtype): what is written is new / scale, the
-        nearest value, ties to even. What is beyond the largest one (448 of e4m3, 57344 of e5m2),
-        infinity too, becomes that; NaN stays NaN.
+    layer: int or i32 scalar, may be traced; None for an unstacked cache.
+    k_scale, v_scale: [num_kv_heads], f32, finite and positive, or None: 1. For float8 pages (k_new
+        and v_new have the spec's dtype), new / scale is rounded to nearest, ties to even.
+        Magnitudes above the largest value (448 for e4m3, 57344 for e5m2), infinity included, become
+        that value; NaN stays NaN.
 
-    Rows of int8 get a scale of their own, and blocks of rows of mxfp4, nvfp4 and int4; of nvfp4 the
-    element is also times the scale of its head. NaN or infinity makes all elements that share the
-    scale NaN. Magnitudes beyond 2688 scales of the head (nvfp4) and 524032 (int4) become about
-    that: docs/formats.md.
+    int8 has one scale per row; mxfp4, nvfp4 and int4 have one scale per block of a row. append_kv
+    computes these scales. An nvfp4 element is also multiplied by the scale of its head. NaN or
+    infinity makes all elements that share the scale NaN. Magnitudes above 2688 times the head's
+    scale (nvfp4) or above 524032 (int4) saturate to about that: docs/formats.md.
 
     Returns k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
 
-    Decodes over 5 and 20 keys, the new ones included: token 4 of page 7, and token 3 of page 4.
+    In the example, two decodes over 5 and 20 keys, the new ones included, write token 4 of page 7
+    and token 3 of page 4.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> import jax_attn as ja
@@ -161,19 +162,21 @@ def append_rotated(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotary embeddings of queries and keys, and append_kv, in one kernel.
+    """Apply rotary embeddings to queries and keys, and append_kv, in one kernel.
 
     Element i of a head is paired with i + head_dim_qk / 2, and the pair (a, b) becomes
-    (a cos - b sin, b cos + a sin), computed in f32 and rounded to the spec's dtype. What a decode
-    does between its projection and attention is then one launch instead of four.
+    (a cos - b sin, b cos + a sin), computed in f32 and rounded to the spec's dtype. A decode step
+    then needs one launch instead of four between projection and attention.
 
-    qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads * head_dim_vo]:
-        of each token the heads of q, of k, and of v. Rows beyond the plan's tokens are not read.
-    cos, sin: [max_qo_tokens, head_dim_qk / 2], f32, of the angles of each token's position.
-    k_pages, v_pages, layer, k_scale, v_scale: as in append_kv; pages of codes get what is rounded.
+    qkv: [max_qo_tokens, (num_qo_heads + num_kv_heads) * head_dim_qk + num_kv_heads * head_dim_vo].
+        For each token the heads of q, then of k, then of v. Rows beyond the plan's tokens are not
+        read.
+    cos, sin: [max_qo_tokens, head_dim_qk / 2], f32. Of the angles of each token's position.
+    k_pages, v_pages, layer, k_scale, v_scale: as in append_kv. Quantized pages are made from the
+        rounded elements.
 
-    Returns q: [max_qo_tokens, num_qo_heads, head_dim_qk], whose rows beyond the plan's tokens are
-    undefined, k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
+    Returns q: [max_qo_tokens, num_qo_heads, head_dim_qk] (rows beyond the plan's tokens are
+    undefined), k_pages and v_pages. Raises ValueError for arrays that do not fit the plan's spec.
     """
     op, spec = "append_rotated", spec_of("append_rotated", plan)
     if not spec.is_paged:

@@ -15,21 +15,21 @@ from jax_attn._xla.transforms import Axes, partitioned
 
 
 def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merges attention states of the same queries over disjoint keys.
+    """Merge attention states of the same queries over disjoint sets of keys.
 
     lse = log sum_i exp(lse_i),  o = sum_i exp(lse_i - lse) * o_i: the state over the union of the
     keys (Flash-Decoding; FlashInfer, arXiv 2501.01005, section 2.2). (0, -inf) is the identity, and
-    merging only identities gives the identity. Differentiable in both arguments and results, and
-    vmap works.
+    merging only identities gives the identity. Differentiable in both arguments and results.
+    Supports vmap.
 
-    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo any multiple of
-        8. No state at all is the identity.
+    o_parts: [num_states, n, num_heads, head_dim_vo], bf16 | f16 | f32; head_dim_vo is any multiple
+        of 8. With num_states = 0 the result is the identity.
     lse_parts: [num_states, n, num_heads], f32, natural log.
 
     Returns o: [n, num_heads, head_dim_vo] in o_parts' dtype; lse: [n, num_heads], f32, natural log.
     Raises ValueError for shapes or dtypes that do not fit.
 
-    Two states with the same lse have the same weight.
+    For example, two states with the same lse have the same weight.
 
     >>> import jax.numpy as jnp
     >>> import jax_attn as ja
@@ -62,12 +62,12 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
 def merge_state(
     o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges two attention states: merge_states of the pair.
+    """Merge two attention states; see merge_states.
 
-    o_a, o_b: [n, num_heads, head_dim_vo], of one dtype.
+    o_a, o_b: [n, num_heads, head_dim_vo], same dtype.
     lse_a, lse_b: [n, num_heads], f32, natural log.
 
-    A state over no keys leaves the other as it is.
+    For example, a state over no keys does not change the other state.
 
     >>> import jax.numpy as jnp
     >>> import jax_attn as ja
@@ -95,14 +95,15 @@ def merge_state(
 def state_to_triplet(
     o: jax.Array, lse: jax.Array, max_logits: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A state as engines keep it that normalise late: o' = sum_j exp(logit_j - max) v_j, the
-    reference `max` of its exponents, and sum = sum_j exp(logit_j - max).
+    """A state as an unnormalized triplet (o', max, sum), as engines that normalize late keep it.
 
-    Any reference describes the same state, and those that merge triplets ask for no certain one.
+    o' = sum_j exp(logit_j - max) v_j and sum = sum_j exp(logit_j - max), where max is the running
+    max. Any value of max describes the same state, and merging triplets does not need a certain
+    one.
 
     o: [..., num_heads, head_dim_vo], bf16 | f16 | f32.
     lse: [..., num_heads], f32, natural log. (0, -inf), the identity, becomes (0, -inf, 0).
-    max_logits: [..., num_heads], f32. The references; None: lse, so that each sum is 1.
+    max_logits: [..., num_heads], f32. The running max of each row; None: lse, so each sum is 1.
 
     Returns o': [..., num_heads, head_dim_vo], max and sum: [..., num_heads], all f32.
     Differentiable. Raises ValueError for shapes or dtypes that do not fit.
@@ -121,7 +122,7 @@ def state_to_triplet(
     reference = lse if max_logits is None else as_array(op, "max_logits", max_logits)
     _check_triplet("state_to_triplet", o, lse=lse, max_logits=reference)
     is_empty = jnp.isneginf(lse)
-    # An empty row must not form -inf - -inf, nor its gradient.
+    # A row that sees no key must not compute -inf - -inf, nor its gradient.
     exponent = jnp.where(is_empty, 0.0, lse) - jnp.where(is_empty, 0.0, reference)
     sums = jnp.where(is_empty, 0.0, jnp.exp(exponent))
     return o.astype(jnp.float32) * sums[..., None], jnp.where(is_empty, -jnp.inf, reference), sums
@@ -130,15 +131,15 @@ def state_to_triplet(
 def state_from_triplet(
     o: jax.Array, max_logits: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state (o, lse) of a triplet: o / sum and max + log(sum).
+    """The state (o / sum, max + log(sum)) of a triplet (o, max, sum).
 
     o: [..., num_heads, head_dim_vo], bf16 | f16 | f32: sum_j exp(logit_j - max) v_j.
     max_logits: [..., num_heads], f32, natural-log units. Need not be the largest logit.
-    sums: [..., num_heads], f32: sum_j exp(logit_j - max). 0: no key, whatever o and max are.
+    sums: [..., num_heads], f32: sum_j exp(logit_j - max). 0: no key; o and max are then ignored.
 
     Returns o: [..., num_heads, head_dim_vo] in the dtype of o, and lse: [..., num_heads], f32,
-    natural log; (0, -inf) without a key. Differentiable. Raises ValueError for shapes or dtypes
-    that do not fit.
+    natural log; (0, -inf) if there is no key. Differentiable. Raises ValueError for shapes or
+    dtypes that do not fit.
     """
     given = {"o": o, "max_logits": max_logits, "sums": sums}
     o, max_logits, sums = (as_array("state_from_triplet", *pair) for pair in given.items())
@@ -167,7 +168,7 @@ def _fold_rows(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax
     return ffi.merge_states(o_parts, lse_parts, arch, dtype_code(o_parts.dtype))
 
 
-# Rows and heads do not know of each other.
+# Rows and heads are independent.
 _fold_on_mesh = partitioned(
     "merge_states",
     _fold_rows,
@@ -184,7 +185,7 @@ def _fold(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Arra
 def _fold_batch(
     axis_size: int, in_batched: list[bool], o_parts: jax.Array, lse_parts: jax.Array
 ) -> tuple[Any, Any]:
-    """Rows are independent: a mapped axis joins n."""
+    """vmap rule: rows are independent, so the mapped axis joins n."""
 
     def join(array: jax.Array, batched: bool) -> jax.Array:
         # [axis_size, num_states, n, ...] -> [num_states, axis_size * n, ...]
@@ -213,7 +214,7 @@ def _merge_forward(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[Any, Any]:
 def _merge_backward(saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array]:
     o_parts, lse_parts, lse = saved
     d_o, d_lse = gradients
-    # An empty row has no weights: exp(-inf - -inf) must not be formed.
+    # A row that sees no key has no weights; do not compute exp(-inf - -inf).
     finite_lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     weights = jnp.exp(lse_parts - finite_lse)  # [num_states, n, num_heads]
     d_o = d_o.astype(jnp.float32)

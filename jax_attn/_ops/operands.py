@@ -1,6 +1,6 @@
-"""Checks of the operands of attention and append_kv, in one place.
+"""Checks of the operands of attention and append_kv.
 
-Each function takes `op`, the name of the operation for messages.
+Each function takes `op`, the name of the operation for error messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_attn._xla.transforms import HeadSplit, Operand, has_mesh, operand_of
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
-    """The spec of a plan. Raises TypeError for anything else."""
+    """The spec of a plan. Raises TypeError if `plan` is not a plan."""
     if not isinstance(plan, AttentionPlan) or not isinstance(plan.spec, AttentionSpec):
         raise TypeError(
             f"{op}: plan: expected an AttentionPlan, which jax_attn.plan makes, got"
@@ -31,7 +31,7 @@ def spec_of(op: str, plan: Any) -> AttentionSpec:
 
 
 def as_array(op: str, name: str, value: Any) -> jax.Array:
-    """`value` as a jax.Array; a ValueError says what is none."""
+    """`value` as a jax.Array. Raises ValueError if it is not an array."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -41,7 +41,7 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
 
 
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """`array` as a jax.Array.
+    """`array` as a jax.Array of this shape and dtype.
 
     Raises ValueError, with advice, for another shape or dtype.
     """
@@ -64,10 +64,11 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
 
 
 def count_parts(spec: AttentionSpec, array: Any, heads: int) -> int:
-    """Of how many parts the heads of arrays on a mesh are, each with the spec's heads: 1 elsewhere.
+    """Number of parts into which a mesh splits the heads, each with the spec's heads. 1: no split.
 
-    array: [tokens, heads, ...], the first operand; heads: the spec's. What does not fit counts as 1
-    part, which check_array refuses.
+    array: [tokens, heads, ...], the first operand.
+    heads: the spec's number of heads. An array that does not fit counts as 1 part; check_array then
+        refuses it.
     """
     shape = jnp.shape(array)
     if len(shape) < 2 or shape[1] % heads or not has_mesh(array):
@@ -76,7 +77,7 @@ def count_parts(spec: AttentionSpec, array: Any, heads: int) -> int:
 
 
 def of_parts(spec: AttentionSpec, num_parts: int) -> AttentionSpec:
-    """The spec with the heads of all parts; for the shapes of arrays alone."""
+    """The spec with the heads of all parts, used only for shapes of arrays."""
     if num_parts == 1:
         return spec
     whole = copy.copy(spec)
@@ -94,8 +95,9 @@ def split_of(
 ) -> HeadSplit:
     """How a call's arrays are split by head.
 
-    operands: by name (array or None, axis of its heads or None, heads of one device). The axis may
-        be negative. Results: (ndim, axis, heads).
+    operands: name -> (array or None, head axis or None, heads of one device). The axis may be
+        negative.
+    results: name -> (ndim, head axis, heads of one device).
     """
     described = (
         None if array is None else operand_of(spec, name, array, head_axis, heads)
@@ -112,9 +114,9 @@ def split_of(
 def check_values(
     op: str, name: str, v: Any, shape: tuple[int, ...] | None, dtype: str
 ) -> jax.Array | None:
-    """`v` as check_array returns it. shape None (mla: v is columns of k): v must be None.
+    """`v`, checked as by check_array. With shape None (mla: v is columns of k), v must be None.
 
-    Raises ValueError, too, where v is None and should not be, or the reverse.
+    Raises ValueError also if v is None but required, or given but not allowed.
     """
     if shape is None:
         if v is not None:
@@ -129,16 +131,16 @@ def check_values(
 
 
 def check_scales(op: str, spec: AttentionSpec, scales: dict[str, Any]) -> list[jax.Array | None]:
-    """q_scale, k_scale, v_scale, or some of them, as FFI operands.
+    """q_scale, k_scale and v_scale, or some of them, as FFI operands.
 
-    scales: by name; [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
-        mla v_scale is None: values are columns of k, and k_scale is theirs, too.
+    scales: name -> [num_qo_heads] for q_scale, [num_kv_heads] for the others, f32, or None. With
+        mla v_scale is None: values are columns of k, so k_scale applies to them.
 
-    Returns the arrays in the same order. Where the spec's formats have none: all None, no operands.
-    Else a scale of None becomes an array of no elements, which stands for 1, because only the
+    Returns the arrays in the same order. All are None (no operands) if the spec's formats have no
+    scales. Otherwise None becomes an array without elements, which stands for 1, because only the
     last operands of an XLA FFI call may be left out.
 
-    Raises ValueError for another shape or dtype, or for a scale of an operand that has none.
+    Raises ValueError for another shape or dtype, or for a scale of an operand without scales.
     """
     arrays: list[jax.Array | None] = []
     for name, scale in scales.items():
@@ -168,7 +170,7 @@ def check_variant_operands(
 ) -> list[jax.Array]:
     """The operands of the spec's variant, in its order.
 
-    Raises ValueError for other names, dtypes or numbers of axes, and for an axis of length 0.
+    Raises ValueError for wrong names, dtypes or numbers of axes, and for an axis of length 0.
     """
     operands = {} if operands is None else operands
     variant = spec.variant
@@ -197,10 +199,10 @@ def check_variant_operands(
 def check_cache(
     op: str, spec: AttentionSpec, k_pages: Any, v_pages: Any, layer: Any
 ) -> tuple[jax.Array, jax.Array | None, int]:
-    """The paged cache as it is, stacked or not, and its number of layers.
+    """The paged cache, stacked or not, and its number of layers.
 
-    Raises ValueError for another rank, shape or dtype; NotImplementedError for more token slots in
-    a layer than 32 bits can number.
+    Raises ValueError for a wrong rank, shape or dtype; NotImplementedError if a layer has more
+    token slots than 32 bits can number.
     """
     k_pages = as_array(op, "k_pages", k_pages)
     rank = 4 if layer is None else 5
@@ -215,7 +217,7 @@ def check_cache(
     k_shape, v_shape = spec.kv_shapes(*k_pages.shape[:-4], num_pages, spec.page_size)
     k_pages = check_array(op, "k_pages", k_pages, k_shape, spec.dtype_of_kv)
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
-    # Kernels number the rows of a layer in 32 bits; with fresh_kv one of them says which array.
+    # Kernels number the rows of a layer in 32 bits; with fresh_kv one bit selects the array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
     if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
         most = 2**31 - 1
@@ -228,9 +230,9 @@ def check_cache(
 
 
 def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
-    """The layer index as an i32 scalar; None is 0.
+    """The layer index as an i32 scalar; 0 for None.
 
-    Raises ValueError for what is no integer, or, unless it is traced, out of range.
+    Raises ValueError if it is not an integer, or is out of range (not checked if traced).
     """
     if layer is None:
         return jnp.int32(0)
@@ -250,10 +252,10 @@ def check_data(
 ) -> tuple[jax.Array, jax.Array]:
     """The plan's buffer and the layer, as operands of a kernel.
 
-    With JAX_ATTN_CHECK=1 their contents are checked, wherever they live, before the kernel runs.
+    With JAX_ATTN_CHECK=1 their contents are checked on any device before the kernel runs.
 
-    Raises ValueError (inside jit as JAX reports it from a callback) for a buffer that is no sound
-    plan, page ids beyond the pool, or a layer out of range.
+    Raises ValueError (inside jit in the form JAX reports from a callback) for an invalid plan
+    buffer, page ids beyond the pool, or a layer out of range.
     """
     shape, dtype = (getattr(plan.buffer, name, None) for name in ("shape", "dtype"))
     if shape != (plan.spec.plan_words,) or dtype != np.int32:
@@ -278,6 +280,6 @@ def check_data(
     if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
         check(buffer, layer)
         return buffer, layer
-    # The kernel has the layer from the check, so it waits for that.
+    # The kernel takes the layer from the check's result, so it waits for the check.
     shape = jax.ShapeDtypeStruct((), jnp.int32)
     return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")

@@ -1,1 +1,1 @@
-"""AttentionPlan: making, reading, saving and drawing the schedule of a batch. Private."""
+"""AttentionPlan, the schedule of a batch: making, reading, saving and drawing it. Private."""

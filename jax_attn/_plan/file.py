@@ -1,4 +1,4 @@
-"""Plans in files: the spec, what the kernel was configured to, and the words of the buffer."""
+"""Plan files: the spec, the kernel configuration, and the words of the buffer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from jax_attn import _core
 from jax_attn._spec.spec import AttentionSpec
 
-_FORMAT = 1  # of the file; the buffer has a version of its own
+_FORMAT = 1  # version of the file; the buffer has a separate version
 _OP = "AttentionPlan.load"
-_MOST_ABOUT = 1 << 18  # bytes of its text, of four a character; it has about 2,000 characters
-_CHUNK = 1 << 20  # bytes that are decompressed at once
+_MOST_ABOUT = 1 << 18  # most bytes of the `about` text: about 2,000 characters of 4 bytes
+_CHUNK = 1 << 20  # bytes decompressed at once
 
 
 def write(path: str | os.PathLike[str], buffer: np.ndarray, spec: AttentionSpec) -> None:
@@ -26,15 +26,17 @@ def write(path: str | os.PathLike[str], buffer: np.ndarray, spec: AttentionSpec)
         "spec": spec.to_fields(),
         "kernel_config": spec.kernel_config,
     }
-    with open(path, "wb") as file:  # given a name, savez would append .npz to it
+    with open(path, "wb") as file:  # savez would append .npz to a name
         np.savez_compressed(file, about=np.array(json.dumps(about)), buffer=buffer)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, AttentionSpec]:
-    """The buffer and its spec. Raises ValueError for what this library would not run as planned.
+    """The buffer and spec of a plan file.
 
-    A file is data from outside: nothing of it is unpickled, no more of it is decompressed than its
-    spec has words, and every word that a kernel follows is looked at.
+    Files are untrusted. Nothing is unpickled, at most the spec's number of words is decompressed,
+    and every word that a kernel relies on is checked.
+
+    Raises ValueError for a file that this library cannot run as planned.
     """
     name = os.fspath(path)
     with open(path, "rb") as file:
@@ -45,7 +47,7 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, AttentionSpec]:
                 buffer = _read_words(archive, name, spec.plan_words)
         except _Refusal as refusal:
             raise ValueError(str(refusal)) from None
-        # Whatever zipfile, numpy and json think of bytes that somebody else arranged.
+        # zipfile, numpy and json raise many kinds of exceptions for malformed files.
         except Exception as error:
             raise ValueError(
                 f"{_OP}: path: expected a file of AttentionPlan.save, got {name!r}"
@@ -59,13 +61,13 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, AttentionSpec]:
 
 
 class _Refusal(Exception):
-    """A whole sentence."""
+    """A reason to refuse the file, as a whole sentence."""
 
 
 def _open_array(
     archive: zipfile.ZipFile, member: str
 ) -> tuple[IO[bytes], np.dtype[Any], tuple[int, ...], int]:
-    """The data of an array in the file: its dtype, shape and bytes, which are not read yet."""
+    """Dtype, shape and unread byte stream of an array in the file."""
     info = archive.getinfo(member)
     stream = archive.open(info)
     if np.lib.format.read_magic(stream) != (1, 0):
@@ -96,13 +98,13 @@ def _read_words(archive: zipfile.ZipFile, name: str, num_words: int) -> np.ndarr
     for begin in range(0, num_bytes, _CHUNK):
         part = view[begin : begin + _CHUNK]
         part[:] = stream.read(len(part))
-    if stream.read(1):  # at the end zipfile compares the checksum
+    if stream.read(1):  # zipfile checks the checksum at the end
         raise ValueError(f"buffer.npy: expected {num_bytes} bytes, got more")
     return buffer
 
 
 def _spec(name: str, about: Any) -> AttentionSpec:
-    """The saved spec. Where the number of queues came from a device, it may have to be said."""
+    """The saved spec. num_ctas is set if this device would choose another number of queues."""
     for word, expected in (("format", _FORMAT), ("plan_version", _core.plan_version)):
         if about.get(word) != expected:
             raise _Refusal(

@@ -1,4 +1,4 @@
-"""The plan: a schedule as one int32 buffer that compiled functions take as an argument."""
+"""AttentionPlan: a schedule in one int32 buffer that compiled functions take as an argument."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from jax_attn._xla import ffi
 from jax_attn.masks import BlockMap, check_block_map
 
 _INT32 = np.dtype(np.int32)
-_MAX_PREFIXES = 2**23 - 1  # of a level: a planner sorts all levels' by keys of 26 bits
+_MAX_PREFIXES = 2**23 - 1  # per level: the planner sorts prefixes of all levels by keys of 26 bits
 
 
 class PlanBucket(NamedTuple):
-    """What Unified Attention groups batches by: those of a bucket ask for the same work.
+    """The key by which Unified Attention groups batches: batches of a bucket need the same work.
 
     phase: see AttentionPlan.phase.
     num_qo_tokens: query tokens of the batch.
-    num_shared_pages, num_unique_pages: different pages that shared items read; that others read.
-    num_logits: requests with query tokens: each wants the logits of its last one.
+    num_shared_pages: distinct pages that shared items read.
+    num_unique_pages: distinct pages that other items read.
+    num_logits: requests with query tokens; each needs the logits of its last token.
     """
 
     phase: str
@@ -43,14 +44,16 @@ class PlanBucket(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """A batch's schedule. Pass it to a jitted function like any array: contents never recompile.
+    """The schedule of a batch. Pass it to a jitted function like any array.
 
-    buffer: [spec.plan_words], i32. The only pytree leaf; its shape depends on capacities alone.
-    spec: static. A plan cannot disagree with the kernel it is run with.
+    A pytree: new contents never recompile.
+
+    buffer: [spec.plan_words], i32. The only pytree leaf; its shape depends only on capacities.
+    spec: static. So a plan always matches the kernel that runs it.
 
     The methods read the buffer on the host, so they need a concrete plan, not one inside jit.
 
-    Two decodes over 5 and 20 keys: an item for each and its KV head.
+    In the example, two decodes over 5 and 20 keys give one item each, for the only KV head.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -71,54 +74,63 @@ class AttentionPlan:
         return np.asarray(self.buffer)[begin : begin + num_words]
 
     def header(self) -> dict[str, int]:
-        """Live counts: batch_size, nnz_qo, num_items, num_merge_groups, num_partial_rows, ..."""
+        """The header's counts by name: batch_size, nnz_qo, num_items, num_merge_groups, ..."""
         words = self._section("header", len(HEADER_FIELDS))
         return dict(zip(HEADER_FIELDS, words.tolist(), strict=True))
 
     def fault(self) -> str:
-        """Why a plan that was made on a GPU is faulty, in the words of the ValueError that a plan
-        made on the host would have raised; "" if it is not."""
+        """Why a plan made on a GPU is faulty (bad input, capacity overflow); "" if it is sound.
+
+        The text is the ValueError that planning on the host would have raised.
+        """
         header = self.header()
         words = (header[name] for name in ("fault", "fault_at", "fault_got", "fault_expected"))
         return self.spec.problem.plan_fault(*words)
 
     def queue_indptr(self) -> np.ndarray:
-        """[num_ctas + 1]. Items of queue c: items()[queue_indptr[c] : queue_indptr[c + 1]]."""
+        """[num_ctas + 1]. Queue c has items()[queue_indptr[c] : queue_indptr[c + 1]]."""
         return self._section("queue_indptr", self.spec.kernel_config["num_ctas"] + 1)
 
     def items(self) -> np.ndarray:
-        """[num_items], structured. Fields of WorkItem in csrc/params.h.
+        """[num_items], structured. The work items, with the fields of WorkItem in csrc/params.h.
 
-        num_groups is 0 for an item that writes its results itself; above 1 for one that several
-        requests share, whose query tokens are qo_indices()[first_token : first_token + qo_len].
-        kv_begin and kv_end are positions, or with max_steps entries of steps() times tile_kv.
+        num_groups: 0 for an item that writes its results itself. Above 1 for an item that several
+            requests share; its query tokens are qo_indices()[first_token : first_token + qo_len].
+        kv_begin, kv_end: positions; with max_steps, indices into steps() times tile_kv.
         """
         num_words = self.header()["num_items"] * WORK_ITEM.itemsize // 4
         return self._section("items", num_words).view(WORK_ITEM)
 
     def merge_groups(self) -> np.ndarray:
-        """[num_merge_groups], structured. Fields of MergeGroup in csrc/params.h."""
+        """[num_merge_groups], structured. The fields of MergeGroup in csrc/params.h."""
         num_words = self.header()["num_merge_groups"] * MERGE_GROUP.itemsize // 4
         return self._section("merge_groups", num_words).view(MERGE_GROUP)
 
     def partial_rows(self) -> np.ndarray:
-        """[num_partials]. Group g's partials start at workspace rows
-        partial_rows()[g.partials_begin :: g.partials_step][: g.num_partials], in kv order."""
+        """[num_partials]. Workspace row at which each partial result begins.
+
+        Those of merge group g are partial_rows()[g.partials_begin :: g.partials_step][:
+        g.num_partials], in kv order.
+        """
         return self._section("partial_rows", self.header()["num_partials"])
 
     def qo_indices(self) -> np.ndarray:
-        """[num_shared_tokens]. Rows of q of the tokens of items that requests share."""
+        """[num_shared_tokens]. Rows of q for the query tokens of shared items."""
         return self._section("qo_indices", self.header()["num_shared_tokens"])
 
     def steps(self) -> np.ndarray:
-        """[num_steps], i32, of a spec with max_steps. The step list of each query tile, one behind
-        the other: 2 * step + 1 where the mask is applied, 2 * step where it hides nothing. Item i
-        visits entries kv_begin / tile_kv to kv_end / tile_kv."""
+        """[num_steps], i32. The step lists of all query tiles, concatenated (max_steps only).
+
+        An entry is 2 * step + 1 if the mask is applied, 2 * step if it hides nothing. Item i visits
+        entries kv_begin / tile_kv to kv_end / tile_kv.
+        """
         return self._section("steps", self.header()["num_steps"])
 
     def _kv_spans(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(item, begin, end) of the spans of positions that items visit: one an item, or its steps.
-        begin and end may reach beyond what the item's rows see."""
+        """(item, begin, end) of the position spans that items visit: one per item, or its steps.
+
+        begin and end may reach beyond the keys that the item's rows see.
+        """
         begin, end = items["kv_begin"], items["kv_end"]
         if self.spec.max_steps is None:
             return np.arange(len(items)), begin, end
@@ -132,15 +144,15 @@ class AttentionPlan:
         return item, start, np.minimum(start + tile_kv, kv_lens[items["request"]][item])
 
     def _steps_without_mask(self) -> int:
-        """How many entries step lists would have if the map hid nothing."""
+        """Number of entries that step lists would have if the map hid nothing."""
         spec, items = self.spec, self.items()
         tile_kv = spec.kernel_config["tile_kv"]
-        # Entries of a shared prefix are there once, not for each of its requests.
+        # A shared prefix has its entries once, not once per request.
         shared = items[is_shared(items) & (items["kv_head"] == 0)]
         counts = (shared["kv_end"] - shared["kv_begin"]) // tile_kv
         num_saved = int((counts * (shared["num_groups"] - 1)).sum())
-        # Of items with the same query tokens the first in the lists: where a tile has a prefix to
-        # itself, that comes later, and its positions are made up.
+        # Take the first item in the lists for each set of query tokens. If a tile has a prefix to
+        # itself, that item comes later, and its positions are not real ones.
         items = items[~is_shared(items)]
         items = items[np.lexsort((items["kv_end"], items["kv_begin"], items["first_token"]))]
         _, first = np.unique(items["first_token"], return_index=True)
@@ -156,7 +168,7 @@ class AttentionPlan:
         return int(steps.sum()) - num_saved
 
     def item_costs(self) -> np.ndarray:
-        """[num_items]. What the planner takes an item for, in kv tokens of the smallest tile."""
+        """[num_items]. The planner's cost of each item, in kv tokens of the smallest tile."""
         config, items = self.spec.kernel_config, self.items()
         kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)])
         item_kv_cost = kv_cost[items["tile"]]
@@ -176,51 +188,53 @@ class AttentionPlan:
         return ends[indptr[1:]] - ends[indptr[:-1]]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes spec and buffer to a file (npz), for `load` and `python -m jax_attn.inspect`."""
+        """Write spec and buffer to a file (npz), for `load` and `python -m jax_attn.inspect`."""
         plan_file.write(path, np.asarray(self.buffer), self.spec)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionPlan:
-        """A saved plan. It equals the one that was saved and runs as that does, also on a machine
-        with another number of processors: the number of queues is kept.
+        """Read a saved plan. It equals the plan that was saved and runs like it.
 
-        The file may come from anywhere: what kernels follow is looked at word by word, page ids
-        against the spec's num_pages, or where that is None against the pool when attention runs on
-        CPU. Raises ValueError for another file, for a damaged plan, with section, index, expected
-        and got, or if this version of jax_attn plans or configures kernels otherwise.
+        The number of queues is kept, even on a machine with another number of processors. The file
+        may be untrusted: every word that kernels rely on is checked. Page ids are checked against
+        the spec's num_pages; if that is None, attention on a CPU checks them against the pool.
+
+        Raises ValueError for a file that is no plan, for a damaged plan (with section, index,
+        expected and got), and if this version of jax_attn plans or configures kernels differently.
         """
         return cls(*plan_file.read(path))
 
     def plot(self, path: str | os.PathLike[str], *, item_times: Any = None) -> None:
-        """Draws what every queue does when: predicted, or measured if item_times are given.
+        """Draw the timeline of every queue: predicted, or measured if item_times are given.
 
-        path: .html is a page of its own, where pointing at an item tells about it; .png, .svg and
-            .pdf need matplotlib, which comes with `pip install 'jax_attn[plot]'`.
+        path: .html writes a standalone page that describes the item under the pointer. .png, .svg
+            and .pdf need matplotlib: `pip install 'jax_attn[plot]'`.
         item_times: [num_items, 2], seconds. Begin and end of each item, from any common zero.
 
-        A bar is an item, its colour the request. Items with the query rows of several requests
-        (shared prefixes) are hatched. A line leads from each partial state to the item that
-        completes its merge group.
+        Each bar is an item; its colour is the request. Shared items (query rows of several
+        requests) are hatched. A line leads from each partial state to the item that completes its
+        merge group.
         """
         plot.draw(self, path, item_times)
 
     def with_pages(self, page_indices: Any) -> AttentionPlan:
-        """The same schedule over other pages. Nothing is planned, so that page selection, or a page
-        table of each layer's own, costs a copy of the buffer: also inside jit, where it may differ
-        from layer to layer.
+        """The same schedule over other pages, without planning again.
 
-        page_indices: [n], i32. Page ids in the order of the plan's page_indptr, which stays, as do
-            all lengths. As for `plan`: entries that hold none of a request's kv_len tokens may be
-            anything, and so may those beyond page_indptr[-1].
+        Use it for page selection, or for a separate page table per layer. It costs a copy of the
+        buffer. It works inside jit, too, where the pages may differ from layer to layer.
 
-        Positions are those of the pages as listed, one after the other. Selected pages that leave
-        gaps keep a causal mask right if the pages of the query tokens come last; a window then
-        counts selected tokens. Where it shall not, give the positions: masks.page_positions.
+        page_indices: [n], i32. Page ids in the order of the plan's page_indptr. page_indptr and all
+            lengths stay the same. As for `plan`, entries that hold none of a request's kv_len
+            tokens, and entries beyond page_indptr[-1], may have any value.
+
+        Positions count through the pages in the order listed. If selected pages leave gaps, a
+        causal mask stays correct if the pages of the query tokens come last, but a window counts
+        selected tokens. For true positions use masks.page_positions.
 
         Raises ValueError for a ragged plan, for fewer entries than the plan's pages, or for a page
-        id out of range; NotImplementedError for a spec with share_prefixes=True, because requests
-        that share work need not have pages in common any more. For traced arrays with such contents
-        the plan is faulty: attention on a CPU raises the sentence, on CUDA see `plan`.
+        id out of range. Raises NotImplementedError for a spec with share_prefixes=True, because
+        requests that share work might no longer have the same pages. For traced arrays with such
+        contents the plan is faulty: attention on a CPU raises the error; for CUDA see `plan`.
         """
         spec, op = self.spec, "AttentionPlan.with_pages"
         if not spec.is_paged:
@@ -261,10 +275,11 @@ class AttentionPlan:
         return AttentionPlan(buffer, spec)
 
     def phase(self) -> str:
-        """Three letters, as in vLLM's unified attention, "-" for what the batch has not: `c`, items
-        with a causal border, where a query token does not see a later one of its chunk; `s`, spans
-        shared by requests; `u`, spans of one request that all rows of an item see. Decodes are
-        "--u", with a prefix in common "-su"; a prompt beside them "csu".
+        """Three letters, as in vLLM's unified attention, with "-" for a kind that does not occur.
+
+        `c`: items with a causal border, where a query token does not see later tokens of its chunk.
+        `s`: spans shared by requests. `u`: spans of one request that all rows of an item see.
+        Decodes are "--u", decodes with a common prefix "-su", and these with a prompt "csu".
         """
         items = self.items()
         shared = is_shared(items)
@@ -276,7 +291,7 @@ class AttentionPlan:
         return "".join(letter if x else "-" for letter, x in zip("csu", have, strict=True))
 
     def bucket(self) -> PlanBucket:
-        """The batch's size in the terms that decide what a step costs. Ragged kv has no pages."""
+        """The batch's sizes that determine the cost of a step. A ragged batch has no pages."""
         header, shared = self.header(), is_shared(self.items())
         qo_lens = np.diff(self._section("qo_indptr", header["batch_size"] + 1))
         return PlanBucket(
@@ -288,13 +303,13 @@ class AttentionPlan:
         )
 
     def _num_pages(self, chosen: np.ndarray) -> int:
-        """Different pages that the chosen items read."""
+        """Number of distinct pages that the chosen items read."""
         page_size, items = self.spec.page_size, self.items()[chosen]
         if page_size is None:
             return 0
         indices = self._section("page_indices", self.header()["nnz_kv"])
         item, kv_begin, kv_end = self._kv_spans(items)
-        if self.spec.fresh_kv:  # pages of new tokens alone are not read
+        if self.spec.fresh_kv:  # pages with only new tokens are not read
             batch_size = self.header()["batch_size"]
             qo_lens = np.diff(self._section("qo_indptr", batch_size + 1))
             cached = self._section("kv_lens", batch_size) - qo_lens
@@ -305,9 +320,9 @@ class AttentionPlan:
         return len(set().union(*(indices[b:e].tolist() for b, e in zip(begin, end, strict=True))))
 
     def describe(self) -> str:
-        """What the schedule does, in words: items, queues, imbalance, splits, workspace.
+        """A text summary of the schedule: items, queues, imbalance, splits, workspace.
 
-        Of a faulty plan: what is wrong with its batch.
+        For a faulty plan, the text says what is wrong with its batch.
         """
         if fault := self.fault():
             return fault
@@ -372,7 +387,7 @@ def plan(
     block_map: BlockMap | None = None,
     buffer: np.ndarray | None = None,
 ) -> AttentionPlan:
-    """Schedules one batch: on the host, or inside a compiled function for traced arrays.
+    """Schedule one batch on the host or, for traced arrays, inside a compiled function.
 
     qo_indptr: [batch_size + 1], i32. Query tokens of request r are rows
         [qo_indptr[r], qo_indptr[r + 1]) of q. A request may have none.
@@ -380,43 +395,46 @@ def plan(
     page_indptr: [batch_size + 1], i32, pages (paged). Offsets into page_indices; a request may own
         more pages than kv_len needs.
     page_indices: [>= page_indptr[-1]], i32 (paged). Page ids; only the first
-        ceil(kv_len / page_size) of a request are read, the rest may hold anything.
+        ceil(kv_len / page_size) of a request are read, the rest may have any value.
     kv_indptr: [batch_size + 1], i32, tokens (ragged). Rows of k and v of each request; None: the
         requests lie back to back, cumsum(kv_lens).
     q_offsets: [batch_size], i32. kv position of each request's first query token; None:
         kv_len - qo_len, as in decode and chunked prefill. Positions stay within (-2^30, 2^30).
-    prefix_levels: what requests share, level by level, the outermost first (at most 8); None: found
-        from equal leading pages, if spec.share_prefixes. Each level is a pair of arrays, i32:
+    prefix_levels: the shared prefixes, level by level, outermost first (at most 8). None: the
+        planner finds them from equal leading pages, if spec.share_prefixes. Each level is a pair of
+        arrays, i32:
         request_indptr: [num_prefixes + 1], requests, from 0 to batch_size. Requests
-            [request_indptr[i], request_indptr[i + 1]) have prefix i. There may be none, so that
-            arrays of one shape serve any batch. Every border of a level is one of the next, too.
+            [request_indptr[i], request_indptr[i + 1]) have prefix i. The range may be empty, so
+            arrays of one shape serve any batch. Each border of a level is also a border of the next
+            level.
         prefix_lens: [num_prefixes], tokens from position 0. That many leading tokens of these
-            requests lie in the same pages, as far as they fill pages; 0: nothing is shared.
-        Requests without query tokens are passed over. Of what is told, the planner shares what is
-        predicted to pay, as of what it finds. FlashInfer's multi-level cascade (arXiv 2501.01005,
-        section 3.1.2) is told the same, as a qo_indptr and a page table a level.
-    block_map: which blocks of queries and keys a mask hides or shows, for a spec with max_steps,
-        else None. What it hides gets no work, beside what the causal mask and windows hide.
-    buffer: [spec.plan_words], i32. Host memory for the plan, every word of which is written: that
-        of a plan that nobody reads any more, or a part of a larger array. None: that of an earlier
-        plan of the spec that nobody holds, else new memory.
+            requests lie in the same pages, counted in whole pages; 0: nothing is shared.
+        Requests without query tokens are skipped. A prefix is shared only if the cost model
+        predicts a speed-up. FlashInfer's multi-level cascade (arXiv 2501.01005, section 3.1.2)
+        takes the same information as a qo_indptr and a page table per level.
+    block_map: the blocks of queries and keys that a mask hides or shows, for a spec with max_steps,
+        else None. Hidden blocks get no work, like blocks that the causal mask and windows hide.
+    buffer: [spec.plan_words], i32. Host memory for the plan; every word is written. It may be the
+        buffer of a plan that is no longer read, or part of a larger array. None: the memory of an
+        earlier plan of the spec that is no longer referenced, else new memory.
 
-    Returns a plan. Made of host arrays its buffer is a host array: hand it to a jitted function as
-    it is, or device_put it once when many functions use it. Made of traced arrays it has the same
-    bits, so that a whole decode loop, planning included, is one executable: on CPU the host planner
-    runs inside it. On CUDA a kernel does, which looks for no shared prefixes: its bits are those of
-    the host planner for prefix_levels=(), nothing shared, unless it is told prefix_levels.
+    Returns a plan. For host arrays its buffer is a host array: pass it to a jitted function as it
+    is, or device_put it once if many functions use it. For traced arrays it has the same bits, so a
+    whole decode loop, planning included, can be one executable. On CPU the host planner runs inside
+    it. On CUDA a kernel plans and does not search for shared prefixes: without prefix_levels its
+    bits equal those of the host planner with prefix_levels=(), where nothing is shared.
 
     Raises ValueError that names argument, expected and got (and the capacity to raise) before
     anything runs. For traced arrays on CPU the same sentence comes at run time, as the exception
-    that JAX makes of a failing custom call (JaxRuntimeError or ValueError).
+    that JAX raises for a failing custom call (JaxRuntimeError or ValueError).
 
-    A kernel cannot raise. For a batch that would be refused, a plan made of traced arrays on CUDA
-    is faulty: attention over it gives NaN in every row of o and lse, append_kv writes nothing, and
-    nothing is read out of bounds. `plan.fault()` and `plan.describe()` say the sentence once the
-    buffer is on the host, and with JAX_ATTN_CHECK=1 attention and append_kv raise it.
+    Plans made inside jit on CUDA cannot raise. For bad input the plan is faulty: attention over it
+    gives NaN in every row of o and lse, append_kv writes nothing, and nothing is read out of
+    bounds. `plan.fault()` and `plan.describe()` give the reason once the buffer is on the host.
+    With JAX_ATTN_CHECK=1 attention and append_kv raise it.
 
-    Two requests in pages of 16 tokens: a prompt of 5 tokens, and a decode over 20 keys.
+    The example has two requests in pages of 16 tokens: a prompt of 5 tokens, and a decode over 20
+    keys.
 
     >>> import numpy as np
     >>> import jax_attn as ja
@@ -460,11 +478,11 @@ def plan(
     lens = _int32(xp, "kv_lens", kv_lens)
     qo = _int32(xp, "qo_indptr", qo_indptr, len(lens) + 1)
     if starts[1] is None:
-        # int64 on the host: a sum that does not fit int32 must be refused, not wrapped.
+        # int64 on the host: a sum that overflows int32 must be refused, not wrapped.
         total = np.cumsum(lens, dtype=np.int64) if xp is np else jnp.cumsum(lens)
         starts = ("kv_indptr", xp.concatenate([xp.zeros(1, total.dtype), total]))
     indptr = _int32(xp, *starts, len(lens) + 1)
-    # Not of a list: XLA's partitioner (jax 0.11.2) crashes over constants that nobody reads.
+    # Not made from a list: XLA's partitioner (jax 0.11.2) crashes on constants that are not read.
     no_pages = xp.empty(0, np.int32) if page_indices is None else page_indices
     pages = _int32(xp, "page_indices", no_pages)
     offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
@@ -483,7 +501,7 @@ def plan(
         return AttentionPlan(buffer, spec)
     if buffer is not None:
         raise ValueError("plan: buffer: expected None for traced arrays, got an array.")
-    if len(lens) > spec.max_batch:  # shapes are known now
+    if len(lens) > spec.max_batch:  # shapes are checked here
         raise ValueError(
             f"plan: batch_size: expected at most max_batch = {spec.max_batch}, got {len(lens)};"
             " raise max_batch of the AttentionSpec."
@@ -496,8 +514,11 @@ def plan(
 def _place_pages(
     xp: Any, spec: AttentionSpec, buffer: Any, pages: Any
 ) -> tuple[Any, Any, tuple[Any, Any, Any, Any]]:
-    """`pages` as the section page_indices of a plan, its max_page_id, and the words of a PlanFault,
-    whose code is 0 if there is none."""
+    """Lay out new pages in a plan.
+
+    Returns the section page_indices with these `pages`, max_page_id, and the words of a PlanFault
+    (code 0: no fault).
+    """
     assert spec.max_kv_pages is not None and spec.page_size is not None
     begin = {name: spec.layout[name] for name in ("header", "kv_lens", "kv_indptr")}
     header = buffer[begin["header"] : begin["header"] + len(HEADER_FIELDS)]
@@ -542,7 +563,7 @@ def _check_levels(prefix_levels: Any) -> None:
 def _levels(
     xp: Any, prefix_levels: Sequence[tuple[Any, Any]], spec: AttentionSpec
 ) -> tuple[Any, Any]:
-    """The levels as two arrays, padded with prefixes of no request."""
+    """The levels as two arrays, padded with prefixes that have no requests."""
     if prefix_levels and not spec.share_prefixes:
         raise ValueError(
             "plan: prefix_levels: expected None for a spec with share_prefixes=False, got"
@@ -584,11 +605,11 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = 
             return value
     try:
         array = value if xp is np and type(value) is np.ndarray else xp.asarray(value)
-    except (TypeError, ValueError, OverflowError):  # lists in lists of other lengths, objects
+    except (TypeError, ValueError, OverflowError):  # nested lists of unequal lengths, objects
         raise ValueError(
             f"{op}: {name}: expected a 1-d integer array, got {value!r:.100}."
         ) from None
-    if array.size == 0 and array.dtype.kind == "f":  # of an empty list
+    if array.size == 0 and array.dtype.kind == "f":  # from an empty list
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
@@ -611,7 +632,7 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = 
 
 
 def traced_int32(array: Any) -> jax.Array:
-    """What does not fit becomes the nearest that does, and so stays out of any range."""
+    """The array as int32. Values that overflow saturate, so they stay out of any valid range."""
     if array.dtype in (np.uint32, np.uint64):
         array = jnp.minimum(array, np.array(2**31 - 1, array.dtype))
     elif array.dtype == np.int64:

@@ -1,4 +1,4 @@
-"""Pictures of a schedule: the queue of each CTA over time. See AttentionPlan.plot."""
+"""Plots of a schedule: the queue of each CTA over time. See AttentionPlan.plot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jax_attn._spec.spec import AttentionSpec
 
 _FIGURES = (".png", ".svg", ".pdf")
 _SHARED_COLOR = "#8a8f98"
-_MAX_IN_LEGEND = 12  # requests; beyond it colours repeat, more or less
+_MAX_IN_LEGEND = 12  # requests; with more of them colours are hard to tell apart
 
 
 class Schedule(Protocol):
-    """What is drawn of an AttentionPlan, whose methods these are."""
+    """The methods of AttentionPlan that plots use."""
 
     @property
     def spec(self) -> AttentionSpec: ...
@@ -37,7 +37,7 @@ class Schedule(Protocol):
 
 
 class Timeline(NamedTuple):
-    """What a picture shows, whether as a page or as a figure. The label has the unit of time."""
+    """The data of a plot, for a page or a figure."""
 
     queue: np.ndarray  # [num_items]
     begin: np.ndarray  # [num_items], when each item begins
@@ -45,7 +45,7 @@ class Timeline(NamedTuple):
     request: np.ndarray  # [num_items]; -1: several requests share the item
     links: np.ndarray  # [num_links, 2]: an item with a partial state, the item that merges it
     num_queues: int
-    label: str  # of the time axis
+    label: str  # of the time axis, with its unit
 
     @property
     def length(self) -> float:
@@ -55,10 +55,10 @@ class Timeline(NamedTuple):
 def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
     """The times of a plan's items.
 
-    item_times: [num_items, 2], seconds, as jax_attn.item_times returns them; shown in µs from the
-        first begin on. None: the costs that the planner predicts, queue by queue.
+    item_times: [num_items, 2], seconds, as jax_attn.item_times returns them; shown in µs since the
+        first begin. None: the planner's predicted costs, queue by queue.
 
-    Raises ValueError for item_times of another shape, or that end before they begin.
+    Raises ValueError for item_times of another shape, or if an item ends before it begins.
     """
     items, indptr = plan.items(), plan.queue_indptr()
     queue = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
@@ -85,15 +85,18 @@ def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
 
 
 def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Pairs of items without duplicates: from each item with a partial state to the item that
-    completes its merge group, and from that item to the one that completes the parent group."""
+    """Pairs of items that a plot links, without duplicates.
+
+    One link leads from each item with a partial state to the item that completes its merge group,
+    and one from that item to the item that completes the parent group.
+    """
     counts = items["num_groups"]
     item = np.repeat(np.arange(len(items)), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     group = items["merge_idx"][item] + np.arange(len(item)) - first
     by_end = np.argsort(end[item], kind="stable")
     last = np.full(len(parent), -1)
-    last[group[by_end]] = item[by_end]  # the latest assignment of a group stays
+    last[group[by_end]] = item[by_end]  # the last assignment of a group wins
     children = np.flatnonzero(parent >= 0)
     by_end = children[np.lexsort((last[children], end[last[children]]))]
     last[parent[by_end]] = last[by_end]
@@ -104,10 +107,10 @@ def _links(items: np.ndarray, parent: np.ndarray, end: np.ndarray) -> np.ndarray
 
 
 def draw(plan: Schedule, path: str | os.PathLike[str], item_times: Any) -> None:
-    """AttentionPlan.plot.
+    """Write the plot of AttentionPlan.plot.
 
-    Raises ValueError for another suffix of path or for item_times that do not fit the plan,
-    ImportError if a figure is wanted and matplotlib is missing.
+    Raises ValueError for an unknown suffix of path or for item_times that do not fit the plan,
+    ImportError if a figure needs matplotlib and it is missing.
     """
     path = pathlib.Path(path)
     if path.suffix not in (".html", *_FIGURES):
@@ -127,14 +130,14 @@ def draw(plan: Schedule, path: str | os.PathLike[str], item_times: Any) -> None:
 def _color(request: int) -> str:
     if request < 0:
         return _SHARED_COLOR
-    # Steps of the golden angle: neighbours differ, and so do any few requests.
+    # Hues in steps of the golden angle: those of any few requests differ.
     hue, lightness = request * 0.618034 % 1.0, (0.62, 0.5, 0.72)[request % 3]
     rgb = colorsys.hls_to_rgb(hue, lightness, 0.6)
     return "#" + "".join(f"{round(255 * x):02x}" for x in rgb)
 
 
 def _legend(times: Timeline) -> list[tuple[str, int]]:
-    """(text, request) of each entry. With many requests, only the colour of shared items."""
+    """(text, request) of each legend entry. With many requests, only that of shared items."""
     requests = np.unique(times.request)
     entries = [("shared by several requests", -1)] if -1 in requests else []
     requests = requests[requests >= 0]
@@ -143,9 +146,9 @@ def _legend(times: Timeline) -> list[tuple[str, int]]:
     return entries
 
 
-# ---- a page of its own ---------------------------------------------------------------------------
+# ---- HTML page -----------------------------------------------------------------------------------
 
-_WIDTH = 1200  # of the time axis, in pixels
+_WIDTH = 1200  # width of the time axis, in pixels
 
 
 def _page(plan: Schedule, times: Timeline, title: str, about: str) -> str:
@@ -170,7 +173,7 @@ def _page(plan: Schedule, times: Timeline, title: str, about: str) -> str:
         f'<text x="{t * x:.1f}" y="{height + 16}">{t:g}</text>'
         for t in _ticks(times.length)
     ]
-    step = max(1, -(-14 // row))  # queues from label to label
+    step = max(1, -(-14 // row))  # queues between two labels
     axis += [
         f'<text class="queue" x="-6" y="{(q + 0.5) * row + 4}">{q}</text>'
         for q in range(0, times.num_queues, step)
@@ -225,13 +228,13 @@ def _tell(plan: Schedule, times: Timeline) -> list[str]:
 
 
 def _ticks(length: float) -> list[float]:
-    """Round numbers from 0 to length, about five to ten of them."""
+    """About five to ten round numbers from 0 to length."""
     step = 10.0 ** np.floor(np.log10(length))
     step *= next(f for f in (1, 0.5, 0.2, 0.1) if length / (step * f) >= 5)
     return [float(t) for t in np.arange(0, length * 1.0001, step)]
 
 
-# ---- a figure ------------------------------------------------------------------------------------
+# ---- matplotlib figure ---------------------------------------------------------------------------
 
 
 def _figure(times: Timeline, title: str, path: pathlib.Path) -> None:

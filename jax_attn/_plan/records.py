@@ -1,4 +1,4 @@
-"""The records of a plan's buffer: fields of csrc/params.h, in order, int32 each."""
+"""The records of a plan's buffer: the int32 fields of csrc/params.h, in order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ WORK_ITEM = np.dtype([(name, np.int32) for name in (
 )])  # fmt: skip
 MERGE_GROUP = np.dtype([(name, np.int32) for name in (
     "qo_begin", "qo_len", "kv_head", "num_partials", "partials_begin",
-    "partials_step", "parent", "first_place",
+    "partials_step", "parent", "first_offset",
 )])  # fmt: skip
 
 
 def is_shared(items: Any) -> Any:
-    """Whether an item, or each of an array of them, has query tokens of several requests, which
-    qo_indices lists."""
+    """Whether an item (or each item of an array) has query tokens of several requests.
+
+    qo_indices lists these tokens.
+    """
     return items["num_groups"] > 1
 
 
 def is_final(items: Any) -> Any:
-    """Whether an item, or each of an array of them, writes o and lse itself."""
+    """Whether an item (or each item of an array) writes o and lse itself."""
     return items["num_groups"] == 0

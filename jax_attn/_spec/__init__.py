@@ -1,1 +1,1 @@
-"""AttentionSpec: what selects a kernel and fixes shapes; formats, targets, tuning. Private."""
+"""AttentionSpec, which selects a kernel and fixes shapes; formats, targets, tuning. Private."""

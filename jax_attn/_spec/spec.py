@@ -1,4 +1,4 @@
-"""AttentionSpec: the static half of a batch."""
+"""AttentionSpec, the static half of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_attn._spec.formats import DTYPES, E4M3, FLOAT8, FORMATS, FOUR_BITS, HEA
 from jax_attn._spec.target import TARGETS, default_target, largest_head_dim, parse_target
 from jax_attn._variant.variant import Variant
 
-# Whose codes the target multiplies.
+# (target, kv_dtype) pairs whose kernels multiply 8-bit values.
 _EIGHT_BIT_PRODUCTS = (("cpu", "int8"), ("sm_90", E4M3))
 _SCHEDULES = ("balanced", "fixed_split", "no_split", "auto")  # order of Schedule
 _MAX_INT32 = 2**31 - 1
@@ -25,10 +25,10 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The static half of a batch: what selects a kernel or fixes the shape of an array.
+    """The static half of a batch: everything that selects a kernel or fixes an array's shape.
 
     One compiled kernel and one set of buffers serve every batch of a spec. Lengths and page tables
-    are data. They are in the plan, so new ones never recompile. Lengths are in tokens.
+    are data in the plan, so new ones never recompile. Lengths are in tokens.
 
     Heads and dtypes
         num_qo_heads, num_kv_heads: the group size, num_qo_heads / num_kv_heads, is 1 to 16.
@@ -39,65 +39,66 @@ class AttentionSpec:
             cache is one array, a kernel reads each of its rows once for both, and v is None
             everywhere. Up to 128 query heads, head_dim_qk up to 576, head_dim_vo up to 512. On
             CUDA: bfloat16 or float16, head_dim_qk a multiple of 16, head_dim_vo of 128.
-        dtype: of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
-        kv_dtype: of k and v, or of their pages (docs/formats.md): None (dtype), float8_e4m3fn,
-            float8_e5m2, int8, mxfp4, nvfp4 or int4, all but float8 in pages alone and not with mla.
-            append_kv takes k_new and v_new in dtype. An element of float8 and nvfp4 stands for its
-            value times the k_scale or v_scale of its head, with mla times k_scale, as key and as
-            value. Formats but float8 have scales of their own, which append_kv makes, and pages of
-            bytes whose shape kv_shapes says. On CUDA: a 16-bit dtype, head dims that are multiples
-            of 16, and of these pages that are multiples of 16 bytes.
-        q_dtype: of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
-        eight_bit_products: True: q, and the weights that meet v, are rounded to codes of kv_dtype
-            too, and codes are multiplied (docs/formats.md says how and what it costs). With int8 on
-            a CPU and with float8_e4m3fn on sm_90; not with a variant without softmax. False: codes
-            become dtype, and the formats of k and v are the only source of errors.
+        dtype: dtype of q, k, v and o: bfloat16, float16 or float32. Accumulation is float32.
+        kv_dtype: format of k and v or of their pages (docs/formats.md): None (dtype),
+            float8_e4m3fn, float8_e5m2, int8, mxfp4, nvfp4 or int4. Formats other than float8 are
+            for pages only, and not with mla. append_kv takes k_new and v_new in dtype. An element
+            of float8 or nvfp4 stands for its value times the k_scale or v_scale of its head; with
+            mla, times k_scale, both as key and as value. Formats other than float8 also have scales
+            in the pages, which append_kv computes; their pages are bytes, with the shapes of
+            kv_shapes. On CUDA: a 16-bit dtype, head dims that are multiples of 16, and for these
+            formats pages whose sizes are multiples of 16 bytes.
+        q_dtype: dtype of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
+        eight_bit_products: True: q and P are rounded to 8-bit values of kv_dtype, too, and matmuls
+            multiply these (docs/formats.md says how and what it costs). Needs int8 on a CPU or
+            float8_e4m3fn on sm_90, and a softmax. False: quantized values are converted to dtype,
+            and the formats of k and v are the only source of quantization errors.
     Logits
-        sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). With mla it is required:
-            the model's own scale, that of its heads before absorption.
+        sm_scale: logits = sm_scale * (q . k). None: 1 / sqrt(head_dim_qk). Required with mla: the
+            model's scale for its heads before absorption.
         logits_soft_cap: c > 0: logits = c * tanh(logits / c), before the masks. 0: off.
         causal: a query token sees no later position; the same as window_right=0. Query token i of
             a request is at position kv_len - qo_len + i.
         window_left, window_right: a query token at position p sees positions
             [p - window_left, p + window_right]. -1: no limit on that side.
-        variant: logits and masks of your own, a jax_attn.Variant, or None. It gets the
-            logits after the soft cap; what it lets a query see, causal and windows may still hide.
+        variant: custom logits and masks, a jax_attn.Variant, or None. It gets the logits after the
+            soft cap. The causal mask and windows apply in addition to its mask.
     Storage
         page_size: tokens per page. None: k and v are ragged arrays, not a paged cache.
         fresh_kv: attention reads the keys and values of the query tokens from k_new and v_new, and
             those of earlier tokens from the pages. It does not read what the pages hold for the
             query tokens, so append_kv may run before it, after it or never.
-        num_pages: pages in the pool of one layer. The planner then refuses page ids beyond it.
-            None: the planner refuses negative ids only, and attention on a CPU checks the rest.
-    Capacities. They fix shapes and never change the bits of a result.
+        num_pages: pages in the pool of one layer. The planner refuses page ids beyond it. None: the
+            planner refuses only negative ids, and attention on a CPU checks the rest.
+    Capacities (they fix shapes and never change the bits of a result)
         max_batch: requests. max_qo_tokens: query tokens, and exactly the rows of q and o.
         max_kv_pages: entries of page_indices (paged). max_kv_tokens: rows of k and v (ragged).
         max_items, max_partial_rows: sizes of sections of the plan and of the workspace. None:
-            enough for any batch; with fixed_split, enough for any batch of decodes. If one is too
-            small, the planner raises and names it.
-        max_steps: entries of step lists (masks that save work): then `plan` takes a block_map, and
-            each query tile visits only the steps of tile_kv keys where the map says that its rows
-            see something. (max_batch + max_qo_tokens // query tokens of the largest tile) *
-            ceil(longest kv_len / tile_kv) hold any batch; if a batch needs more than there are, the
-            planner says how many. None: no step lists.
+            enough for any batch; with fixed_split, enough for any batch of decodes. If one
+            overflows, the planner raises and names it.
+        max_steps: capacity of step lists, for masks that save work. `plan` then takes a block_map,
+            and each query tile visits only those steps of tile_kv keys that its rows see according
+            to the map. (max_batch + max_qo_tokens // query tokens of the largest tile) *
+            ceil(longest kv_len / tile_kv) entries hold any batch. If a batch overflows them, the
+            planner says how many it needs. None: no step lists.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
-            2501.01005, Algorithm 1). If that leaves queues uneven, shorter chunks or equal ranges
+            2501.01005, Algorithm 1). If that leaves queues uneven: shorter chunks or equal ranges
             (LeanAttention, arXiv 2405.10480).
             "fixed_split": chunks of kv_split tokens. The bits of a request do not depend on the
-            batch it is in.
-            "no_split": no keys are split (FlashAttention-2, arXiv 2307.08691).
-            "auto": tries what "balanced" tries, chunks twice as long and no split; takes the one
+            other requests of the batch.
+            "no_split": keys are not split (FlashAttention-2, arXiv 2307.08691).
+            "auto": tries balanced chunks, chunks twice as long, and no split; takes the one
             predicted to be fastest.
         kv_split: tokens per chunk of fixed_split, a multiple of the kernel's tile_kv. None: 1024.
         share_prefixes: the planner looks for requests whose first pages have the same ids, and
-            attends to the shared keys once for all of them, if it predicts a speed-up. With
-            fixed_split this changes no bits. None: True for a paged cache, unless no_split, or
-            the variant asks for the request, the position, the row or the lengths of a query,
-            which queries of a shared prefix do not have in common, or with max_steps. There, but
-            not with fixed_split, True shares those leading steps that the map shows in full to
-            every query, and so the mask may ask for anything.
-        target: "cpu", or "sm_90" and the like. None: that of jax.default_backend() now.
+            attends to the shared keys once for all of them if it predicts a speed-up. With
+            fixed_split this changes no bits. None: True for a paged cache, except with no_split,
+            with max_steps, or with a variant that reads the request, position, row or lengths of a
+            query, which differ between the queries of a shared prefix. With max_steps, True shares
+            the leading steps that the map shows in full to every query, so the variant's mask (not
+            its logits) may read these; this is not supported with fixed_split.
+        target: "cpu", or "sm_90" and the like. None: the current jax.default_backend().
         num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
     Raises ValueError for an argument out of range, NotImplementedError for a legal one that no
@@ -149,10 +150,10 @@ class AttentionSpec:
 
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.generic):
-                settle(field.name, value.item())  # a spec is hashed, and written to files
+                settle(field.name, value.item())  # specs are hashed, and written to files
         settle("dtype", _dtype_name(self.dtype))
         for name in ("kv_dtype", "q_dtype"):
-            settle(name, self._operand_dtype(name))  # None is the one way to say dtype
+            settle(name, self._operand_dtype(name))  # None is the only form of "same as dtype"
         if self.q_dtype == E4M3 != self.kv_dtype:
             _refuse("q_dtype", f"None unless kv_dtype={E4M3!r}", self.q_dtype)
         for name in ("mla", "causal", "fresh_kv", "eight_bit_products"):
@@ -194,7 +195,7 @@ class AttentionSpec:
         settle("target", default_target() if self.target is None else self.target)
         if not isinstance(self.target, str):
             _refuse("target", TARGETS, self.target)
-        parse_target(self.target)  # refuses what it does not know
+        parse_target(self.target)  # raises for an unknown target
         self._check_head_dims()
         if self.mla:
             self._check_mla()
@@ -301,7 +302,7 @@ class AttentionSpec:
                     f"AttentionSpec: {name}: with kv_dtype={self.kv_dtype!r} multiples of 16 are"
                     f" supported on CUDA, got {getattr(self, name)}."
                 )
-        # Kernels copy vectors of 16 bytes, which hold parts of rows but whole pages.
+        # Kernels copy vectors of 16 bytes, which may cross rows but not pages.
         for shape in self.kv_shapes(self.page_size or 1):
             if self.kv_dtype not in FLOAT8 and shape is not None and math.prod(shape) % 16:
                 raise NotImplementedError(
@@ -335,7 +336,7 @@ class AttentionSpec:
             )
 
     def _settle_storage(self, settle: Any) -> None:
-        """Exactly the capacities that the storage has: pages or tokens."""
+        """Require exactly the capacities of the storage: pages or tokens."""
         if self.fresh_kv and self.page_size is None:
             _refuse("fresh_kv", "False with page_size=None; append the new tokens to k and v", True)
         if self.fresh_kv and self.mla:
@@ -374,7 +375,7 @@ class AttentionSpec:
                     " schedule='balanced' or 'auto', got 'fixed_split'."
                 )
         elif has_lists:
-            can_share = False  # unless asked for
+            can_share = False  # unless requested
         variant = self.variant
         if variant is not None and (
             variant.logits_need_own_rows if has_lists else variant.needs_own_rows
@@ -404,17 +405,17 @@ class AttentionSpec:
             _refuse("kv_split", "None unless schedule='fixed_split'", self.kv_split)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies and pickles: the fields, not what was computed of them."""
+        """State for copies and pickles: the fields, without cached properties."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def to_fields(self) -> dict[str, Any]:
-        """The fields as JSON knows them, for files."""
+        """The fields as JSON values, for files."""
         variant = self.variant and {"words": self.variant.words, "names": self.variant.names}
         return {**self.__getstate__(), "variant": variant}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> AttentionSpec:
-        """The spec of to_fields. Raises as AttentionSpec does, for data from outside too."""
+        """The spec of to_fields' result, which may be untrusted. Raises like AttentionSpec."""
         variant = fields.get("variant")
         if variant is None:
             return cls(**fields)
@@ -424,7 +425,7 @@ class AttentionSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a kv head."""
+        """Number of query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
     @functools.cached_property
@@ -439,22 +440,22 @@ class AttentionSpec:
 
     @property
     def dtype_of_kv(self) -> str:
-        """The name of the dtype of k and v, or of their pages: uint8 of four bits."""
+        """The name of the dtype of k and v, or of their pages: uint8 for 4-bit formats."""
         return "uint8" if self.kv_dtype in FOUR_BITS else self.kv_dtype or self.dtype
 
     @property
     def is_quantized(self) -> bool:
-        """Whether k and v are codes, of kv_dtype."""
+        """Whether k and v are quantized to kv_dtype."""
         return self.kv_dtype is not None
 
     @property
     def has_head_scales(self) -> bool:
-        """Whether k_scale and v_scale belong to k and v: of float8 and nvfp4."""
+        """Whether k and v have a k_scale and v_scale per head: float8 and nvfp4."""
         return self.kv_dtype in HEAD_SCALED
 
     @property
     def is_paged(self) -> bool:
-        """Whether k and v are a paged cache; else they are ragged arrays."""
+        """Whether k and v are a paged cache; otherwise they are ragged arrays."""
         return self.page_size is not None
 
     @property
@@ -465,21 +466,21 @@ class AttentionSpec:
 
     @property
     def q_shape(self) -> tuple[int, int, int]:
-        """[max_qo_tokens, num_qo_heads, head_dim_qk]"""
+        """The shape of q: [max_qo_tokens, num_qo_heads, head_dim_qk]."""
         return self.max_qo_tokens, self.num_qo_heads, self.head_dim_qk
 
     @property
     def o_shape(self) -> tuple[int, int, int]:
-        """[max_qo_tokens, num_qo_heads, head_dim_vo]"""
+        """The shape of o: [max_qo_tokens, num_qo_heads, head_dim_vo]."""
         return self.max_qo_tokens, self.num_qo_heads, self.value_dim
 
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """[*lead, num_kv_heads, head_dim_qk] of k, and the shape of v; with mla v has none: None.
+        """The shapes of k, [*lead, num_kv_heads, head_dim_qk], and v; None for v with mla.
 
-        Instead of its head_dim, a row of int8 has head_dim + 4 bytes. Rows of mxfp4, nvfp4 and int4
-        have head_dim / 2, and 1 for every 32 elements, 1 for every 16 and 2 for every 32.
+        A row of int8 has head_dim + 4 bytes in place of head_dim. A row of mxfp4, nvfp4 or int4 has
+        head_dim / 2 bytes, plus 1 for every 32 elements, 1 for every 16, or 2 for every 32.
 
-        lead: (max_kv_tokens,) of ragged arrays, (num_pages, page_size) of pages.
+        lead: (max_kv_tokens,) for ragged arrays, (num_pages, page_size) for pages.
         """
         rows = (*lead, self.num_kv_heads)
         k = (*rows, row_bytes(self.kv_dtype, self.head_dim_qk))
@@ -487,7 +488,7 @@ class AttentionSpec:
 
     @property
     def new_kv_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """[max_qo_tokens, num_kv_heads, head_dim_qk] of k_new, and the shape of v_new or None."""
+        """The shapes of k_new, [max_qo_tokens, num_kv_heads, head_dim_qk], and v_new or None."""
         rows = (self.max_qo_tokens, self.num_kv_heads)
         return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
 
@@ -531,7 +532,7 @@ class AttentionSpec:
         problem = _core.Problem(spec, overrides, self.program_words)
         if arch:
             tuning.refuse_foreign_gpu(arch)
-        if arch and not self.eight_bit_products:  # which have no other loop
+        if arch and not self.eight_bit_products:  # these have no fallback loop
             _tell_fallback(arch, FORMATS.index(self.q_dtype))
         if _environment.print_config:
             print(_explain(self, problem))
@@ -539,12 +540,12 @@ class AttentionSpec:
 
     @property
     def program_words(self) -> list[int]:
-        """The program of the variant; none without one."""
+        """The words of the variant's program; empty without a variant."""
         return [] if self.variant is None else list(self.variant.words)
 
     @functools.cached_property
     def problem_words(self) -> np.ndarray:
-        """The FFI attribute that carries spec and configuration: int64 words."""
+        """The FFI attribute with spec and configuration: int64 words."""
         return np.asarray(self.problem.words, np.int64)
 
     @functools.cached_property
@@ -570,7 +571,7 @@ class AttentionSpec:
 
 @functools.cache
 def _tell_fallback(arch: int, q_format: int) -> None:
-    """Warns, once per architecture, that it runs a main loop that is not made for it."""
+    """Warn once per architecture that its main loop is a fallback, made for another one."""
     if sentence := _core.describe_fallback(arch, q_format):
         logging.getLogger("jax_attn").warning("jax_attn: %s", sentence)
 
@@ -597,7 +598,7 @@ def _explain(spec: AttentionSpec, problem: _core.Problem) -> str:
 def dtype_code(dtype: Any, argument: str = "AttentionSpec: dtype") -> int:
     """The number of a dtype in csrc/spec.h (DType).
 
-    Raises NotImplementedError, which names `argument`, for a dtype that kernels do not have.
+    Raises NotImplementedError, which names `argument`, for a dtype that no kernel supports.
     """
     return DTYPES.index(_dtype_name(dtype, argument))
 
@@ -613,7 +614,7 @@ def _dtype_name(dtype: Any, argument: str = "AttentionSpec: dtype") -> str:
 
 
 def _plain_name(dtype: Any) -> str:
-    """The name of a dtype in any form; for what is no dtype, its repr."""
+    """The name of a dtype in any form; the repr of anything else."""
     try:
         return "None" if dtype is None else jax.numpy.dtype(dtype).name
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a spec is for: "cpu" or an architecture of GPUs, with its number of processors."""
+"""Targets of specs: "cpu" or a GPU architecture, with the number of processors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
 
 
 def largest_head_dim(target: str) -> int:
-    """Of kernels of a target, without mla and with keys and values of the dtype of q."""
+    """The largest head_dim of a target's kernels without mla and kv_dtype."""
     return 512 if target == "cpu" else 256
 
 
@@ -33,10 +33,10 @@ def default_target() -> str:
 
 @functools.cache
 def parse_target(target: str) -> tuple[int, int]:
-    """(compute capability, processors) of a target; the compute capability of "cpu" is 0.
+    """(compute capability, number of processors) of a target; (0, usable cores) for "cpu".
 
-    target: "cpu", "sm_90", or "sm_90:132" to give the number of multiprocessors. Without it: that
-        of the GPU if it has this compute capability, else a default. For "cpu": usable cores.
+    target: "cpu", "sm_90", or "sm_90:132" to give the number of multiprocessors. Without a number:
+        that of this machine's GPU if it has this compute capability, else a default.
 
     Raises ValueError for another form, NotImplementedError below sm_80.
     """

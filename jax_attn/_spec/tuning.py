@@ -1,6 +1,6 @@
-"""A file of numbers that `python -m jax_attn.tune` measured on one processor.
+"""Tuning files: numbers that `python -m jax_attn.tune` measured on one processor.
 
-JAX_ATTN_TUNING names it. It is read once, when jax_attn is imported, and csrc/select takes its
+JAX_ATTN_TUNING names the file. It is read once, when jax_attn is imported. csrc/select uses its
 numbers in place of the built-in ones (csrc/select/devices.cc) for specs of that processor.
 """
 
@@ -21,15 +21,15 @@ from jax_attn._spec.formats import DTYPES, FORMATS
 
 FORMAT = 1
 _MOST_BYTES = 1 << 20
-_KV_FORMATS = ("plain", *FORMATS[1:])  # as files name them
+_KV_FORMATS = ("plain", *FORMATS[1:])  # names in files
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """The processor that was measured.
 
-    arch: 0 of a CPU, else the compute capability, 90 for sm_90.
-    name: what tells it from others: a CPU's vendor, family, model and instruction set, or JAX's
+    arch: 0 for a CPU, else the compute capability, 90 for sm_90.
+    name: identifies the processor: vendor, family, model and instruction set of a CPU, or JAX's
         name of a GPU.
     """
 
@@ -39,7 +39,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class IsaRule:
-    """CPUs: work items of up to `up_to_rows` query rows of a KV head use `isa`, others `best`."""
+    """A CPU rule: items with up to `up_to_rows` query rows per KV head use `isa`, others `best`."""
 
     best: str
     dtype: str
@@ -50,10 +50,10 @@ class IsaRule:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """numbers: by kernel and field of csrc/select, such as "hopper.item_cost". An empty Tuning
-    leaves all as it is built in.
+    """The tuned numbers of one processor. An empty Tuning keeps all built-in values.
 
-    measured: what was measured before and after, for readers: rows of
+    numbers: kernel and field of csrc/select, such as "hopper.item_cost" -> value.
+    measured: times before and after, for readers: rows of
         {"batch", "dtype", "before_us", "after_us"}.
     """
 
@@ -63,7 +63,7 @@ class Tuning:
     measured: tuple[dict[str, Any], ...] = ()
 
     def use(self) -> None:
-        """For specs that are declared from now on. Raises ValueError for unknown numbers."""
+        """Use these numbers for specs made from now on. Raises ValueError for unknown numbers."""
         _core.set_tuning(
             self.device.arch,
             self.device.name,
@@ -81,13 +81,13 @@ class Tuning:
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """A file for JAX_ATTN_TUNING."""
+        """Write a file for JAX_ATTN_TUNING."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2)
         pathlib.Path(path).write_text(text + "\n")
 
 
 def this_cpu() -> Device:
-    """The CPU that this process runs on."""
+    """The CPU on which this process runs."""
     facts: dict[str, str] = {}
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -112,7 +112,7 @@ def this_gpu() -> Device:
 
 
 def read(path: str) -> Tuning:
-    """Raises ValueError, in one sentence, for a file that is damaged or of another version."""
+    """Read a tuning file. Raises ValueError if it is damaged or has another version."""
     try:
         with open(path, "rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -130,7 +130,7 @@ def read(path: str) -> Tuning:
         if fields:
             raise ValueError(f"unexpected {sorted(fields)[0]!r}")
         _check(tuning)
-    # Whatever the file's bytes make of json and of the classes above.
+    # json and the classes above raise many kinds of exceptions for malformed files.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"JAX_ATTN_TUNING: expected a file of `python -m jax_attn.tune`, got {path!r}"
@@ -140,7 +140,7 @@ def read(path: str) -> Tuning:
 
 
 def _check(tuning: Tuning) -> None:
-    """The types; csrc/select knows which kernels, fields and ranges there are."""
+    """Check the types only; csrc/select checks kernels, fields and ranges."""
 
     def is_int(value: Any) -> bool:
         return type(value) is int and abs(value) < 2**62
@@ -169,7 +169,7 @@ def _refuse_foreign(tuning: Tuning, device: Device) -> None:
 
 @functools.cache
 def refuse_foreign_gpu(arch: int) -> None:
-    """Raises ValueError if the file is of a GPU of this architecture, but not of the one here."""
+    """Raise ValueError if the file was measured on another GPU of this architecture."""
     if _CURRENT is None or _CURRENT.device.arch != arch or jax.default_backend() != "gpu":
         return
     device = this_gpu()

@@ -1,1 +1,1 @@
-"""Variants: users' logit and mask functions traced into programs for the kernels. Private."""
+"""Variants: users' logit and mask functions, traced to programs for the kernels. Private."""

@@ -1,4 +1,4 @@
-"""The derivatives of a variant's logits, which the backward pass runs as values of its program."""
+"""Derivatives of a variant's logits, as values of a program that the backward pass runs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ class Gradient(NamedTuple):
     """A variant's program with derivatives."""
 
     words: tuple[int, ...]  # DecodeGradient in csrc/variant/words.h
-    operands: tuple[int, ...]  # the numbers of those whose elements it has derivatives of
+    operands: tuple[int, ...]  # numbers of the operands with derivatives
 
 
 @functools.lru_cache(maxsize=256)
 def gradient_of(variant: Variant, wanted: tuple[int, ...] = ()) -> Gradient:
-    """Of the logit by the score, and by the elements that are read of the operands `wanted`.
+    """Derivatives of the logit by the score and by the elements read from the operands `wanted`.
 
-    By reverse accumulation over the program, so that variants with equal programs have equal
-    gradients.
+    Reverse accumulation over the program, so variants with equal programs have equal gradients.
 
     Raises NotImplementedError for a program that is too long with its derivatives.
     """
     declared = tuple(Declared(i, *about) for i, about in enumerate(variant.operand_types))
     builder = Builder(declared)
     instructions = variant.instructions
-    values: list[int] = []  # of each instruction, in the builder
+    values: list[int] = []  # instruction -> its value in the builder
     for x in instructions:
         own = x.args[: x.num_own_args]
         args = (values[a] for a in x.value_args)
         values.append(builder.add(x.op, x.kind, *own, *args))
     result, visible = variant.results
-    slopes: dict[int, int] = {}  # of an instruction: the value that is d logit / d it
+    slopes: dict[int, int] = {}  # instruction -> the value of d logit / d instruction
     if result >= 0:
         slopes[result] = builder.constant(1, F32)
     for i in reversed(range(len(instructions))):
@@ -78,8 +77,8 @@ def gradient_of(variant: Variant, wanted: tuple[int, ...] = ()) -> Gradient:
     return Gradient((*head, *words), tuple(operands))
 
 
-# ---- parts of a derivative: rule(builder, d logit / d result, result, arguments) -> one for each
-# argument, None: nothing
+# ---- derivative rules: rule(builder, d logit / d result, result, arguments) -> for each argument
+# d logit / d argument, None: 0
 
 
 def _times(b: Builder, x: int, y: int) -> int:
@@ -118,7 +117,7 @@ def _of_remainder(b: Builder, g: int, z: int, x: int, y: int) -> tuple[int, int]
 
 
 def _of_choice(order: str) -> _Rule:
-    """Of min and max: equal arguments have half each, as in JAX."""
+    """The rule of min and max: equal arguments get half each, as in JAX."""
 
     def rule(b: Builder, g: int, z: int, x: int, y: int) -> tuple[int, int]:
         half, zero = _scaled(b, 0.5, g), b.constant(0, F32)
@@ -140,7 +139,7 @@ def _of_select(b: Builder, g: int, z: int, which: int, yes: int, no: int) -> tup
 
 _Rule = Callable[..., "tuple[int | None, ...]"]
 
-# Without the others, whose derivatives are 0. A cast from f32 to f32 is jax.lax.stop_gradient.
+# Operations that are not listed have derivative 0. A cast from f32 to f32 is jax.lax.stop_gradient.
 _PARTS: dict[str, _Rule] = {
     "neg": lambda b, g, y, x: (b.add("neg", F32, g),),
     "abs": lambda b, g, y, x: (_times(b, g, b.add("sign", F32, x)),),

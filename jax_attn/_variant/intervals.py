@@ -1,8 +1,8 @@
-"""What a mask does to whole blocks: its program, run on intervals instead of numbers.
+"""Block classes of a mask: its program, run on intervals instead of numbers.
 
-Every value is an interval that holds all values it may take in a block. So a mask is proved to hide
-all of a block, to show all of it, or neither. Only i32 and bool are followed; what is not known is
-any value, and a block of which nothing is known is MIXED: slower, never wrong.
+Each interval holds all values that an instruction may take in a block. This proves that a mask
+hides all of a block, shows all of it, or neither. Only i32 and bool are followed; an unknown value
+may be anything. A block about which nothing is proved is MIXED, which is slower but never wrong.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jax_attn._variant.program import Instruction
 from jax_attn._variant.variant import Variant
 
 _LEAST, _MOST = -(2**31), 2**31 - 1
-_FEW_LOADS = 4  # of each element of an array, in place of windows over all of it
-_SAFE = 2**31 - 2**10  # of a sum or product in f32, which rounds: below it there is no overflow
+_FEW_LOADS = 4  # read stretches directly if that loads each element at most this often
+_SAFE = 2**31 - 2**10  # an i32 result computed in f32 (rounded) below this does not overflow
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """[lo, hi] of i32 or bool arrays that broadcast to [num_row_blocks, num_kv_blocks].
 
-    width: what hi - lo is in most blocks, where an index that is a range should be looked up. None:
-        not known while tracing.
+    width: hi - lo in most blocks, used to look up arrays at an index that is a range. None: unknown
+        while tracing.
     """
 
     lo: Any
@@ -54,14 +54,14 @@ def any_bool(xp: Any) -> Interval:
 def classes(
     variant: Variant, facts: Mapping[str, Interval], operands: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """(may be visible, may be hidden) of each block, bool, by the mask of a variant.
+    """(may be visible, may be hidden) for each block, bool, by the mask of a variant.
 
-    facts: intervals of the fields of variant.At, those that are missing may be anything. operands:
-    arrays by name, of the host or traced.
+    facts: field of variant.At -> its interval; a missing field may have any value.
+    operands: name -> array, host or traced.
     """
     arrays = [*operands.values(), *(x for f in facts.values() for x in (f.lo, f.hi))]
     xp = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
-    values: list[Interval | None] = []  # None: f32, which is not followed
+    values: list[Interval | None] = []  # None: unknown, or f32, which is not followed
     ordered = [xp.asarray(operands[name]) for name in variant.names]
     for x in variant.instructions:
         if x.op in facts:
@@ -91,7 +91,7 @@ def _exactly(xp: Any, value: int, dtype: Any) -> Interval:
 
 
 def _apply(xp: Any, x: Instruction, args: list[Interval | None]) -> Interval | None:
-    """The value of an instruction, or None: nothing is known of it."""
+    """The value of an instruction; None if it is unknown."""
     rule = _RULES.get(x.op)
     if rule is None or any(a is None for a in args):
         return None
@@ -99,8 +99,11 @@ def _apply(xp: Any, x: Instruction, args: list[Interval | None]) -> Interval | N
 
 
 def _load(xp: Any, array: Any, indices: list[Interval | None]) -> Interval | None:
-    """The least and the largest element in reach: where all indices but the last are one number,
-    of a stretch along the last axis; else of the whole array."""
+    """The smallest and largest element that the indices may reach.
+
+    If all indices but the last are single numbers, this covers a stretch along the last axis;
+    otherwise the whole array.
+    """
     if array.dtype not in (np.int32, np.uint8, np.bool_) or 0 in array.shape:
         return None
     dtype = np.bool_ if array.dtype == np.bool_ else np.int32
@@ -119,21 +122,21 @@ def _load(xp: Any, array: Any, indices: list[Interval | None]) -> Interval | Non
     is_one = [low == high for low, high in zip(lows[:-1], highs[:-1], strict=True)]
     shape = np.broadcast_shapes(*(x.shape for x in (*lows, *highs)))
     if math.prod(shape) * (longest + 1) <= _FEW_LOADS * array.size:
-        # Each stretch is read: one kernel on a GPU, where windows are one for each step.
+        # Read each stretch directly. On a GPU this is one kernel; windows take one per step.
         is_near = functools.reduce(operator.and_, is_one, highs[-1] - lows[-1] <= longest)
         at = lows[-1][..., None] + xp.arange(longest + 1, dtype=np.int32)
         at = xp.minimum(at, highs[-1][..., None])
         stretch = array[(*(low[..., None] for low in lows[:-1]), at)]
         found = [stretch.min(-1), stretch.max(-1)]
     else:
-        # Two windows of a power of two, which the stretch begins and ends with.
+        # Cover the stretch by two windows of a power-of-two size, at its begin and at its end.
         size = 1
         while 2 * size <= longest + 1:
             size *= 2
         is_near = functools.reduce(operator.and_, is_one, highs[-1] - lows[-1] < 2 * size)
         found = []
         for reduce in (xp.minimum, xp.maximum):
-            windows = array  # windows[..., i]: of the elements from i on
+            windows = array  # windows[..., i]: reduction of the elements from i on
             for step in (2**n for n in range(size.bit_length() - 1)):
                 end = xp.repeat(windows[..., -1:], step, axis=-1)
                 windows = reduce(windows, xp.concatenate([windows[..., step:], end], axis=-1))
@@ -150,7 +153,7 @@ def _of_type(low: Any, high: Any, dtype: Any) -> Interval:
 def _settled(
     xp: Any, low: Any, high: Any, results: list[Any], width: int | None = None
 ) -> Interval:
-    """[low, high], unless one of the results, in f32, may not fit i32: then it wraps."""
+    """[low, high], or any i32 if one of the f32 results may overflow i32, which would wrap."""
     fits = xp.ones((1, 1), np.bool_)
     for value in results:
         fits = fits & (abs(value) < _SAFE)
@@ -181,22 +184,22 @@ def _mul(xp: Any, a: Interval, b: Interval) -> Interval:
 
 
 def _where(xp: Any, known: Any, low: Any, high: Any, width: int | None = None) -> Interval:
-    """[low, high] where it is known, else anything."""
+    """[low, high] where `known`, else any value."""
     low, high = xp.where(known, low, _LEAST), xp.where(known, high, _MOST)
     return Interval(low.astype(np.int32), high.astype(np.int32), width)
 
 
 def _divide(xp: Any, a: Interval, b: Interval) -> Interval:
-    """By one positive number: quotients are truncated, which keeps their order."""
+    """a / b if b is one positive number: truncation keeps the order. Otherwise unknown."""
     known = (b.lo == b.hi) & (b.lo > 0) & (a.lo > _LEAST)
     by = xp.where(known, b.lo, 1)
-    least = a.lo.clip(_LEAST + 1), a.hi.clip(_LEAST + 1)  # whose absolute value there is
+    least = a.lo.clip(_LEAST + 1), a.hi.clip(_LEAST + 1)  # so that abs does not overflow
     low, high = (xp.sign(x) * (abs(x) // by) for x in least)
     return _where(xp, known, low, high, a.width)
 
 
 def _remainder(xp: Any, a: Interval, b: Interval) -> Interval:
-    """Of what is not negative, by one positive number: within one period it keeps the order."""
+    """a % b if a >= 0 and b is one positive number: the order is kept within one period."""
     known = (b.lo == b.hi) & (b.lo > 0) & (a.lo >= 0)
     by = xp.where(known, b.lo, 1)
     same = a.lo // by == a.hi // by
@@ -243,7 +246,7 @@ def _select(xp: Any, which: Interval, yes: Interval, no: Interval) -> Interval:
 
 
 def _cast(xp: Any, a: Interval) -> Interval:
-    """Between i32 and bool; the type of the result is the other one."""
+    """Cast from i32 to bool or from bool to i32."""
     if a.is_bool:
         return Interval(a.lo.astype(np.int32), a.hi.astype(np.int32))
     zero = _exactly(xp, 0, np.int32)

@@ -1,4 +1,4 @@
-"""The program of a variant: values of scalar operations, as kernels run them (csrc/variant)."""
+"""The program of a variant: scalar operations, as kernels run them (csrc/variant)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ OPERAND_TYPES = {
     "uint8": I32,
     "bool": BOOL,
 }
-WORDS = [word for word, *_ in _core.variant_ops]  # of operations, by number
+WORDS = [word for word, *_ in _core.variant_ops]  # names of operations, by number
 _CODES = {word: code for code, word in enumerate(WORDS)}
 RULE_CONST, RULE_AT, RULE_LOAD, RULE_DIM = range(4)  # order of VariantRule
 
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """Which logit a function is asked about. Every field is an i32 scalar.
+    """The logit for which a variant's function is called. Every field is an i32 scalar.
 
-    head, kv_head: of q, and of k and v. request: its number in the batch.
+    head, kv_head: head of q, and of k and v. request: its number in the batch.
     q_pos, kv_pos: positions in the request of the query token and of the key.
     q_row: the row of q. kv_row: ragged: the row of k; paged: page id * page_size + slot.
     q_len, kv_len: query tokens and keys of the request.
@@ -52,7 +52,7 @@ class At:
 
 
 FACTS = tuple(field.name for field in dataclasses.fields(At))
-# Those that the queries of a shared prefix do not have in common.
+# Fields that differ between the queries of a shared prefix.
 OWN_ROWS = ("request", "q_pos", "q_row", "q_len", "kv_len")
 jax.tree_util.register_dataclass(At, FACTS, [])
 
@@ -71,12 +71,12 @@ class Instruction(NamedTuple):
 
     @property
     def num_own_args(self) -> int:
-        """How many of args, the first ones, are not values."""
+        """Number of leading args that are not values."""
         return _num_own_args(self.op, len(self.args))
 
     @property
     def value_args(self) -> tuple[int, ...]:
-        """Those of args that are values."""
+        """The args that are values."""
         return self.args[self.num_own_args :]
 
 
@@ -98,7 +98,7 @@ class Declared(NamedTuple):
 
 
 class Builder:
-    """Values of the program so far; equal ones are one."""
+    """A program under construction; equal values are merged."""
 
     def __init__(self, operands: tuple[Declared, ...]) -> None:
         self._operands = operands
@@ -127,8 +127,10 @@ class Builder:
     def words(
         self, normalizes: int, logits: int, visible: int, kept: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], list[int]]:
-        """Those of the values that the results and `kept` need, in the order in which they need
-        them; and the numbers of `kept` there."""
+        """The program as words, and the new numbers of `kept`.
+
+        It has only the values that the results and `kept` need, in dependency order.
+        """
         values = list(self._values)
         numbers: dict[int, int] = {}
         order: list[int] = []
@@ -167,7 +169,7 @@ class Builder:
         return tuple(words), [numbers[value] for value in kept]
 
 
-# What is known while tracing.
+# Constant folding.
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,

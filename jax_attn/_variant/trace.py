@@ -1,4 +1,4 @@
-"""From a variant's Python functions to its program, by way of a jaxpr."""
+"""Tracing of a variant's Python functions to its program, through a jaxpr."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util  # the one place that knows the line of an equation
+from jax._src import source_info_util  # the only source of an equation's line
 from jax.extend import core as jax_core
 
 from jax_attn import _core
@@ -63,7 +63,7 @@ def declare(operands: Mapping[str, Any]) -> dict[str, Declared]:
 
 
 def operands_of(what: str, function: Callable[..., Any], operands: Mapping[str, Any]) -> list[str]:
-    """The operands that a function takes, by its signature."""
+    """The names of the operands that a function takes, from its signature."""
     first = {"mask": ["at"], "logits": ["score", "at"]}.get(what, [])
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -96,7 +96,7 @@ _dim_p.def_abstract_eval(lambda *, operand, axis: jax.core.ShapedArray((), jnp.i
 
 
 class _Operand:
-    """An operand while a function is traced: indexing is all there is."""
+    """An operand while a function is traced. It supports indexing only."""
 
     def __init__(self, name: str, declared: Declared) -> None:
         self._name, self._declared = name, declared
@@ -134,7 +134,7 @@ def as_index(name: str, index: Any) -> Any:
 def trace(
     builder: Builder, what: str, function: Callable[..., Any], declared: dict[str, Declared]
 ) -> int:
-    """Adds the values of a function to the program. The one that it returns.
+    """Add the values of a function to the program. Returns the number of its result.
 
     what: "logits" or "mask". Raises as Variant does.
     """
@@ -241,7 +241,7 @@ def _run(
     return [read(x, None) for x in jaxpr.outvars]
 
 
-# Primitives that stand for what is inside of them.
+# Primitives that are inlined.
 _CALLS = {
     "jit",
     "pjit",
@@ -328,7 +328,7 @@ def _clamp(b: Builder, kind: int, params: Any, low: int, x: int, high: int) -> i
 
 
 def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
-    """By squaring."""
+    """Integer power by repeated squaring."""
     power = abs(params["y"])
     result, square = None, x
     while power:
@@ -343,7 +343,7 @@ def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
 
 
 def _round(b: Builder, kind: int, params: Any, x: int) -> int:
-    """To the nearest: ties away from zero, as lax does unless told, or to even."""
+    """Round to nearest; ties away from zero (lax's default) or to even."""
     if int(params["rounding_method"]) == 1:
         return b.add("round", kind, x)
     magnitude = b.add("abs", kind, x)
@@ -371,7 +371,7 @@ def _dim(b: Builder, kind: int, params: Any) -> int:
     return b.add("dim", kind, params["operand"], params["axis"])
 
 
-# What becomes of each primitive: rule(builder, type of the result, parameters, arguments).
+# How each primitive is translated: rule(builder, type of the result, parameters, arguments).
 _RULES: dict[str, _Rule] = {
     **{
         name: _same(name)

@@ -1,4 +1,4 @@
-"""A user's own logits and masks: functions of scalars, traced once to a program for the kernels."""
+"""Custom logits and masks: functions of scalars, traced once to a program for the kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jax_attn._variant.trace import as_index, declare, operands_of, trace
 
 
 class Variant:
-    """Logits and masks of your own: functions of scalars, which run inside of the kernels.
+    """Custom logits and masks: functions of scalars that run inside the kernels.
 
     >>> import jax.numpy as jnp
     >>> import jax_attn as ja
@@ -49,30 +49,30 @@ class Variant:
         float8_e4m3fn and the spec's soft cap. at: an `At`. None: the score.
     mask: fn(at, ...) -> bool, True where the query sees the key. Causality and windows of the spec
         apply as well. None: True.
-    normalize: "softmax". "none": o is the sum of logits times values, where a key that is not seen
-        has no part; there is no lse, and no sinks.
-    operands: name -> array, or anything else with a dtype and a shape: what the functions read
-        besides. Each function takes those that it names after `at`. Up to 8, with up to 4 axes, of
-        float32, bfloat16 or float16 (read as f32), int32 or uint8 (as i32) or bool. An operand
-        without axes is a scalar. Others are indexed, one i32 scalar an axis: slopes[at.head]. An
-        index out of range is clamped to the nearest in range, also a negative one, so an axis of
-        length 1 broadcasts. operand.shape has i32 scalars. Only dtype and number of axes belong to
-        the variant: `attention` gets the arrays themselves, as variant_operands, and new contents
-        and lengths compile nothing.
+    normalize: "softmax", or "none": o is the sum over visible keys of logit times value; there is
+        no lse, and sinks are not supported.
+    operands: name -> array, or anything else with a dtype and a shape. Extra inputs of the
+        functions; each function takes the operands that it names after `at`. Up to 8 operands of up
+        to 4 axes, float32, bfloat16 or float16 (read as f32), int32 or uint8 (read as i32) or bool.
+        An operand without axes is a scalar. Others are indexed with one i32 scalar per axis:
+        slopes[at.head]. An index out of range, also a negative one, is clamped to the nearest in
+        range, so an axis of length 1 broadcasts. operand.shape has i32 scalars. Only dtype and
+        number of axes belong to the variant. The arrays are passed to `attention` as
+        variant_operands; new contents and lengths compile nothing.
 
-    The functions are traced here, once, by JAX, to a program of at most 128 scalar operations in
-    f32, i32 and bool: arithmetic, comparisons, jnp.where, exp, exp2, log, log1p, tanh, logistic,
-    sqrt, rsqrt, abs, sign, floor, ceil, minimum, maximum, powers of constant integers, integer
+    JAX traces the functions once, here, to a program of at most 128 scalar operations in f32, i32
+    and bool: arithmetic, comparisons, jnp.where, exp, exp2, log, log1p, tanh, logistic, sqrt,
+    rsqrt, abs, sign, floor, ceil, minimum, maximum, powers with constant integer exponents, integer
     division, bit operations and casts. Variants with equal programs are equal. str() shows the
     program.
 
-    Raises NotImplementedError, with the primitive and your line, for what a program cannot say;
-    ValueError for arguments that do not fit each other.
+    Raises NotImplementedError, with the primitive and your source line, for an operation that a
+    program does not have; ValueError for arguments that do not fit each other.
     """
 
     words: tuple[int, ...]  # csrc/variant/words.h
-    names: tuple[str, ...]  # of the operands, in order
-    logits: Callable[..., Any] | None  # None, too, of a variant that was read from a file
+    names: tuple[str, ...]  # names of the operands, in order
+    logits: Callable[..., Any] | None  # None also for a variant read from a file
     mask: Callable[..., Any] | None
 
     def __init__(
@@ -100,9 +100,9 @@ class Variant:
 
     @classmethod
     def from_words(cls, words: Sequence[int], names: Sequence[str]) -> Variant:
-        """The variant of a program that was written before. It has no Python functions.
+        """The variant of a saved program. It has no Python functions.
 
-        words, names: those of another Variant. Raises ValueError for words that are no program.
+        words, names: fields of another Variant. Raises ValueError for words that are no program.
         """
         variant = cls.__new__(cls)
         variant._settle(tuple(words), tuple(names), None, None)
@@ -138,12 +138,12 @@ class Variant:
         return hash((self.words, self.names))
 
     def __reduce__(self) -> Any:
-        """Of copies and pickles: the program, not the functions."""
+        """State for copies and pickles: the program, without the functions."""
         return Variant.from_words, (self.words, self.names)
 
     @property
     def normalizes(self) -> bool:
-        """Whether weights are a softmax of the logits."""
+        """Whether P is a softmax of the logits."""
         return self.words[1] == 1
 
     @property
@@ -171,17 +171,17 @@ class Variant:
 
     @property
     def results(self) -> tuple[int, int]:
-        """The values that are the logit and the mask; -1: the score, True."""
+        """The numbers of the logit's and the mask's values; -1: the score, and True."""
         return self.words[2], self.words[3]
 
     @property
     def needs_own_rows(self) -> bool:
-        """Whether it asks for what the queries of a shared prefix do not have in common."""
+        """Whether it reads fields that differ between the queries of a shared prefix."""
         return any(x.op in OWN_ROWS for x in self.instructions)
 
     @property
     def logits_need_own_rows(self) -> bool:
-        """Whether the logits do, which is all that counts where the mask hides nothing."""
+        """Whether the logits do; only this matters in blocks where the mask hides nothing."""
         instructions = self.instructions
         is_read = [i == self.results[0] for i in range(len(instructions))]
         for i, x in reversed(list(enumerate(instructions))):
@@ -193,11 +193,11 @@ class Variant:
 
     @property
     def reads_heads(self) -> bool:
-        """Whether it depends on the number of a head."""
+        """Whether it reads the number of a head."""
         return any(x.op in ("head", "kv_head") for x in self.instructions)
 
     def __str__(self) -> str:
-        """The program: a line a value, with how often it is computed."""
+        """The program: one line per value, with how often it is computed."""
         return "\n".join(self.lines())
 
     def __repr__(self) -> str:
@@ -235,13 +235,15 @@ class Variant:
         return lines
 
     def apply(self, score: Any, at: At, operands: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(logits, visible) of many logits at once, by the Python functions under vmap.
+        """(logits, visible) for many logits at once, by the Python functions under vmap.
+
+        Used by the reference; kernels run the program.
 
         score: an array, f32 or f64.
-        at: of i32 arrays that broadcast to its shape.
-        operands: the arrays by name.
+        at: i32 arrays that broadcast to the shape of score.
+        operands: name -> array.
 
-        Either result is None without its function. For the reference: kernels run the program.
+        A result is None if the variant does not have its function.
         """
         logits_value, visible_value = self.results
         if (logits_value >= 0 and self.logits is None) or (
@@ -252,7 +254,7 @@ class Variant:
                 " read from a file."
             )
         shape = np.shape(score)
-        # Padded to a power of two, so that batches of many lengths compile few functions.
+        # Pad to a power of two, so that batches of many lengths compile few functions.
         size = 1 << max(0, int(np.prod(shape)) - 1).bit_length()
         score, at = jax.tree.map(
             lambda x: np.resize(np.broadcast_to(x, shape), size), (np.asarray(score), at)

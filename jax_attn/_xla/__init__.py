@@ -1,1 +1,1 @@
-"""The FFI boundary: custom calls, JAX's transformations of them, precompilation. Private."""
+"""The FFI boundary: custom calls, their JAX transformations, precompilation. Private."""

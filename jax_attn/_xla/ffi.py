@@ -1,4 +1,4 @@
-"""The boundary to csrc/: registration, and the only calls of jax.ffi.ffi_call."""
+"""The boundary to csrc/: registration of targets, and all calls of jax.ffi.ffi_call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
-from jax_attn._ops.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
+from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import refusing
 from jax_attn.masks import BlockMap
 
@@ -28,7 +28,10 @@ def _runtime_ffi_version() -> tuple[int, int]:
 
 
 def _register() -> None:
-    """Registers every target, or refuses: a target that XLA rejects would take the backend down."""
+    """Register every FFI target.
+
+    Raises ImportError on a version mismatch: a target that XLA rejects would crash the backend.
+    """
     runtime = _runtime_ffi_version()
     if _core.ffi_api_version > runtime:
         raise ImportError(
@@ -54,8 +57,10 @@ def plan(
     block_map: BlockMap | None,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels,
-    num_prefixes]."""
+    """Plan inside a compiled function.
+
+    levels: request_indptr [num_levels, num_prefixes + 1], prefix_lens [num_levels, num_prefixes].
+    """
     num_levels, num_prefixes = (0, 0) if levels is None else levels[1].shape
     is_general = num_levels > 0 or spec.schedule == "auto" or spec.max_steps is not None
     blocks = {"q_block": 0, "kv_block": 0}
@@ -93,8 +98,11 @@ def plan(
 def attention(
     operands: AttentionOperands[jax.Array], spec: AttentionSpec, *, record_times: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """o, lse and the workspace, at whose end are, with record_times, the times of the items:
-    int64 nanoseconds [max_items, 2], as int32 words."""
+    """o, lse and the workspace.
+
+    With record_times the workspace ends with the times of the items: [max_items, 2], int64
+    nanoseconds, as int32 words.
+    """
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         config_words = spec.kernel_config | {"record_times": 1}
@@ -110,7 +118,7 @@ def attention(
             jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
         ),
     )
-    # Only the last operands of a call may be left out: before others, an array without elements.
+    # Only the last operands of a call may be left out; others become an array without elements.
     sinks, v = operands.sinks, operands.k if operands.v is None else operands.v
     if sinks is None and (operands.q_scale is not None or operands.variant):
         sinks = jnp.zeros((0,), jnp.float32)
@@ -122,8 +130,10 @@ def attention(
 def backward(
     operands: BackwardOperands[jax.Array], spec: AttentionSpec, *, wanted: tuple[int, ...] = ()
 ) -> tuple[jax.Array, ...]:
-    """d_q, d_k, d_v, a workspace, which on CPUs has the f32 sums of what is not f32, and gradients
-    of the operands `wanted` of a variant, in their dtypes."""
+    """d_q, d_k, d_v, a workspace, and gradients of the variant operands `wanted` in their dtypes.
+
+    On CPUs the workspace has the f32 sums of gradients that are not f32.
+    """
     q, k, v = operands.q, operands.k, operands.v
     words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
     jit.compile_ahead("backward", spec, words)
@@ -151,8 +161,11 @@ def backward(
 
 
 def _sums_of(operand: jax.Array, q: jax.Array, spec: AttentionSpec) -> jax.ShapeDtypeStruct:
-    """On CPUs those of a small operand one for each kv head, which then run side by side. On CUDA
-    two words for each element, which first are a sum of 64 bits."""
+    """The array in which a kernel sums the gradient of a variant operand.
+
+    On CPUs a small operand has one sum per KV head, so that heads run in parallel. On CUDA each
+    element has two words, which first hold a 64-bit sum.
+    """
     if spec.target != "cpu":
         return jax.ShapeDtypeStruct((*operand.shape, 2), jnp.float32)
     num_copies = spec.num_kv_heads if operand.size * spec.num_kv_heads <= q.size else 1
@@ -160,7 +173,7 @@ def _sums_of(operand: jax.Array, q: jax.Array, spec: AttentionSpec) -> jax.Shape
 
 
 def _whole(sums: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The gradient that arrays of _sums_of are."""
+    """The gradient from the sums in the array of _sums_of."""
     return sums.sum(axis=0) if spec.target == "cpu" else sums[..., 0]
 
 
@@ -223,8 +236,10 @@ def append_rotated(
 def product(
     x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """[n, columns] of `dtype`: x [n, in] times a matrix in panels, see csrc/cpu/kernels.h. On CPUs
-    alone."""
+    """The matmul of x, [n, in], with a matrix in panels (csrc/cpu/kernels.h), on CPUs only.
+
+    Returns [n, columns] of `dtype`.
+    """
     call = jax.ffi.ffi_call("jax_attn_product", jax.ShapeDtypeStruct((len(x), columns), dtype))
     return call(x, panels, poison=_environment.poison)
 
@@ -240,10 +255,14 @@ def quantized_product(
     x_dtype: int,
     **attributes: int,
 ) -> jax.Array:
-    """[num_splits, n, out] of `dtype`, x's or f32: sums over parts of the depth of x [n, in] times
-    a matrix of codes, see QuantizedProductParams of csrc/params.h. On CUDA alone.
+    """The matmul of x, [n, in], with a quantized matrix, on CUDA only.
 
-    zeros: without elements: none. attributes: arch, format, group_size, tile_rows, tile_columns.
+    The operands are described by QuantizedProductParams in csrc/params.h.
+
+    zeros: an array without elements if there are none.
+    attributes: arch, format, group_size, tile_rows, tile_columns.
+
+    Returns [num_splits, n, out] of `dtype` (x's or f32): partial sums over parts of the depth.
     """
     call = jax.ffi.ffi_call(
         "jax_attn_quantized_product",

@@ -1,4 +1,4 @@
-"""CUDA kernels from Python: where NVRTC and the kernel cache are, and filling that cache ahead."""
+"""Compilation of CUDA kernels: paths of NVRTC and the kernel cache, and filling the cache early."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jax_attn._spec.target import parse_target
 
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
-    """One kernel that is ready in the cache."""
+    """A kernel that is ready in the cache."""
 
     name: str  # readable: operation, architecture, dtype, tiles; ends in the hash of the cache key
     origin: str  # "compiled" now, read from "disk", or already in "memory"
-    milliseconds: float  # this call's share: a compile, or a read
+    milliseconds: float  # time that this call took to compile or read
     cache_path: str  # folder with kernel.cubin and its source kernel.cu; "": not kept on disk
     cubin_bytes: int
     smem_bytes: int  # dynamic shared memory of a launch
@@ -34,17 +34,17 @@ class CompiledKernel:
 def precompile(
     specs: AttentionSpec | Iterable[AttentionSpec], target: str | None = None
 ) -> list[CompiledKernel]:
-    """Compiles every CUDA kernel the specs need into the cache, so that no later process waits.
+    """Compile every CUDA kernel of the specs into the cache, so that no later process waits.
 
-    Needs NVRTC (pip install 'jax-attn[cuda13]') but neither GPU nor driver: run it while building a
-    container, with JAX_ATTN_CACHE_DIR inside the image. The cache is keyed by the build of NVRTC
-    too, so use the one that the image will run with. Others may read what root or the same user put
-    there.
+    Needs NVRTC (pip install 'jax-attn[cuda13]') but neither GPU nor driver. Run it while building a
+    container, with JAX_ATTN_CACHE_DIR inside the image. The build of NVRTC is part of the cache
+    key, so use the one that the image will run with. Processes use only cache entries written by
+    root or by their own user.
 
-    specs: one spec or several. Of attention, plan, append (paged specs) and merge.
-    target: "sm_90" and the like, instead of each spec's own.
+    specs: one spec or several. The kernels are attention, plan, append (paged specs) and merge.
+    target: "sm_90" and the like, instead of each spec's target.
 
-    Returns what is in the cache now, each kernel once.
+    Returns the kernels that are in the cache now, each once.
 
     Raises ValueError for a spec whose target is not CUDA, RuntimeError if NVRTC is missing.
     """
@@ -59,12 +59,14 @@ def precompile(
 
 
 def compile_ahead(operation: str, spec: AttentionSpec, gradient: tuple[int, ...] = ()) -> None:
-    """Starts on the kernel of a call that is being traced: XLA, which asks for it at the end of its
-    own work, waits for the rest of the compile, if any, instead of the whole.
+    """Start compiling the kernel of a call that is being traced.
+
+    XLA needs the kernel only at the end of its own compilation, so it waits only for the rest of
+    the compile, if any.
 
     operation: "attention", "backward", "append", "append_rotated", "plan" or "plan_general".
         Nothing happens unless a GPU is the default backend.
-    gradient: of "backward": the words of the gradient of the spec's variant.
+    gradient: for "backward": the words of the gradient of the spec's variant.
     """
     if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
         _follow_log_switches()
@@ -75,19 +77,19 @@ def compile_ahead(operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
 def _start(
     operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
 ) -> list[Future[dict[str, Any]]]:
-    # An error is left to whom the kernel is for: it tries again, and says it.
+    # Errors are ignored here: the call that needs the kernel compiles it again and raises.
     jobs = jobs_of(spec, gradient if operation == "backward" else None)
     return [_pool().submit(job) for name, job in jobs.items() if name.startswith(f"{operation}-")]
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """NVRTC uses one core for a kernel, and compiles several at once."""
+    """Threads for NVRTC, which uses one core per kernel and can compile several at once."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="jax_attn-nvrtc")
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
+    """Drop the pool in a forked child, which does not have its parent's threads."""
     _pool.cache_clear()
     _start.cache_clear()
 
@@ -98,9 +100,9 @@ os.register_at_fork(after_in_child=_forget_pool)
 def jobs_of(
     spec: AttentionSpec, gradient: tuple[int, ...] | None = None
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The kernels of a spec by name; each call gets one ready and says how.
+    """The kernels of a spec: name -> function that prepares the kernel and returns how.
 
-    gradient: the words of its variant's, if it has one: with that of the backward pass.
+    gradient: words of the variant's gradient, to include the backward pass; None: without it.
     """
     arch, _ = parse_target(spec.target)
     if arch == 0:
@@ -124,19 +126,22 @@ def jobs_of(
     jobs[f"merge-{arch}-{dtype}"] = lambda: _core.prepare_merge(arch, dtype)
     if gradient is not None:
         of = spec.problem, list(gradient)
-        name = _core.backward_sources(*of)[-1].name  # of those that run, the fastest
+        name = _core.backward_sources(*of)[-1].name  # the fastest of those that run
         jobs[name] = lambda: _core.prepare_backward(*of)
     return jobs
 
 
 def _follow_log_switches() -> None:
-    """Let kernels that are compiled from now on be logged if either switch is on."""
+    """Log kernels compiled from now on if either switch is on."""
     with_jax: bool = jax.config.jax_log_compiles  # type: ignore[attr-defined]
     _core.set_compile_log(_environment.log_compile or with_jax)
 
 
 def nvrtc_candidates() -> list[str]:
-    """Where libnvrtc may be, best first; a copy already in the process goes before all of them."""
+    """Paths where libnvrtc may be, best first.
+
+    A copy that is already loaded in the process comes before all of them.
+    """
     folders: list[pathlib.Path] = []
     for package in ("nvidia.cu13", "nvidia.cuda_nvrtc"):  # wheels of CUDA 13 and 12
         try:

@@ -1,4 +1,4 @@
-"""How vmap, gradients and XLA's partitioner treat custom calls, which they cannot look into."""
+"""Rules for custom calls under vmap, differentiation and XLA's partitioner."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 def refusing(
     op: str, call: Callable[..., Any], *, vmap: str, gradients: str | None = None
 ) -> Callable[..., Any]:
-    """`call(operands, static)` that raises NotImplementedError under vmap and differentiation.
+    """Wrap `call(operands, static)` to raise NotImplementedError under vmap and differentiation.
 
     op: the name of the operation in the message.
     vmap, gradients: the end of the message: what to do instead. gradients None: nothing to refuse,
         because no result is a float.
-    operands: any tree of arrays. Those without elements are made inside: as operands they crash the
-    compiler of jax 0.11 in a shard_map that is not under jit.
+    operands: any tree of arrays. Arrays without elements are made inside the call: as operands they
+        crash the compiler of jax 0.11 in a shard_map that is not under jit.
     """
 
     def refuse(transformation: str, advice: str) -> Any:
@@ -59,11 +59,13 @@ class Axes(NamedTuple):
 
     names: str  # "b t (h g) d, ... -> ...": of (h g), h is the major part
     split: tuple[str, ...]  # parts along these axes are independent of each other
-    sizes: dict[str, int] = {}  # of the minor parts, by name
+    sizes: dict[str, int] = {}  # name of a minor part -> its size
 
     def arrays(self) -> tuple[list[list[tuple[str, int]]], list[list[tuple[str, int]]]]:
-        """Of each axis of all arguments, then of all results: (name of its major part, size of its
-        minor part)."""
+        """The axes of all arguments, and those of all results.
+
+        An axis is (name of its major part, size of its minor part).
+        """
 
         def read(array: str) -> list[tuple[str, int]]:
             found = re.findall(r"\((\w+) (\w+)\)|(\w+)", array)
@@ -81,16 +83,16 @@ def partitioned(
     num_static: int = 0,
     per_device: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`call(*static, *arrays)` that runs on each device of a mesh for the parts that are there.
+    """Wrap `call(*static, *arrays)` to run on each device of a mesh with the device's parts.
 
     op: the name of the operation in messages.
     axes(*static): the Axes of the arrays and of the tuple of results.
-    num_static: how many of the arguments are static; they come first.
-    per_device: what a device does with its parts. None: `call`.
+    num_static: number of leading arguments that are static.
+    per_device: the function that a device runs on its parts. None: `call`.
 
-    Without a mesh, and inside shard_map, it is `call` and nothing else. Nothing is gathered: arrays
-    that are split along other axes, or not alike, raise ValueError on a mesh of explicit axes.
-    Where only XLA knows, its compilation fails with the same sentence.
+    Without a mesh, and inside shard_map, the result is just `call`. Nothing is gathered: arrays
+    that are split along other axes, or differently, raise ValueError on a mesh of explicit axes. If
+    only XLA knows the sharding, its compilation fails with the same sentence.
     """
     part = per_device or call
     static_argnums = tuple(range(num_static))
@@ -111,8 +113,11 @@ def partitioned(
         return mesh, functools.partial(part, *static), result_shardings, argument_shardings
 
     def sharding_rule(*args: Any) -> Any:
-        """Axes that may not be split get names of their own, so that XLA brings nothing together
-        before `partition` sees it."""
+        """The Shardy rule.
+
+        Axes that may not be split get unique names, so that XLA does not reshard them before
+        `partition` checks them.
+        """
         about, numbers = axes(*args[:num_static]), itertools.count()
         known = {*about.split, *about.sizes}
 
@@ -123,7 +128,7 @@ def partitioned(
 
     whole.def_partition(partition=partition, sharding_rule=sharding_rule)
 
-    @functools.partial(jax.jit, static_argnums=static_argnums)  # which knows of the arrays' mesh
+    @functools.partial(jax.jit, static_argnums=static_argnums)  # jit provides the arrays' mesh
     def on_mesh(*args: Any) -> Any:
         static, arrays = args[:num_static], args[num_static:]
         return on_explicit_mesh(
@@ -143,10 +148,10 @@ def partitioned(
 def on_explicit_mesh(
     op: str, part: Callable[..., Any], about: Axes, *, otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`part(*arrays)` on each device of a mesh whose axes are explicit; else `otherwise(*arrays)`.
+    """Call `part(*arrays)` on each device if the mesh axes are explicit, else `otherwise(*arrays)`.
 
-    Raises ValueError, when called, for arrays that are split along other axes than `about.split`,
-    or not alike.
+    Raises ValueError, when called, for arrays that are split along axes not in `about.split`, or
+    differently from each other.
     """
 
     def call(*arrays: jax.Array) -> Any:
@@ -170,18 +175,18 @@ def on_explicit_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array of a call that runs on each device of a mesh for the heads that are there."""
+    """A description of an array in a call that may be split by head over a mesh."""
 
     name: str
     ndim: int
-    head_axis: int | None  # None: every device has all of it
+    head_axis: int | None  # None: every device has the whole array
     heads: int  # of one device, along head_axis
 
 
 def operand_of(spec: Any, name: str, array: Any, head_axis: int | None, heads: int) -> Operand:
-    """What describes an array of a call.
+    """The Operand that describes an array of a call.
 
-    spec: an AttentionSpec of one device. head_axis: may be negative.
+    spec: the AttentionSpec of one device. head_axis: may be negative.
     """
     if not array.size or (spec.mla and heads == spec.num_kv_heads):
         head_axis = None
@@ -190,10 +195,10 @@ def operand_of(spec: Any, name: str, array: Any, head_axis: int | None, heads: i
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """How the arrays of a call are split by head. A plan is of one part, and serves all."""
+    """How the arrays of a call are split by head. One plan, for one part, serves all parts."""
 
-    spec: Any  # of one part
-    operands: Any  # a tree of Operand, as that of the arrays
+    spec: Any  # the AttentionSpec of one part
+    operands: Any  # a tree of Operand, like that of the arrays
     results: tuple[Operand, ...]
     num_parts: int
 
@@ -202,16 +207,16 @@ class HeadSplit:
         return tuple(jax.tree.leaves(self.operands))
 
     def partition_specs(self, operands: tuple[Operand, ...], over: Any) -> tuple[P, ...]:
-        """With the heads split over mesh axes `over`, or over none."""
+        """PartitionSpecs with the heads split over the mesh axes `over`, which may be none."""
         return tuple(
             P() if x.head_axis is None else P(*[None] * x.head_axis, over) for x in operands
         )
 
     def over(self, op: str, mesh: Any, specs: Iterable[Any]) -> Any:
-        """The mesh axes that heads are split over.
+        """The mesh axes over which heads are split.
 
-        specs: the PartitionSpec of each given operand. Raises NotImplementedError for what is split
-        otherwise, which XLA would gather.
+        specs: the PartitionSpec of each given operand. Raises NotImplementedError for any other
+            split, which XLA would gather.
         """
         found: Any = None
         for operand, spec in zip(self.given, specs, strict=True):
@@ -242,7 +247,7 @@ class HeadSplit:
         )
 
     def rule(self) -> tuple[str, dict[str, int]]:
-        """Shardy's rule: heads are split alike in all arrays; other axes are independent."""
+        """The Shardy rule: heads are split alike in all arrays; other axes are independent."""
         sizes = {"n": self.num_parts} if self.num_parts > 1 else {}
         count = itertools.count()
 
@@ -259,7 +264,7 @@ class HeadSplit:
 
         sides = (", ".join(map(axes, side)) for side in (self.given, self.results))
         rule = " -> ".join(sides)
-        # Shardy wants sizes of factors that are nowhere a dimension of their own, and of no others.
+        # Shardy takes sizes only for factors that are nowhere a whole dimension.
         whole = set(re.sub(r"\([^)]*\)", "", rule).replace(",", " ").split())
         return rule, {name: size for name, size in sizes.items() if name not in whole}
 
@@ -270,14 +275,14 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(operands, spec)` as a function (operands, split) for arrays whose heads may be split.
+    """Turn `call(operands, spec)` into a function (operands, split) for arrays split by head.
 
-    operands: a tree of arrays, as that of split.operands. call: returns a tuple of arrays,
-        split.results.
+    operands: a tree of arrays, like split.operands.
+    call: returns a tuple of arrays, described by split.results.
 
-    Without a mesh, and inside shard_map, it is `call` of all heads. On a mesh each device
-    runs it for its own part of them. Arrays that are split otherwise raise NotImplementedError, in
-    a sentence: when called, or, where only XLA knows, as the error of its compilation.
+    Without a mesh, and inside shard_map, it runs `call` with all heads. On a mesh each device runs
+    `call` for its own heads. Arrays with another split raise NotImplementedError when called; if
+    only XLA knows the split, its compilation fails with the same sentence.
     """
 
     def one_part(split: HeadSplit, *arrays: jax.Array) -> Any:
@@ -285,7 +290,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(operands, split.spec)
 
     def all_parts(split: HeadSplit, *arrays: jax.Array) -> Any:
-        """What XLA splits. One part after the other, where it does not."""
+        """The function that XLA partitions. If it does not, the parts run one after the other."""
         if split.num_parts == 1:
             return one_part(split, *arrays)
 
@@ -324,7 +329,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
             return whole(split, *arrays)
         over = split.over(op, explicit[0], [t.spec for t in types])
         in_specs = split.partition_specs(split.given, over)
-        # Of arrays that every device has, it takes its part.
+        # Each device takes its part of arrays that every device has.
         arrays = tuple(map(jax.sharding.reshard, arrays, in_specs))
         return jax.shard_map(
             functools.partial(one_part, split),
@@ -342,10 +347,10 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_split(op: str, split: HeadSplit, operands: Any) -> None:
-    """Raises NotImplementedError for arrays, none of them traced, that are split otherwise."""
+    """Raise NotImplementedError for concrete arrays with another split than by head."""
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return  # over_heads sees how they are split, or XLA
+        return  # traced: over_heads or XLA checks the split
     shardings = [x.sharding for x in arrays]
     named = [s for s in shardings if isinstance(s, NamedSharding) and s.num_devices > 1]
     if named and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -354,7 +359,7 @@ def check_split(op: str, split: HeadSplit, operands: Any) -> None:
 
 
 def has_mesh(array: Any) -> bool:
-    """Whether the array is known to be on a mesh of several devices, split or not."""
+    """Whether the array is known to be on a mesh of several devices, split or replicated."""
     if isinstance(array, jax.core.Tracer):
         sharding = jax.typeof(array).sharding
     else:
@@ -371,9 +376,9 @@ def _check_fits(
     *,
     is_whole_fine: bool = False,
 ) -> None:
-    """Raises ValueError for an array that is split otherwise than `specs` says.
+    """Raise ValueError for an array with another split than in `specs`.
 
-    is_whole_fine: one that is not split may be; each device takes its part.
+    is_whole_fine: arrays that are not split are allowed; each device takes its part.
     """
     fitting = P(*(specs.get(name) for name, _ in axes))
     pairs = zip([*got, *[None] * len(axes)], fitting, strict=False)
@@ -389,7 +394,7 @@ def _check_fits(
 def _specs(
     about: Axes, mesh: Any, arrays: Iterable[tuple[list[tuple[str, int]], Any]]
 ) -> dict[str, Any]:
-    """The axes of the mesh over which each name is split, from the first array that splits it."""
+    """The mesh axes over which each axis name is split, from the first array that splits it."""
     specs: dict[str, Any] = {}
     for axes, array in arrays:
         for (name, minor), size, spec in zip(axes, array.shape, array.sharding.spec, strict=False):

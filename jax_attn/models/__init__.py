@@ -13,11 +13,12 @@
         params, config, tokens, positions, k_pages, v_pages, plans, logit_rows
     )
 
-`forward` runs any mix of prefill, chunked prefill and decode over a paged cache, and
-`reference_forward` one sequence with dense attention, to check it against. families.py says which
-models there are and what of them is refused.
+`forward` runs any mix of prefill, chunked prefill and decode over a paged cache.
+`reference_forward` runs one sequence with dense attention, as the oracle. families.py lists the
+supported models and the options that are refused.
 
-`fetch` gets a directory from the Hugging Face Hub, and `BUNDLED` is one that is there.
+`fetch` downloads a directory from the Hugging Face Hub. `BUNDLED` is the directory of the model
+that is installed with the package.
 
 Loading needs the packages of the extra `models`: pip install 'jax_attn[models]'.
 """

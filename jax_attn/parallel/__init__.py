@@ -1,4 +1,4 @@
-"""Attention over the devices of a mesh, on JAX's own collectives."""
+"""Attention over the devices of a mesh, with JAX's collectives."""
 
 from jax_attn.parallel.kv_shards import (
     KvStripes,

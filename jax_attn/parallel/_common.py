@@ -1,4 +1,4 @@
-"""What the ways to split attention over devices have in common."""
+"""Code shared by KV shards and sequence shards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_attn._spec.spec import AttentionSpec
 
-_NO_LIMIT = 2**30  # positions are below it: a window of that size hides nothing
+_NO_LIMIT = 2**30  # larger than any position: a window of this size hides nothing
 
 
 def windows(spec: AttentionSpec) -> tuple[int, int]:
-    """window_left and window_right; -1 where they hide nothing."""
+    """window_left and window_right; -1 for a side that hides nothing."""
     left, right = spec.window_left, 0 if spec.causal else spec.window_right
     return (-1 if left >= _NO_LIMIT else left), (-1 if right >= _NO_LIMIT else right)
 
 
 def add_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The state with an extra logit that has no value; a row that sees no key stays as it is."""
+    """The state with the sinks' extra logits, which have no value; rows without keys stay equal."""
     total = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks))
     weight = jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse - total))
     return (o * weight[..., None]).astype(o.dtype), total
@@ -38,14 +38,14 @@ def mapped(
     arrays: dict[str, tuple[Any, P]],
     out_specs: Any,
 ) -> Any:
-    """call(**arrays) by shard_map, which sends nothing of the arrays to other devices.
+    """Run call(**arrays) by shard_map, without sending any part of the arrays to other devices.
 
-    arrays: by name, each with how it is split; None stays None.
+    arrays: name -> (array, its PartitionSpec); None stays None.
 
-    Raises NotImplementedError for an array that is split otherwise. One that every device has, or
-    that is not split along all of the axes, is fine: each device takes its part. Where only XLA
-    knows how an array is split, its compilation fails with the same sentence. So it is with the
-    gradients of the results.
+    Raises NotImplementedError for an array with another split. An array that every device has, or
+    that is split along only some of the axes, is allowed: each device takes its part. If only XLA
+    knows the split, its compilation fails with the same sentence. The same rules apply to gradients
+    of the results.
     """
     values = {
         name: jax.tree.map(functools.partial(_as_split, _Split(op, name, mesh, spec)), value)
@@ -56,7 +56,7 @@ def mapped(
         mesh=mesh,
         in_specs=({name: spec for name, (_, spec) in arrays.items()},),
         out_specs=out_specs,
-        check_vma=False,  # what an all-gather leaves is the same everywhere
+        check_vma=False,  # JAX cannot see that all-gathered results are equal
     )(values)
 
     def pulled_back(spec: P, result: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def mapped(
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How an operand of an operation has to be split, and what an error calls it."""
+    """The required split of an operand, and its name in error messages."""
 
     op: str
     name: str
@@ -76,7 +76,7 @@ class _Split:
     spec: P
 
     def check(self, got: jax.sharding.Sharding, ndim: int) -> None:
-        """Raises where more than slices would make the wanted sharding of what there is."""
+        """Raise NotImplementedError if slicing alone cannot turn `got` into the required split."""
         want = NamedSharding(self.mesh, self.spec)
         if got.is_fully_replicated or got.is_equivalent_to(want, ndim):
             return
@@ -96,13 +96,13 @@ class _Split:
 
 
 def _axes(sizes: Any, entry: Any) -> tuple[str, ...]:
-    """The mesh axes of more than one device of an entry of a PartitionSpec."""
+    """The mesh axes with more than one device in an entry of a PartitionSpec."""
     names = (entry,) if isinstance(entry, str) else entry or ()
     return tuple(name for name in names if sizes[name] > 1)
 
 
 def _as_split(split: _Split, x: Any) -> Any:
-    """x, or an error."""
+    """x with this split. Raises NotImplementedError if that needs more than slicing."""
     if AxisType.Explicit in split.mesh.axis_types:
         sharding = jax.typeof(x).sharding
         if any(sharding.spec):
@@ -133,13 +133,13 @@ def _partition(split: _Split, mesh: Any, arguments: Any, results: Any) -> Any:
 
 
 def _rule(split: _Split, mesh: Any, arguments: Any, results: Any) -> str:
-    """Of Shardy: how the argument is split, and how the result, are two questions."""
+    """The Shardy rule: the splits of argument and result are independent."""
     names = [[f"{side}{i}" for i in range(len(arguments[0].shape))] for side in "xy"]
     return " -> ".join(map(" ".join, names))
 
 
 _partitioned = custom_partitioning(lambda split, x: x, static_argnums=(0,))
 _partitioned.def_partition(partition=_partition, sharding_rule=_rule)
-_jitted = jax.jit(_partitioned, static_argnums=(0,))  # which knows of the array's mesh
+_jitted = jax.jit(_partitioned, static_argnums=(0,))  # jit provides the array's mesh
 _seen_by_xla = jax.custom_vjp(_jitted, nondiff_argnums=(0,))
 _seen_by_xla.defvjp(lambda split, x: (_jitted(split, x), None), lambda _, __, gradient: (gradient,))

@@ -1,4 +1,4 @@
-"""Keys and values over devices: each holds a stripe of every page, and the states merge."""
+"""Decode with KV shards: each device holds a part of every page, and the states are merged."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _FAULT_WORD = HEADER_FIELDS.index("fault")
 
 @dataclasses.dataclass(frozen=True)
 class KvStripes:
-    """The static half of a batch whose pages are striped over a mesh axis.
+    """The static half of a batch whose KV cache is sharded over a mesh axis.
 
-    A page of page_size tokens is cut into axis_size stripes of equal length. Device i of the axis
-    has stripe i of every page: k_pages, seen as one array, is split along its slots. So there is
-    one page table for all devices, that of one device, and no sequence is longer on one device than
-    on another by more than a stripe.
+    A KV shard is the part of the cache on one device of the axis. Its tokens are interleaved by
+    stripes: a page of page_size tokens is cut into axis_size stripes of equal length, and device i
+    has stripe i of every page. As one array, k_pages is split along its slots. So all devices use
+    the page table of a single device, and the lengths of a sequence on two devices differ by at
+    most one stripe.
 
-    spec: page_size, capacities and masks as on one device; heads are those that one device has.
-        page_size must be a multiple of axis_size. A large page costs less to plan where requests
-        have many query tokens: a request is planned as one part for each page that they touch.
-    axis_name, axis_size: the mesh axis that pages are striped over.
-    heads_axis_name: a mesh axis that heads are split over, too, or None. Only specs of arrays
-        depend on it.
+    spec: page_size, capacities and masks as on one device; the heads that one device has.
+        page_size must be a multiple of axis_size. Large pages make planning cheaper for requests
+        with many query tokens: a request is planned as one part per page that these tokens touch.
+    axis_name, axis_size: the mesh axis over which the pages are sharded.
+    heads_axis_name: another mesh axis over which heads are split, or None. Only the PartitionSpecs
+        of arrays depend on it.
 
     Raises ValueError for a page_size that the axis does not divide, NotImplementedError for ragged
     keys and for fresh_kv.
@@ -74,27 +75,27 @@ class KvStripes:
 
     @property
     def stripe_len(self) -> int:
-        """Tokens of a page that one device has."""
+        """Tokens of each page in one KV shard."""
         assert self.spec.page_size is not None
         return self.spec.page_size // self.axis_size
 
     @property
     def rows_spec(self) -> P:
-        """Of q: every device of the axis has all rows."""
+        """PartitionSpec of q: every device of the axis has all rows."""
         return P(None, self.heads_axis_name)
 
     @property
     def new_spec(self) -> P:
-        """Of k_new and v_new: every device of the axis has all rows."""
+        """PartitionSpec of k_new and v_new: every device of the axis has all rows."""
         return P(None, None if self.spec.mla else self.heads_axis_name)
 
     @property
     def kv_heads_spec(self) -> P:
-        """Of k_scale and v_scale."""
+        """PartitionSpec of k_scale and v_scale."""
         return P(None if self.spec.mla else self.heads_axis_name)
 
     def o_spec(self, scatter: Literal["heads", "rows"] | None = None) -> P:
-        """Of the results of attend_stripes."""
+        """PartitionSpec of the results of attend_stripes."""
         if scatter == "rows":
             return P(self.axis_name, self.heads_axis_name)
         if scatter == "heads":
@@ -104,24 +105,24 @@ class KvStripes:
 
     @property
     def plan_spec(self) -> P:
-        """Of a StripedPlan: each device has its own."""
+        """PartitionSpec of a StripedPlan: each device has a separate plan."""
         return P(self.axis_name)
 
     def pages_spec(self, *, is_stacked: bool) -> P:
-        """Of k_pages and v_pages; is_stacked: with a leading [num_layers]."""
+        """PartitionSpec of k_pages and v_pages; is_stacked: with a leading [num_layers]."""
         lead = (None,) * (1 + is_stacked)
-        # The latent head of mla is one, and every device has it.
+        # mla has a single latent head, which every device has.
         return P(*lead, self.axis_name, None if self.spec.mla else self.heads_axis_name)
 
     @functools.cached_property
     def attend_spec(self) -> AttentionSpec:
-        """Of the parts that one device plans and attends to."""
+        """Spec of the parts that one device plans and attends to."""
         spec = self.spec
         assert spec.page_size is not None and spec.max_kv_pages is not None
         tokens, page = spec.max_qo_tokens, spec.page_size
         left, right = windows(spec)
         num_parts, kv_pages = spec.max_batch, spec.max_kv_pages
-        if left >= 0:  # one part a row; of its pages those that its window touches
+        if left >= 0:  # one part per row, with the pages that its window touches
             num_parts = tokens
             if right >= 0:
                 kv_pages = min(kv_pages, (left + right + page) // page + 1)
@@ -142,7 +143,10 @@ class KvStripes:
 
     @functools.cached_property
     def append_spec(self) -> AttentionSpec:
-        """Of the parts that one device appends: new tokens of one stripe, or of other devices."""
+        """Spec of the parts that one device appends.
+
+        A part has new tokens of one stripe of the device, or tokens of other KV shards.
+        """
         num_parts = min(
             self.spec.max_qo_tokens, 2 * self._num_touched_pages() + self.spec.max_batch
         )
@@ -152,11 +156,14 @@ class KvStripes:
 
     @functools.cached_property
     def check_spec(self) -> AttentionSpec:
-        """Of the batch as the caller gives it, to find what is wrong with it."""
+        """Spec used to validate the caller's batch."""
         return self._unscheduled()
 
     def _num_touched_pages(self) -> int:
-        """At most; of a request of n tokens they are (n + page_size - 2) // page_size + 1."""
+        """Upper bound of the pages that new tokens touch in a batch.
+
+        A request of n tokens touches at most (n + page_size - 2) // page_size + 1 pages.
+        """
         batch, page_size = self.spec.max_batch, self.spec.page_size
         assert page_size is not None
         return batch + (self.spec.max_qo_tokens + batch * (page_size - 2)) // page_size
@@ -176,10 +183,10 @@ class KvStripes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StripedPlan:
-    """The schedules of the devices of an axis, which plan_stripes makes.
+    """The schedules of all devices of an axis, made by plan_stripes.
 
-    attend_buffers, append_buffers: [axis_size, words], i32; inside shard_map [1, words], those of
-        this device. Split them over the axis, as KvStripes.plan_spec says.
+    attend_buffers, append_buffers: [axis_size, words], i32; inside shard_map [1, words], for this
+        device. Split them over the axis with KvStripes.plan_spec.
     stripes: static.
     """
 
@@ -188,11 +195,11 @@ class StripedPlan:
     stripes: KvStripes = dataclasses.field(metadata={"static": True})
 
     def attend_plan(self, device: int = 0) -> AttentionPlan:
-        """What a device attends to; inside shard_map there is one, 0."""
+        """The plan by which a device attends; inside shard_map the only device is 0."""
         return AttentionPlan(self.attend_buffers[device], self.stripes.attend_spec)
 
     def append_plan(self, device: int = 0) -> AttentionPlan:
-        """What a device appends; inside shard_map there is one, 0."""
+        """The plan by which a device appends; inside shard_map the only device is 0."""
         return AttentionPlan(self.append_buffers[device], self.stripes.append_spec)
 
 
@@ -209,14 +216,15 @@ def plan_stripes(
     q_offsets: Any = None,
     prefix_levels: Sequence[tuple[Any, Any]] | None = None,
 ) -> StripedPlan:
-    """jax_attn.plan of a batch whose pages are striped over a mesh axis.
+    """jax_attn.plan for a batch whose KV cache is sharded over a mesh axis.
 
     The arguments are those of jax_attn.plan on one device: lengths and positions of whole requests.
 
-    Inside shard_map over the axis, each device plans its own stripes, in the compiled function.
-    Elsewhere: the plans of all devices; made of host arrays they are host arrays.
+    Inside shard_map over the axis, each device plans for its own KV shard in the compiled function.
+    Elsewhere the result has the plans of all devices, as host arrays if the arguments are host
+    arrays.
 
-    Raises what jax_attn.plan raises, of the batch as it is given.
+    Raises like jax_attn.plan for the given batch.
     """
     if not isinstance(stripes, KvStripes):
         raise TypeError(f"plan_stripes: stripes: expected KvStripes, got {type(stripes).__name__}.")
@@ -234,7 +242,7 @@ def plan_stripes(
     qo, lens, indptr, pages = (convert(x) for x in given)
     offsets = lens - xp.diff(qo) if q_offsets is None else convert(q_offsets)
     levels = [(convert(borders), convert(lens)) for borders, lens in prefix_levels or ()]
-    if is_traced:  # a kernel cannot raise: the plans of a faulty batch are faulty, too
+    if is_traced:  # a kernel cannot raise: pass the fault on to all plans
         qo = xp.where(checked.buffer[_FAULT_WORD] == 0, qo, -1)
     batch = _Batch(qo, lens, indptr, xp.append(pages, 0).astype(np.int32), offsets)
     devices = [lax.axis_index(stripes.axis_name)] if is_manual else range(stripes.axis_size)
@@ -251,33 +259,33 @@ def plan_stripes(
 
 
 class _Batch(NamedTuple):
-    """Arguments of plan_stripes as int32 arrays of numpy or of jax.numpy."""
+    """The arguments of plan_stripes as int32 arrays of numpy or jax.numpy."""
 
     qo_indptr: Any
     kv_lens: Any
     page_indptr: Any
-    page_indices: Any  # one more at the end, which nobody reads
+    page_indices: Any  # with one extra entry at the end, never read
     q_offsets: Any
 
 
 class _Parts(NamedTuple):
-    """The batch as one device plans it: parts of requests, one after the other, in its tokens."""
+    """The batch as one device plans it: consecutive parts of requests, in the KV shard's tokens."""
 
     qo_indptr: Any  # [num_parts + 1]
     kv_lens: Any  # [num_parts]
     q_offsets: Any  # [num_parts]
     first_page: Any  # [num_parts], an index into page_indices of the batch
-    page_indices: Any  # of the batch
+    page_indices: Any  # those of the batch
     of_request: Any  # [batch_size + 1]. Parts of request r: [of_request[r], of_request[r + 1])
 
 
 class _Rows(NamedTuple):
-    """Query tokens; those beyond the batch hold anything."""
+    """Query tokens. Entries beyond the batch have arbitrary values."""
 
     request: Any
     position: Any
     is_live: Any
-    is_first: Any  # of a request
+    is_first: Any  # whether it is the first token of a request
 
     @classmethod
     def of(cls, xp: Any, batch: _Batch, first_position: Any, num_rows: int) -> _Rows:
@@ -290,15 +298,17 @@ class _Rows(NamedTuple):
 
 
 def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
-    """Rows of a part see keys of the device's as the masks of its spec have it.
+    """Cut requests into parts whose rows see the KV shard's keys by the masks of attend_spec.
 
-    Let c be the number of whole pages before a row. Of its own pages' tokens a row sees those of c
-    stripes, and of stripe c those up to its own place, or all of it if that lies behind the stripe.
-    So rows from one beginning of a stripe to the next see, of kv_len = (c + 1) * stripe_len keys,
-    one more from row to row until there are no more: what a causal mask says.
+    Causal: let c be the number of whole pages before a row. In this KV shard the row sees the
+    tokens of c stripes, and those of stripe c up to its own position (all of them if its position
+    is behind the stripe). Take the rows from one beginning of a stripe to the next, with kv_len =
+    (c + 1) * stripe_len. Each row sees one key more than the row before until it sees them all,
+    which is a causal mask. These rows are one part.
 
-    A left window begins in one stripe and ends in another. There each row is a part: the pages in
-    which its window begins come first, and its position is such that the window begins there.
+    Left window: it begins in one stripe and ends in another, so each row is a part. The pages of
+    the part start with the one in which the window begins, and q_offset is chosen so that the
+    window begins at the right token.
     """
     spec, length, page = stripes.attend_spec, stripes.stripe_len, stripes.spec.page_size
     assert page is not None
@@ -307,7 +317,7 @@ def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> 
         return _no_parts(xp, batch)
 
     def own(count: Any) -> Any:
-        """How many of the first `count` positions are this device's."""
+        """Number of this KV shard's tokens among the first `count` positions."""
         count = xp.maximum(count, 0)
         return count // page * length + xp.clip(count % page - device * length, 0, length)
 
@@ -342,7 +352,11 @@ def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> 
 
 
 def _appended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
-    """New tokens of one stripe of this device; or those up to the next one, which have no place."""
+    """Cut new tokens into parts.
+
+    A part has the new tokens of one stripe of this KV shard, or those between two such stripes,
+    which are not stored here (kv_len 0).
+    """
     spec, length, page = stripes.append_spec, stripes.stripe_len, stripes.spec.page_size
     assert page is not None
     if not len(batch.kv_lens):
@@ -366,14 +380,14 @@ def _no_parts(xp: Any, batch: _Batch) -> _Parts:
 
 
 def _changes(xp: Any, values: Any) -> Any:
-    """Whether a value is another than the one before; the first is."""
+    """Whether each value differs from the one before; True for the first."""
     return xp.append(True, values[1:] != values[:-1])
 
 
 def _begins(xp: Any, batch: _Batch, starts: Any, num_parts: int) -> tuple[Any, Any]:
-    """qo_indptr of parts that begin where `starts` is, and a row of each: its first.
+    """qo_indptr of parts that begin at the rows where `starts` is True, and their first rows.
 
-    Parts beyond those that there are have no rows.
+    Surplus parts have no rows.
     """
     begin = xp.searchsorted(xp.cumsum(starts), xp.arange(1, num_parts + 2), side="left")
     begin = xp.minimum(begin, batch.qo_indptr[-1])
@@ -390,7 +404,7 @@ def _finish_parts(
 def _level_of_parts(
     xp: Any, stripes: KvStripes, parts: _Parts, request_indptr: Any, prefix_lens: Any
 ) -> tuple[Any, Any]:
-    """A level of prefix_levels, of parts instead of requests: what fills pages in all of them."""
+    """A level of prefix_levels for parts instead of requests, limited to keys they all see."""
     num_parts, num_prefixes = len(parts.kv_lens), len(prefix_lens)
     is_last = request_indptr >= len(parts.of_request) - 1
     borders = xp.where(is_last, num_parts, parts.of_request[request_indptr])
@@ -412,7 +426,7 @@ def _level_of_parts(
 def _plan_parts(
     xp: Any, spec: AttentionSpec, parts: _Parts, levels: list[tuple[Any, Any]] | None
 ) -> Any:
-    """The buffer of a plan of the parts."""
+    """The buffer of a plan for the parts."""
     assert spec.page_size is not None
     num_pages = -(-parts.kv_lens // spec.page_size)
     page_indptr = xp.append(np.int32(0), xp.cumsum(num_pages))
@@ -446,21 +460,21 @@ def append_stripes(
     v_scale: jax.Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """jax_attn.append_kv of a batch whose pages are striped: each device writes its own tokens.
+    """jax_attn.append_kv for a sharded KV cache: each device writes the tokens of its KV shard.
 
-    k_pages: [num_pages, page_size / axis_size, num_kv_heads, head_dim_qk], this device's stripes,
-        or stacked with a leading [num_layers] and `layer`. v_pages: likewise, None with mla.
+    k_pages: [num_pages, page_size / axis_size, num_kv_heads, head_dim_qk], this device's KV shard,
+        or stacked with a leading [num_layers] and `layer`. v_pages: likewise; None with mla.
     k_new: [max_qo_tokens, num_kv_heads, head_dim_qk]. v_new: [max_qo_tokens, num_kv_heads,
         head_dim_vo]. All new tokens, on every device.
     layer, k_scale, v_scale: as for jax_attn.append_kv.
-    mesh: None inside shard_map. Else the arrays are whole ones, with pages of page_size, and each
-        device of the mesh does its part of them.
+    mesh: None inside shard_map. Otherwise the arrays are global, with whole pages of page_size, and
+        each device of the mesh processes its part.
 
-    Returns k_pages and v_pages. No communication. Raises what jax_attn.append_kv raises.
+    Returns k_pages and v_pages. No communication. Raises like jax_attn.append_kv.
     """
     stripes = _stripes_of("append_stripes", plan, mesh)
     if mesh is None:
-        append: Any = append_kv  # whose overloads do not know of v that is None or not
+        append: Any = append_kv  # its overloads cannot express an optional v
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
     pages = stripes.pages_spec(is_stacked=layer is not None)
@@ -494,29 +508,30 @@ def attend_stripes(
     return_lse: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """jax_attn.attention of a batch whose pages are striped over a mesh axis.
+    """jax_attn.attention for a batch whose KV cache is sharded over a mesh axis.
 
-    Each device attends for all query rows to its own keys. Then the devices exchange states, once,
-    and merge them in the order of the axis (Helix parallelism, arXiv 2507.07120; LeanAttention,
-    arXiv 2405.10480). What is exchanged does not depend on the context length.
+    Each device attends from all query rows to the keys of its KV shard. Then the devices exchange
+    states once and merge them in the order of the axis (Helix parallelism, arXiv 2507.07120;
+    LeanAttention, arXiv 2405.10480). The size of the exchange does not depend on the context
+    length.
 
     q: [max_qo_tokens, num_qo_heads, head_dim_qk], the same on every device of the axis.
-    k_pages, v_pages: this device's stripes, as for append_stripes.
+    k_pages, v_pages: this device's KV shard, as for append_stripes.
     layer, q_scale, k_scale, v_scale: as for jax_attn.attention.
     sinks: [num_qo_heads], f32, or None; counted once.
     scatter: None: every device gets all of o, by an all-gather. "heads", "rows": device i of the
         axis gets part i of axis_size of the query heads, or of the rows, by an all-to-all that
-        sends max_qo_tokens * num_qo_heads * (head_dim_vo + 1) words at most. A projection whose
-        rows are split by head, and an all-reduce, follow "heads".
+        sends max_qo_tokens * num_qo_heads * (head_dim_vo + 1) words at most. Use "heads" before an
+        output projection whose rows are split by head, with an all-reduce.
     return_lse: also return lse.
-    mesh: None inside shard_map. Else the arrays are whole ones, with pages of page_size, and each
-        device of the mesh does its part of them.
+    mesh: None inside shard_map. Otherwise the arrays are global, with whole pages of page_size, and
+        each device of the mesh processes its part.
 
-    Returns o, and with return_lse lse, as jax_attn.attention does: of all rows and heads, or a part
-    of them. The same inputs and plan give the same bits, on every device.
+    Returns o, and with return_lse lse, as jax_attn.attention does, for all rows and heads or for
+    this device's part. The same inputs and plan give the same bits on every device.
 
-    Raises what jax_attn.attention raises, and ValueError for a `scatter` that the axis does not
-    divide.
+    Raises like jax_attn.attention, and ValueError if the axis does not divide the scattered heads
+    or rows.
     """
     op = "attend_stripes"
     stripes = _stripes_of(op, plan, mesh)
@@ -561,13 +576,13 @@ def attend_stripes(
 def _merge_over(
     axis_name: str, axis_size: int, scatter: str | None, o: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state over the keys of all devices of the axis, by one collective.
+    """The state over the keys of all devices of the axis, with one collective.
 
-    o: [n, num_heads, head_dim_vo]; lse: [n, num_heads], f32. Returns the same, or a part.
+    o: [n, num_heads, head_dim_vo]; lse: [n, num_heads], f32. Returns arrays like these, or a part.
     """
     if axis_size == 1:
         return o, lse
-    # As integers: XLA on CPU moves bfloat16 as float32, and that changes the bits of a NaN.
+    # Send integers: XLA on CPU sends bfloat16 as float32, which changes the bits of a NaN.
     words = _as_words(o), _as_words(lse[..., None])
     state = jnp.concatenate(words, axis=-1)
     if scatter is None:
@@ -582,19 +597,19 @@ def _merge_over(
 
 
 def _as_words(x: jax.Array) -> jax.Array:
-    """[..., n] of 2 or 4 bytes as [..., words], u32; n is a multiple of 8 or of 4 bytes."""
+    """An array [..., n] of 2- or 4-byte elements as [..., words], u32."""
     per_word = 4 // x.dtype.itemsize
     pairs = x if per_word == 1 else x.reshape(*x.shape[:-1], -1, per_word)
     return lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
 def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    """The array of _as_words."""
+    """Undo _as_words."""
     return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
 
 
 def _stripes_of(op: str, plan: Any, mesh: Any) -> KvStripes:
-    """What the plan was made for. Raises where the axis is not that of the mesh."""
+    """The KvStripes of the plan. Raises if its axis does not match the mesh."""
     if not isinstance(plan, StripedPlan):
         raise TypeError(
             f"{op}: plan: expected a StripedPlan, which plan_stripes makes, got"

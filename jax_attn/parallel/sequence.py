@@ -1,4 +1,4 @@
-"""Attention of sequences that are split over devices: the keys go around, or the heads change."""
+"""Attention of sequences split over devices, by a ring of keys or an exchange of heads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jax_attn._dense.dense import window_of
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
-from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._ops.operands import check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._xla.attention_operands import BackwardOperands
 from jax_attn.parallel._common import add_sinks, mapped, windows
 
 Order = Literal["striped", "contiguous"]
@@ -32,25 +32,25 @@ Exchange = Literal["ring", "heads"]
 class SequenceShards:
     """The static half of packed documents whose tokens are split over a mesh axis.
 
-    spec: ragged (page_size=None), of all tokens; heads are those that one device has. A multiple of
-        axis_size tokens: max_qo_tokens = max_kv_tokens. max_batch: documents. Causal or not,
-        windows, soft cap; the schedule is that of each step.
-    axis_name, axis_size: the mesh axis that tokens are split over.
+    spec: ragged (page_size=None), for all tokens; the heads that one device has. max_qo_tokens =
+        max_kv_tokens, a multiple of axis_size. max_batch: documents. Causal or not, windows, soft
+        cap. The schedule applies to each step.
+    axis_name, axis_size: the mesh axis over which tokens are split.
     order: which tokens a device has. "striped": device i has tokens i, i + axis_size, ... of all
-        documents back to back (Striped Attention, arXiv 2311.09431), so that causal work is even
-        to within a token and a document. "contiguous": each device has one part of the tokens,
-        one part after the other. Causal work is then even only with a left window; use it for
-        windows, which keys then need not leave their neighbourhood for, and without causal masks.
-    exchange: "ring": keys and values go around, each device attends to the ones it has while the
-        next ones arrive, and merges the states (Ring Attention, arXiv 2310.01889). "heads": an
-        all-to-all gives each device all tokens of its part of the heads, another one brings o back
-        (DeepSpeed Ulysses, arXiv 2309.14509). None: "heads" where the axis divides both kinds of
-        heads and at most twice the bytes travel so, or as many as in a ring that a window cuts
-        short; else "ring".
-    heads_axis_name: a mesh axis that heads are split over, too, or None. Only specs of arrays
-        depend on it.
-    num_rows: rows of a dense batch, of equal length, each of which is a document split over the
-        axis. 1: all tokens are one row, of any documents.
+        documents back to back (Striped Attention, arXiv 2311.09431), so causal work is balanced to
+        within a token per document. "contiguous": each device has one consecutive part of the
+        tokens. Causal work is then balanced only with a left window. Use it with windows, where
+        keys then go only to neighbouring devices, and without causal masks.
+    exchange: "ring": keys and values go around; each device attends to those it has while the next
+        ones arrive, and merges the states (Ring Attention, arXiv 2310.01889). "heads": an
+        all-to-all gives each device all tokens of its part of the heads, and another one returns o
+        (DeepSpeed Ulysses, arXiv 2309.14509). None: "heads" if the axis divides query and KV heads
+        and this sends at most twice the bytes of a ring (at most the same bytes if a window
+        shortens the ring); else "ring".
+    heads_axis_name: another mesh axis over which heads are split, or None. Only the PartitionSpecs
+        of arrays depend on it.
+    num_rows: rows of a dense batch. Each row is one document, all have equal length, and each is
+        split over the axis. 1: all tokens are one row, with any documents.
 
     Raises ValueError for sizes that the axis does not divide, NotImplementedError for pages, mla,
     float8_e4m3fn, variants and max_steps.
@@ -109,12 +109,12 @@ class SequenceShards:
 
     @property
     def tokens_each(self) -> int:
-        """Tokens that one device has."""
+        """Number of tokens that one device has."""
         return self.spec.max_qo_tokens // self.axis_size
 
     @functools.cached_property
     def algorithm(self) -> Exchange:
-        """What `exchange` is, or becomes if it is None."""
+        """The exchange: `exchange`, or the one chosen if it is None."""
         if self.exchange is not None:
             return self.exchange
         spec, size = self.spec, self.axis_size
@@ -122,17 +122,17 @@ class SequenceShards:
             return "ring"
         around = self.num_hops * spec.num_kv_heads * size
         across = (size - 1) * (spec.num_kv_heads + spec.num_qo_heads)
-        # Measured without windows on two and four GPUs (docs/notes/devices.md): a ring hides what
-        # travels, but waits for its neighbours and merges states.
+        # Factor 2 measured without windows on two and four GPUs (docs/notes/devices.md): a ring
+        # hides its transfers, but waits for its neighbours and merges states.
         worth = 2 if self.num_hops == size - 1 else 1
         return "heads" if across <= worth * around else "ring"
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[int, AttentionSpec], ...]:
-        """Of a ring: for each time that a device attends, how far its keys have come by then, and
-        the spec of its part. At distance t device i has the keys of device i - t.
+        """The steps of a ring: (distance, spec) for each step in which devices attend.
 
-        Steps at which no device sees a key are left out.
+        At distance t, device i has the keys of device i - t. Steps in which no device sees a key
+        are left out.
         """
         spec, size = self.spec, self.axis_size
         left, right = windows(spec)
@@ -140,14 +140,15 @@ class SequenceShards:
         found = []
         for distance in range(size):
             shift = distance * (1 if self.order == "striped" else length)
-            # Of keys of an earlier device; those of a later one, axis_size further on, see as many.
+            # Computed for keys of an earlier device; those of a later one (axis_size further on)
+            # have the same width.
             width = -1
             if left >= 0 and right >= 0:
                 width = (left - shift) // stride + (right + shift) // stride
                 if width < 0:
                     continue
-            # Contiguous: the nearest key of an earlier device is that far, and later ones are
-            # hidden.
+            # Contiguous order: the nearest key of an earlier device is shift - length + 1 away, and
+            # keys of later devices are hidden if right == 0.
             is_behind = distance > 0 and left >= 0 and shift - length + 1 > left
             if self.order == "contiguous" and is_behind and right == 0:
                 continue
@@ -157,8 +158,9 @@ class SequenceShards:
             changes |= {"max_qo_tokens": self.tokens_each, "max_kv_tokens": self.tokens_each}
             step = dataclasses.replace(spec, **changes)
             if size > 1 and spec.num_ctas is None and spec.target != "cpu":
-                # Beside a kernel that sends, the last CTAs of a full grid would wait for the first
-                # ones to end: 65,536 tokens on four H100s took 18.2 ms, and 15.8 with 124 of 132.
+                # Leave SMs for the kernel that sends keys. With a full grid the last CTAs wait for
+                # the first to end: 65,536 tokens on four H100s took 18.2 ms with 132 CTAs, 15.8 ms
+                # with 124.
                 num_ctas = step.kernel_config["num_ctas"]
                 step = dataclasses.replace(step, num_ctas=num_ctas - num_ctas // 16)
             found.append((distance, step))
@@ -166,35 +168,38 @@ class SequenceShards:
 
     @property
     def num_hops(self) -> int:
-        """Of a ring: how often keys and values go from a device to the next one."""
+        """Number of times that a ring sends keys and values to the next device."""
         return self.steps[-1][0]
 
     @property
     def _stride(self) -> int:
-        """Positions between two tokens of a device."""
+        """Distance in positions between two consecutive tokens of a device."""
         return self.axis_size if self.order == "striped" else 1
 
     @functools.cached_property
     def heads_spec(self) -> AttentionSpec:
-        """Of what a device attends to after an exchange of heads."""
+        """Spec of a device's attention after an exchange of heads."""
         num_qo_heads = self.spec.num_qo_heads // self.axis_size
         num_kv_heads = max(1, self.spec.num_kv_heads // self.axis_size)
         return dataclasses.replace(self.spec, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
 
     @property
     def array_spec(self) -> P:
-        """Of q, k, v and o: [max_qo_tokens, heads, head_dim]; and of lse."""
+        """PartitionSpec of q, k, v and o, [max_qo_tokens, heads, head_dim], and of lse."""
         return P(self.axis_name, self.heads_axis_name)
 
     @property
     def plan_spec(self) -> P:
-        """Of a SequencePlan: of a ring each device has its own."""
+        """PartitionSpec of a SequencePlan. In a ring each device has a separate plan."""
         return P(self.axis_name) if self.algorithm == "ring" else P()
 
     @property
     def positions(self) -> np.ndarray:
-        """[max_qo_tokens]: which token each row of the arrays is. `tokens[positions]` is in the
-        order of the devices, and `o[np.argsort(positions)]` is in that of the tokens."""
+        """[max_qo_tokens]. The token in each row of the arrays.
+
+        `tokens[positions]` is in the order of the devices, and `o[np.argsort(positions)]` is back
+        in the order of the tokens.
+        """
         tokens = np.arange(self.spec.max_qo_tokens).reshape(self.num_rows, -1)
         if self.order == "striped":
             return tokens.reshape(-1, self.axis_size).T.reshape(-1)
@@ -205,11 +210,11 @@ class SequenceShards:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-    """The schedules that plan_sequence makes.
+    """The schedules of all devices, made by plan_sequence.
 
-    buffers: of each step [axis_size, words], i32; inside shard_map [1, words], that of this device.
-        With an exchange of heads one, [1, words], the same for all. Split them as
-        SequenceShards.plan_spec says.
+    buffers: for each step [axis_size, words], i32; inside shard_map [1, words], for this device.
+        With an exchange of heads a single [1, words], the same for all devices. Split them with
+        SequenceShards.plan_spec.
     shards: static.
     """
 
@@ -217,7 +222,7 @@ class SequencePlan:
     shards: SequenceShards = dataclasses.field(metadata={"static": True})
 
     def step_plan(self, step: int, device: int = 0) -> AttentionPlan:
-        """What a device attends to in a step; inside shard_map there is one device, 0."""
+        """The plan by which a device attends in a step; inside shard_map the only device is 0."""
         shards = self.shards
         spec = shards.steps[step][1] if shards.algorithm == "ring" else shards.heads_spec
         return AttentionPlan(self.buffers[step][device], spec)
@@ -227,17 +232,17 @@ class SequencePlan:
 
 
 def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
-    """Schedules documents whose tokens are split over a mesh axis.
+    """Schedule documents whose tokens are split over a mesh axis.
 
-    indptr: [num_documents + 1], i32. Document d is tokens [indptr[d], indptr[d + 1]), in the order
-        of tokens, not of devices; tokens from indptr[-1] on are padding. A token sees its own
-        document alone. None: each row is one document.
+    indptr: [num_documents + 1], i32. Document d has tokens [indptr[d], indptr[d + 1]), in the order
+        of tokens, not of devices; tokens from indptr[-1] on are padding. A token sees only its own
+        document. None: each row is one document.
 
-    Inside shard_map over the axis, each device plans its own part, in the compiled function.
-    Elsewhere: the plans of all devices; made of a host array they are host arrays.
+    Inside shard_map over the axis, each device plans its own part in the compiled function.
+    Elsewhere the result has the plans of all devices, as host arrays if indptr is a host array.
 
     Raises ValueError for an indptr that does not begin with 0, decreases, or ends beyond
-    max_qo_tokens. For a traced one on CPU `plan`'s sentence comes at run time; on CUDA the plans
+    max_qo_tokens. For a traced indptr, `plan`'s error comes at run time on CPU; on CUDA the plans
     are faulty.
     """
     if not isinstance(shards, SequenceShards):
@@ -270,7 +275,7 @@ def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
         lens = xp.diff(borders)
         whole = plan(shards.heads_spec, borders, lens, kv_indptr=borders)
         return SequencePlan((whole.buffer[None],), shards)
-    # All devices refuse what one does: else the others would wait for it.
+    # All devices refuse bad borders together: otherwise some would wait for one that failed.
     local = functools.partial(_own_borders, xp, shards, borders, is_bad if is_traced else None)
     devices = [lax.axis_index(shards.axis_name)] if is_manual else range(shards.axis_size)
     buffers = [
@@ -281,7 +286,7 @@ def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
 
 
 def _own_borders(xp: Any, shards: SequenceShards, borders: Any, is_bad: Any, device: Any) -> Any:
-    """The documents' borders in the rows of a device. Bad ones stay as they are."""
+    """The documents' borders in the rows of a device. Bad borders are not changed."""
     if shards.order == "striped":
         own = (borders - device + shards.axis_size - 1) // shards.axis_size
     else:
@@ -294,11 +299,11 @@ def _own_borders(xp: Any, shards: SequenceShards, borders: Any, is_bad: Any, dev
 def _plan_step(
     xp: Any, shards: SequenceShards, local: Any, device: Any, distance: int, spec: AttentionSpec
 ) -> Any:
-    """What a device attends to of the keys that have come `distance` devices.
+    """The plan for a device's tokens and the keys that have come from `distance` devices before it.
 
-    Token r of a device is at position stride * r + begin of its row, so it sees keys
-    [r - floor((left + begin_k - begin_q) / stride), r + floor((right + begin_q - begin_k) /
-    stride)] of another one: a causal mask or a window with another offset.
+    Token r of a device is at position stride * r + begin of its row. So among another device's keys
+    it sees [r - floor((left + begin_k - begin_q) / stride), r + floor((right + begin_q - begin_k) /
+    stride)], which is a causal mask or a window with a shifted offset.
     """
     left, right = windows(shards.spec)
     stride, other = shards._stride, (device - distance) % shards.axis_size
@@ -328,20 +333,21 @@ def attend_sequence(
     return_lse: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of tokens that are split over a mesh axis, of their documents to themselves.
+    """Self-attention of packed documents whose tokens are split over a mesh axis.
 
     q: [max_qo_tokens / axis_size, num_qo_heads, head_dim_qk], this device's tokens in the order of
         SequenceShards.positions. k, v: likewise, with num_kv_heads, and head_dim_vo.
     sinks: [num_qo_heads], f32, or None; counted once.
     return_lse: also return lse.
-    mesh: None inside shard_map. Else the arrays are whole ones, in the order of positions, and each
-        device of the mesh does its part of them.
+    mesh: None inside shard_map. Otherwise the arrays are global, in the order of positions, and
+        each device of the mesh processes its part.
 
     Returns o, and with return_lse lse, of this device's tokens. Differentiable on cpu in q, k, v
-    and sinks, lse included: of a ring, keys and values go around once more, and their gradients
-    with them, in f32. Of keys and values a device holds its share and the one that arrives.
+    and sinks, lse included. In the backward pass of a ring, keys and values go around once more,
+    together with their gradients in f32. A device holds the keys and values of two devices at a
+    time: those it attends to and those that arrive.
 
-    The same inputs and plan give the same bits. Raises what jax_attn.attention raises.
+    The same inputs and plan give the same bits. Raises like jax_attn.attention.
     """
     op = "attend_sequence"
     if not isinstance(plan, SequencePlan):
@@ -394,7 +400,7 @@ def _attend_heads(
     size, name = shards.axis_size, shards.axis_name
     if shards.spec.num_kv_heads < size:
         k, v = (jnp.repeat(x, size // shards.spec.num_kv_heads, axis=1) for x in (k, v))
-    # Of the tokens in order: [rows, devices, length] or, striped, [tokens of a device, devices, 1].
+    # Tokens in order are [rows, devices, length] or, if striped, [tokens of a device, devices, 1].
     major = shards.num_rows if shards.order == "contiguous" else shards.tokens_each
 
     def to_heads(x: jax.Array) -> jax.Array:
@@ -405,7 +411,7 @@ def _attend_heads(
         return tokens.reshape(-1, *x.shape[2:])
 
     def to_tokens(x: jax.Array) -> jax.Array:
-        """The other way."""
+        """Undo to_heads."""
         tokens = jnp.moveaxis(x.reshape(major, size, -1, *x.shape[1:]), 1, 0)
         x = tokens.reshape(size, -1, *x.shape[1:])
         x = jnp.moveaxis(lax.all_to_all(x, name, split_axis=0, concat_axis=0), 0, 1)
@@ -420,7 +426,7 @@ def _attend_heads(
 
 
 def _shift(shards: SequenceShards, arrays: Any, distance: int) -> Any:
-    """What device i has goes to device i + distance."""
+    """Send the arrays of each device i to device i + distance."""
     size = shards.axis_size
     if distance % size == 0:
         return arrays
@@ -436,7 +442,7 @@ def _ring(
     v: jax.Array,
     buffers: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """o and lse of this device's rows. buffers: its plan of each step."""
+    """o and lse of this device's rows by a ring. buffers: the device's plan for each step."""
 
     def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, state: Any) -> Any:
         (k, v), (o, lse) = keys, state
@@ -451,12 +457,13 @@ def _ring(
 def _go_around(
     shards: SequenceShards, buffers: Any, keys: Any, carry: Any, visit: Callable[..., Any]
 ) -> Any:
-    """carry, after visit(spec, buffer, hop, keys, carry) has made a new one of it at each step.
+    """Update carry = visit(spec, buffer, hop, keys, carry) at each step of the ring; return it.
 
-    buffers: of each step. keys: those of distance 0. hop: from the step before, static.
+    buffers: one per step. keys: the device's own keys and values. hop: distance from the step
+        before, static.
 
-    The next keys travel while visit runs. Steps that are alike are a loop: written one after the
-    other, XLA may send all of them first, and a device would hold the keys of all.
+    The next keys travel while visit runs. Equal steps run in a loop: if they were unrolled, XLA
+    might send all keys first, and a device would hold those of all devices.
     """
     places = [distance for distance, _ in shards.steps]
     hops = [b - a for a, b in itertools.pairwise([0, *places, places[-1]])]
@@ -483,9 +490,9 @@ def _go_around(
 def _merge(
     o: jax.Array, lse: jax.Array, o_step: jax.Array, lse_step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The state of both; o stays f32, however many steps there are.
+    """The merged state; o stays in f32 over all steps.
 
-    merge_state would need both in f32, side by side in memory; this XLA fuses.
+    XLA fuses this; merge_state would need both states in f32 in one array.
     """
     total = jnp.logaddexp(lse, lse_step)
     reference = jnp.where(jnp.isneginf(total), 0.0, total)
@@ -503,7 +510,7 @@ def _ring_forward(
 
 
 def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Each part of the logits has its gradients from the lse and o of all (FlashAttention-2)."""
+    """Gradients of the ring, step by step, from the lse and o of all steps (FlashAttention-2)."""
     q, k, v, buffers, o, lse = saved
     d_o, d_lse = cotangents
     d = gradients.row_sums(o, d_o, d_lse, shards.steps[0][1].target)
@@ -549,18 +556,19 @@ def dot_product_attention(
     exchange: Exchange | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """jax_attn.dot_product_attention of sequences that are split over a mesh axis, in jit or out.
+    """jax_attn.dot_product_attention for sequences split over a mesh axis, inside or outside jit.
 
-    query: [batch, T, num_qo_heads, head_dim], bf16 | f16 | f32, tokens in their order.
+    query: [batch, T, num_qo_heads, head_dim], bf16 | f16 | f32, tokens in order.
     key: [batch, T, num_kv_heads, head_dim]. value: [batch, T, num_kv_heads, head_dim_vo].
     mesh, axis_name: T is split over this axis.
-    batch_axis_name, heads_axis_name: axes that batch and heads are split over, too, or None.
+    batch_axis_name, heads_axis_name: mesh axes over which batch and heads are split, or None.
     scale, is_causal, local_window_size, return_residual: as for jax_attn.dot_product_attention.
     exchange: as for SequenceShards.
 
-    With is_causal a ring would leave the first device idle and the last one busy. So an all-to-all
-    stripes the tokens first, and brings o back, where axis_size squared divides T, and there is no
-    left window. Save it in training: keep tokens striped, and call attend_sequence.
+    With is_causal, a ring over contiguous tokens would leave the first device idle. So if
+    axis_size squared divides T and there is no left window, an all-to-all brings the tokens into
+    striped order first, and another one brings o back. To avoid this in training, keep tokens
+    striped and call attend_sequence.
 
     Returns o: [batch, T, num_qo_heads, head_dim_vo], and with return_residual lse: [batch, T,
     num_qo_heads], f32, split as query is. Differentiable as attend_sequence is.
@@ -608,13 +616,13 @@ def dot_product_attention(
         max_kv_tokens=rows * length,
     )
     size = sizes[axis_name]
-    is_uneven = right == 0 and left < 0  # of a ring over tokens in their order
+    is_uneven = right == 0 and left < 0  # work of a ring over contiguous tokens
     if (
         exchange is None
         and is_uneven
         and not (spec.num_kv_heads % size or spec.num_qo_heads % size)
     ):
-        exchange = "heads"  # stripes would travel as far, and then go around
+        exchange = "heads"  # striping would send as much, before the ring
     shards = SequenceShards(
         spec, axis_name, size, "contiguous", exchange, heads_axis_name, num_rows=rows
     )
@@ -646,7 +654,7 @@ def _plan_of_rows(shards: SequenceShards) -> SequencePlan:
 
 
 def _change_order(shards: SequenceShards, x: jax.Array, to: Order) -> jax.Array:
-    """[rows, length of a device, ...] in the one order as the same in the other."""
+    """Convert [rows, length of a device, ...] from one order of tokens to the other."""
     rows, size = x.shape[0], shards.axis_size
     cut = (-1, size) if to == "striped" else (size, -1)
     x = x.reshape(rows, *cut, *x.shape[2:])

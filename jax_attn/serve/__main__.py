@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _follow(args: argparse.Namespace, processes: Processes) -> int:
-    """What a process other than 0 does, until process 0 ends it. Returns if it cannot begin."""
+    """Runs a process other than 0 until process 0 ends it. Returns a status if it cannot begin."""
 
     def on_signal(_: int, __: FrameType | None) -> None:
         if processes.is_leaving:
@@ -100,7 +100,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> int:
-    """process: None: HTTP is answered in this one, where an embedding model runs."""
+    """process: answers HTTP; None: this process does, for an embedding model alone."""
     try:
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += _keys_of("--api-key-file", args.api_key_file)
@@ -113,13 +113,13 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
         else:
             directory = models.fetch(args.model, args.revision)
             model = _load(directory, args)
-            # Before the engine, which takes what memory is left.
+            # Loaded before the engine, which takes the memory that is left.
             embedding, draft_model = None, _load_draft_model(model, args)
             if args.embedding_model is not None:
                 fetched = models.fetch(args.embedding_model)
                 embedding = _load_embedding(fetched, _name_of(args.embedding_model), args)
             engine = make_engine(model, args, draft_model)
-            model = model._replace(params={})  # of which the engine has what it needs
+            model = model._replace(params={})  # the engine holds the weights that it needs
             del draft_model
         config = ServerConfig(
             model_directory=directory,
@@ -160,7 +160,7 @@ def _serve_here(
         engine.on_ready = spare_the_collector
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
     for part in parts:
-        # A supervisor then starts another server.
+        # A supervisor then starts a new server.
         part.on_failure = server.stop
     asyncio.run(server.serve())
     return 0 if server.started and all(part.failure is None for part in parts) else 1
@@ -179,12 +179,12 @@ def _keys_of(option: str, path: Path | None) -> tuple[str, ...]:
 
 
 def _name_of(model: str) -> str:
-    """The name of a model for clients, where --served-model-name does not say one."""
+    """The model's name for clients if --served-model-name is not given."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _load(directory: Path, args: argparse.Namespace) -> models.Model:
-    """Raises: ModelDirectoryError, ValueError."""
+    """Loads a model. Raises ModelDirectoryError or ValueError."""
     model = _read(directory, args)
     longest = model.config.max_positions
     if args.max_model_len is None:
@@ -199,7 +199,7 @@ def _load(directory: Path, args: argparse.Namespace) -> models.Model:
 
 def _read(directory: Path, args: argparse.Namespace) -> models.Model:
     with _loading(directory) as show:
-        # Weights that devices share go to each from host memory.
+        # Weights that devices share are copied to each device from host memory.
         is_alone = num_devices(args) == 1
         host = None if is_alone else jax.local_devices(backend="cpu")[0]
         in_panels = is_alone and jax.default_backend() == "cpu"
@@ -208,7 +208,7 @@ def _read(directory: Path, args: argparse.Namespace) -> models.Model:
 
 
 def _load_draft_model(model: models.Model, args: argparse.Namespace) -> models.Model | None:
-    """Raises: ModelDirectoryError, ValueError."""
+    """Loads the draft model, if there is one. Raises ModelDirectoryError or ValueError."""
     if args.draft_model is None:
         return None
     draft_model = _read(models.fetch(args.draft_model), args)
@@ -223,7 +223,7 @@ def _load_draft_model(model: models.Model, args: argparse.Namespace) -> models.M
 def _load_embedding(
     directory: Path, name: str, args: argparse.Namespace
 ) -> tuple[models.EmbeddingModel, Embedder]:
-    """Raises: ModelDirectoryError."""
+    """Loads the embedding model, if there is one. Raises ModelDirectoryError."""
     with _loading(directory) as show:
         model = models.load_embedding(directory, args.dtype, show)
     return model, Embedder(model, name)

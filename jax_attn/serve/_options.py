@@ -1,4 +1,4 @@
-"""The command line: options, their defaults, and the configurations of engine and gate."""
+"""The command line: options, their defaults, and the configurations of engine and limits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
-_DRAFTS = 4  # of a draft model: each takes its time, and behind a wrong one all are in vain
+_DRAFTS = 4  # of a draft model: each takes time, and all after a wrong one are useless
 
-# The first of them is a name that other servers have for it.
+# The first names are those of other servers.
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"} | {
     name: name for name in ("int8", "mxfp4", "nvfp4", "int4")
 }
 
 
 class _Steps(NamedTuple):
-    """What a step has room for, unless options say otherwise."""
+    """The default capacities of a step."""
 
     max_running: int
     max_step_tokens: int
-    # A step's time grows with its tokens, and whoever decodes waits for it. With chunks of these
-    # sizes the 99th percentile between tokens is 1.5 to 2.3 times the median on a CPU, 2.0 to 3.3
-    # times on an H200, in steps full of prompts up to 5.2 and 3.7 times (docs/notes/server.md).
+    # A step's time grows with its tokens, and sequences that decode wait for it. With chunks of
+    # these sizes the 99th percentile between tokens is 1.5 to 2.3 times the median on a CPU, 2.0 to
+    # 3.3 times on an H200, in steps full of prompts up to 5.2 and 3.7 times (docs/notes/server.md).
     prefill_chunk: int
-    # Where many wait. A GPU reads a larger chunk in little more time, a CPU does not.
+    # Used when many sequences wait. A GPU reads a larger chunk in little more time, a CPU does not.
     max_prefill_chunk: int
 
 
@@ -42,7 +42,7 @@ _BATCH_INVARIANT = _Steps(32, 512, 512, 512)  # every step is padded to the larg
 
 
 def parse(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
-    """Ends the process for options that do not go together. Raises ProcessesError."""
+    """Parses options. Exits if they contradict each other. Raises ProcessesError."""
     parser = argparse.ArgumentParser(prog="python -m jax_attn.serve", description=description)
     add = parser.add_argument
     switch = argparse.BooleanOptionalAction
@@ -139,7 +139,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     on_cpu = jax.default_backend() == "cpu"
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     steps = _BATCH_INVARIANT if args.batch_invariant else _ON_CPU if on_cpu else _ON_GPU
-    # A step has a copy of a sequence's page table for each page that its prompt's chunk touches.
+    # A step holds a copy of a sequence's page table for each page that its prompt chunk touches.
     args.page_size = args.page_size or (
         16 if args.context_parallel == 1 else 64 * args.context_parallel
     )
@@ -151,7 +151,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
 
 
 def _check_alone(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Of an embedding model that is served alone."""
+    """Checks the options of an embedding model that is served alone."""
     for name in ("draft_model", "coordinator", "distributed"):
         if getattr(args, name):
             parser.error(

@@ -1,4 +1,4 @@
-"""How many pages the kv cache has: what the device's memory holds, unless options say otherwise."""
+"""Chooses the number of kv cache pages: all that fit in memory, unless options say otherwise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from jax_attn.serve._options import KV_DTYPES, engine_config
 
 log = logging.getLogger("jax_attn.serve")
 
-_SAMPLING_BYTES = 48  # for each of [max_running, vocab]: logits, counts, ten f32 of XLA's to sort
-_KV_SHARE = 0.85  # of the memory that is left; the rest is for activations
-_NEXT_TRY = 0.9  # of the pages that did not fit
+# Per [max_running, vocab] entry: logits, counts, ten f32 that XLA needs to sort.
+_SAMPLING_BYTES = 48
+_KV_SHARE = 0.85  # of the free memory; the rest is for activations
+_NEXT_TRY = 0.9  # factor on the number of pages after pages did not fit
 _CPU_BYTES = 2 << 30
-_DIGEST_VALUES = 1000  # of each weight
-_MAX_CACHE = 8  # times what can run at once: beyond, a small model would own millions of pages
+_DIGEST_VALUES = 1000  # values of each weight
+# Limit in multiples of the running sequences: a small model would get millions of pages.
+_MAX_CACHE = 8
 
 
 def make_engine(
@@ -33,7 +35,7 @@ def make_engine(
     Raises:
       ValueError: they do not fit.
     """
-    # A draft model has pages of its own beside each of the model's.
+    # A draft model has one page for each page of the model.
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
     fewest, num_pages = _fewest_pages(args), choose_num_pages(model, args, page_bytes)
@@ -50,7 +52,7 @@ def make_engine(
                     "--num-pages: expected a kv cache that fits in the device's memory, got "
                     f"{num_pages} pages of {page_bytes} bytes; use fewer, or free memory."
                 ) from None
-        # The free memory may not be available in two pieces: an allocator that grows
+        # The free memory may be fragmented: an allocator that grows
         # (XLA_PYTHON_CLIENT_PREALLOCATE=false) rounds up to powers of two.
         num_pages = max(fewest, int(_NEXT_TRY * num_pages))
     log.info(
@@ -80,14 +82,14 @@ def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:
-    """Pages that one step full of prompts needs."""
+    """The number of pages that one step full of prompts needs."""
     return int(-(-args.max_step_tokens // args.page_size))
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:
-    """--num-pages, or as many as the memory holds; of several processes the smallest number.
+    """Returns --num-pages or the number that fits; with several processes, the smallest of theirs.
 
-    Raises ProcessesError where processes have other options or another model.
+    Raises ProcessesError if processes have different options or models.
     """
     most = _default_num_pages(model.config, args, page_bytes)
     num_pages = args.num_pages or max(_fewest_pages(args), most)
@@ -99,7 +101,7 @@ def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: 
     return int(args.processes.agree(own, min, num_pages))
 
 
-# Options that each process is to be given alike: what its devices compute depends on them.
+# Options that must be the same in all processes, as the devices' results depend on them.
 _OF_ALL_PROCESSES = (
     "max_model_len",
     "dtype",
@@ -116,7 +118,7 @@ _OF_ALL_PROCESSES = (
 
 
 def _digest(model: models.Model) -> str:
-    """Of the config, and of some values of each weight."""
+    """A digest of the config and of some values of each weight."""
     digest = hashlib.sha256(repr(model.config).encode())
     for path, weight in jax.tree_util.tree_leaves_with_path(model.params):
         values = np.asarray(weight).reshape(-1)
@@ -128,7 +130,7 @@ def _digest(model: models.Model) -> str:
 def _default_num_pages(
     config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
 ) -> int:
-    """What the device's free memory holds; on CPU, whose memory others need too, far less."""
+    """Pages that fit in free device memory; far fewer on a CPU, as others need its memory too."""
     num_running = args.max_running * -(-config.max_positions // args.page_size)
     if memory := jax.local_devices()[0].memory_stats():
         left = memory["bytes_limit"] - memory["bytes_in_use"]

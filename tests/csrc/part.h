@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 namespace jax_attn {
 namespace {
@@ -13,6 +15,17 @@ constexpr uint32_t kTestsPart = JAX_ATTN_TESTS_PART;
 #else
 constexpr uint32_t kTestsPart = 1;
 #endif
+
+// Ends the process with an error where a program has asked for parts and ran none of its cases.
+struct PartCheck {
+  bool has_asked = false, has_run = false;
+  ~PartCheck() {
+    if (!has_asked || has_run) return;
+    std::printf("no case is in the part: make JAX_ATTN_TESTS_PART smaller for this program\n");
+    std::_Exit(1);
+  }
+};
+PartCheck g_part;
 
 // Whether the case of these types is in the part: by a hash of their names, so that each build
 // selects the same ones.

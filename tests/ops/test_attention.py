@@ -25,8 +25,8 @@ from helpers.attention_cases import (
 from helpers.attention_checks import attend, check, make_plan, run
 from helpers.backends import Backend, on_every_backend, on_every_platform
 from helpers.checking import assert_close_state, assert_same_bits
-from jax_attn._ops.attention_operands import AttentionOperands
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import AttentionOperands
 
 
 @on_every_backend

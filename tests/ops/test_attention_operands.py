@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import jax_attn as ja
-from jax_attn._ops.attention_operands import AttentionOperands
+from jax_attn._xla.attention_operands import AttentionOperands
 
 # By the names of the call; the plan's buffer and the variant's operands have others in the record.
 CALLED = {"plan_buffer": "plan", "variant": "variant_operands"}

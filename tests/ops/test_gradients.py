@@ -22,7 +22,7 @@ from helpers.prefixes import num_shared, one_document
 from jax_attn import _core, reference
 from jax_attn._dense import dense
 from jax_attn._ops import gradients
-from jax_attn._ops.attention_operands import BackwardOperands
+from jax_attn._xla.attention_operands import BackwardOperands
 
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 DIFFERENTIABLE = [case for case in CASES if case.kv_dtype is None and not case.mla]

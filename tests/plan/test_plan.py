@@ -279,10 +279,10 @@ def test_a_chunk_of_a_long_context_is_folded_by_several():
     check_merge_groups(plan)
     groups, items = plan.merge_groups(), plan.items()
     one_level = (groups["parent"] < 0) & (groups["partials_step"] == 1)
-    assert set(groups["first_place"][one_level]) == {7}
+    assert set(groups["first_offset"][one_level]) == {7}
     for g in np.flatnonzero(one_level):
         assert min(items["kv_begin"][items["merge_idx"] == g]) // 512 % 8 == 7
-    assert len(groups[~one_level]) and (groups["first_place"][~one_level] == 0).all()
+    assert len(groups[~one_level]) and (groups["first_offset"][~one_level] == 0).all()
 
 
 @few_examples

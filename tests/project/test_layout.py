@@ -22,7 +22,7 @@ _xla                _core _environment _spec _variant masks
 _plan               _core _spec _xla masks
 _ops                _core _environment _plan _spec _xla
 _dense              _ops _plan _spec _variant _xla
-parallel            _dense _ops _plan _spec
+parallel            _dense _ops _plan _spec _xla
 mla
 jax_attn            _dense _ops _plan _spec _variant _xla masks mla parallel reference
 compat              _dense _ops _plan _spec

@@ -10,8 +10,8 @@ import pytest
 import jax_attn as ja
 from helpers.attention_cases import Case, make_plan
 from jax_attn import _core
-from jax_attn._ops.attention_operands import BackwardOperands
 from jax_attn._xla import ffi
+from jax_attn._xla.attention_operands import BackwardOperands
 
 CASE = Case("", (1, 20), (40, 33), num_ctas=2)
 PLAN = make_plan(CASE)

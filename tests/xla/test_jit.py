@@ -389,10 +389,14 @@ def test_switches_of_the_compile_log(cache_dir_here, capfd, monkeypatch):
 
     assert line(87, 0) == ""
     with jax.log_compiles():
-        assert "(disk cache: miss; nearest key differs in: dtype bf16 -> f16)" in line(87, 1)
+        # Or another architecture's, if another test of this process compiled it.
+        nearest = (
+            r"\(disk cache: miss; nearest key differs in: (dtype bf16 -> f16|arch \d+ -> 87)\)"
+        )
+        assert re.search(nearest, line(87, 1))
     with monkeypatch.context() as patch:
         patch.setattr(_environment, "log_compile", True)
-        assert "(disk cache: miss; nearest key differs in: arch 87 -> 88)" in line(88, 0)
+        assert re.search(r"nearest key differs in: arch \d+ -> 88\)", line(88, 0))
     assert line(88, 1) == ""
 
 

@@ -32,7 +32,7 @@ struct Attend {
     RunOf(nullptr, params, g, items, num_items, scratch);
   }
 
-  // Of Int8: elements are of q and o.
+  // Kernels for Int8: `elements` describes q and o.
   static void RunOf(const ElementRows* elements, const AttentionParams& params,
                     const CpuGeometry& g, const WorkItem* items, i64 num_items, void* scratch) {
     const i64 rows = i64{items[0].qo_len} * params.group_size;
@@ -50,7 +50,7 @@ struct Attend {
   }
 };
 
-// Products of int8 codes; T: of q and o.
+// int8 dot products; T: the type of q and o.
 template <class Isa, typename T>
 struct AttendCodes {
   static void Run(const AttentionParams& params, const CpuGeometry& g, const WorkItem* items,

@@ -1,19 +1,20 @@
 // The backward pass of one item. Internal linkage: see kernels.h.
 //
-// FlashAttention-2 (arXiv 2307.08691, Algorithm 2) with rows and keys in exchanged places: logits
-// lie key by key. For each block of keys, with D = sum(d_o * o) - d_lse of each row:
+// FlashAttention-2 (arXiv 2307.08691, Algorithm 2) with rows and keys exchanged: logits are stored
+// key by key. For each block of keys, with D = sum(d_o * o) - d_lse of each row:
 //   P = exp(logits - lse)        dv += P^T d_o
 //   dS = P * (d_o v^T - D)       dk += scale dS^T q        dq += scale dS k
-// So what is transposed is q and d_o, once an item, and a block of keys is copied only.
+// So q and d_o are transposed, once per item, and a block of keys is only copied.
 //
-// A variant's program (cpu/kernels/variant.h) has logits row by row. So rows of logits and of d_o
-// v^T are copied to where their keys lie side by side, and P and dS back, with
+// A variant's program (cpu/kernels/variant.h) needs logits row by row. So rows of logits and of
+// d_o v^T are copied to a buffer where their keys are contiguous, and P and dS back, with
 //   dS = P * (d_o v^T - D) * d logit / d score
 // and without softmax P = logit, dS = d_o v^T * d logit / d score.
 //
-// What is not finite never enters a product. A row with such a number in q, d_o, lse or D makes NaN
-// of its dq, and of dk and dv of each key it sees. A key with one in k or v makes NaN of its dk and
-// dv, and of dq of each row that sees it. Rows that saw no key, lse = -inf, count for nothing.
+// Non-finite numbers never enter a matmul. If a row has one in q, d_o, lse or D, its dq becomes
+// NaN, and so do dk and dv of each key that it sees. If a key has one in k or v, its dk and dv
+// become NaN, and so does dq of each row that sees it. Rows that saw no key, lse = -inf, contribute
+// nothing.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -29,23 +30,23 @@ namespace {
 // Rows whose logits are in the cache at once: a multiple of every panel.
 constexpr i64 kBackwardRows = 128;
 
-// Rows that a variant gets at once: a cache line of each key's.
+// Rows that a variant processes at once: one cache line of each key's logits.
 constexpr i64 kTurnedRows = 16;
 
 template <class Isa, typename T>
 struct BackwardBuffers {
   static constexpr Format kPacked = kUsesDot<Isa, T, T> ? Format::kDot : Format::kF32;
   static constexpr bool kTiled = kUsesTiles<Isa, T, T>;
-  // Where depth may be cut: tiles multiply so much of it at once.
+  // Depth may be cut at multiples of this: what one step of a tile multiplies.
   static constexpr i64 kCut = kTiled ? kTileDepth : StepDepth(kPacked);
 
   i64 max_rows, tile_kv;
-  i64 token_lanes;           // of a row of pairs of keys; a line more
-  i64 k_lanes, v_lanes;      // between rows of k, v; a line more than they have
+  i64 token_lanes;           // of a row of pairs of keys; one line more
+  i64 k_lanes, v_lanes;      // between rows of k, v; one line more than they have
   i64 k_columns, v_columns;  // whole panels
-  i64 q_t_bytes, d_o_t_bytes, row_panel_bytes, key_panel_bytes;  // of a panel
+  i64 q_t_bytes, d_o_t_bytes, row_panel_bytes, key_panel_bytes;  // bytes of one panel
 
-  // Of the item's rows.
+  // Rows of the item.
   const char** q_rows;    // [max_rows] where they are; zeros for rows that do not count
   const char** d_o_rows;  // [max_rows]
   i32* tokens;            // [max_rows] query token of the item
@@ -55,11 +56,11 @@ struct BackwardBuffers {
   char* is_nan;           // [max_rows] 1: it has a number that is not finite
   char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk;
                           // kTiled: zeros to a multiple of kCut
-  char* d_o_t;            // the same of d_o
+  char* d_o_t;            // the same for d_o
   char* q;                // [k_columns / kPanel, row_panel_bytes] depth are the rows
   char* d_o;              // [v_columns / kPanel, row_panel_bytes]
   float* d_q;             // [max_rows, k_columns]
-  // Of a block of keys.
+  // One block of keys.
   const char** k_rows;  // [tile_kv]
   const char** v_rows;  // [tile_kv]
   i64* kv_rows;         // [tile_kv] row of d_k and d_v
@@ -69,17 +70,17 @@ struct BackwardBuffers {
   char* k_panels;       // [k_columns / kPanel, key_panel_bytes] depth are the keys
   float* d_k;           // [tile_kv, k_columns]
   float* d_v;           // [tile_kv, v_columns]
-  // Logits of a block, and of kBackwardRows rows.
+  // Logits of a block and of kBackwardRows rows.
   static constexpr i64 kLogitLanes = kBackwardRows + 16;  // between keys
   float* s;                                               // [tile_kv, kLogitLanes] logits, then P
   float* d_s;                                             // [tile_kv, kLogitLanes]
   float* p_pairs;    // kDot: P in pairs of rows, [tile_kv, kLogitLanes / 2]
-  float* d_s_pairs;  // kDot: dS likewise
+  float* d_s_pairs;  // kDot: dS in the same way
   // kDot: dS in pairs of keys, [tile_kv / 2, kLogitLanes]; kTiled: row by row, [kBackwardRows,
   // token_lanes].
   float* d_s_token_pairs;
-  char* zeros;  // a row
-  // With a variant.
+  char* zeros;  // one row
+  // Only with a variant.
   VariantRun<Isa> variant;
   float* ones;      // [max_rows]
   float* scores;    // [kTurnedRows, tile_kv] then P
@@ -156,7 +157,7 @@ struct BackwardBuffers {
   }
 };
 
-// The row of a layer's k and v where position `pos` of the item's sequence is.
+// The row of a layer's k and v that holds position `pos` of the item's sequence.
 inline i64 KvRow(const AttentionParams& p, const WorkItem& item, i64 pos) {
   if (p.page_size == 0) return item.kv_base + pos;
   return i64{p.page_indices[item.kv_base + pos / p.page_size]} * p.page_size + pos % p.page_size;
@@ -199,10 +200,10 @@ class BackwardPass {
   }
 
  private:
-  // How a product becomes a base-2 logit, and what its gradient is multiplied by.
+  // How a dot product becomes a base-2 logit, and the factor of its gradient.
   struct Rule {
     float scale_log2;        // without a cap
-    float cap_in, cap_log2;  // with one, else cap_log2 is 0
+    float cap_in, cap_log2;  // with a cap; otherwise cap_log2 is 0
     float sm_scale;
   };
   static Rule MakeRule(const AttentionParams& p) {
@@ -235,7 +236,7 @@ class BackwardPass {
       const char* d_o = static_cast<const char*>(params_.d_o) + at * p_.head_dim_vo * kSize;
       FetchRowAhead(reinterpret_cast<const T*>(q), p_.num_qo_heads, p_.head_dim_qk);
       FetchRowAhead(reinterpret_cast<const T*>(d_o), p_.num_qo_heads, p_.head_dim_vo);
-      // x - x: 0, or NaN for what is not finite.
+      // x - x is 0, or NaN if x is not finite.
       if (lse - lse != 0 || d - d != 0 || !IsFinite(q, p_.head_dim_qk) ||
           !IsFinite(d_o, p_.head_dim_vo)) {
         buf_.is_nan[r] = 1;
@@ -270,7 +271,7 @@ class BackwardPass {
     }
   }
 
-  // Whether a row's numbers are finite, and it saw a key.
+  // Whether a row's numbers are finite and it saw a key.
   bool Counts(i64 r) const { return buf_.q_rows[r] != buf_.zeros; }
 
   static bool IsFinite(const char* row, i64 n) {
@@ -286,7 +287,8 @@ class BackwardPass {
     for (i64 i = 0; i < n; i += Isa::kWidth) Isa::Store(x + i, Isa::Zero());
   }
 
-  // from, part of a sum of n elements, to that of row `row` and the head-th of its heads.
+  // Adds or writes `from`, part of a sum of n elements, to the sum of row `row`, head `head` of its
+  // heads.
   static void PutRow(const float* from, i64 n, uint8_t use, const BackwardRows& to, i64 row,
                      i64 head) {
     float* const sum = to.sums + row * to.sums_stride + head * n;
@@ -311,7 +313,7 @@ class BackwardPass {
 
   // ---- visibility
 
-  // Keys of the block at `start`, of `valid`, that query token `token` sees.
+  // Keys of the block at `start`, within `valid`, that query token `token` sees.
   Range KeysOf(i64 token, i64 start, Range valid) const {
     const i64 position = item_.q_pos + token - start;
     Range range = valid;
@@ -320,9 +322,9 @@ class BackwardPass {
     return range;
   }
 
-  // Rows of the item that see key t of the block at `start`: what KeysOf says, the other way round.
+  // Rows of the item that see key t of the block at `start`: the inverse of KeysOf.
   Range RowsOf(i64 t, i64 start) const {
-    const i64 token = start + t - item_.q_pos;  // the one at the key's position
+    const i64 token = start + t - item_.q_pos;  // the token at the key's position
     Range range = {0, rows_};
     if (p_.window_right >= 0) {
       range.begin = Max(range.begin, (token - p_.window_right) * p_.group_size);
@@ -333,8 +335,8 @@ class BackwardPass {
     return range;
   }
 
-  // Calls fn(first key, keys, rows of [begin, end) that any of them is seen by) for register tiles
-  // of the keys of `valid` that are seen by any.
+  // Calls fn(first key, keys, rows of [begin, end) that see any of these keys) for register tiles
+  // of the keys of `valid` that any row sees.
   template <typename Fn>
   void ForKeyTiles(i64 start, Range valid, i64 begin, i64 end, Fn&& fn) const {
     const i64 num = valid.end - valid.begin, tiles = CeilDiv(num, Isa::kRows);
@@ -359,7 +361,7 @@ class BackwardPass {
       const Range seen{KeysOf(buf_.tokens[begin], start, valid).begin,
                        KeysOf(buf_.tokens[end - 1], start, valid).end};
       if (seen.begin >= seen.end || HidesAll(begin, end, seen)) continue;
-      if (is_first) {  // which also sets what it sees
+      if (is_first) {  // also sets what it sees
         ClearKeys(valid.begin, seen.begin);
         ClearKeys(seen.end, valid.end);
       }
@@ -411,7 +413,7 @@ class BackwardPass {
       CopyRow(k, p_.head_dim_qk, buf_.k + t * buf_.k_lanes);
       CopyRow(v, p_.head_dim_vo, buf_.v + t * buf_.v_lanes);
     }
-    // The partner in a pair at the border; its values count 0 times.
+    // The partner in a pair at the border; its values have factor 0.
     if (valid.begin > 0) buf_.k_rows[valid.begin - 1] = buf_.zeros;
     if (valid.end < buf_.tile_kv) buf_.k_rows[valid.end] = buf_.zeros;
     NoFetch no_fetch;
@@ -427,10 +429,10 @@ class BackwardPass {
     }
   }
 
-  // What a product takes to multiply depth `range`.
+  // The depth that a matmul processes to cover depth `range`.
   static Range Whole(Range range) { return {range.begin / kCut * kCut, RoundUp(range.end, kCut)}; }
 
-  // A row of lanes that multiply: f32, or pairs of bf16 as they are.
+  // Copies a row as lanes of a matmul: f32, or pairs of bf16 unchanged.
   static void CopyRow(const char* from, i64 n, float* to) {
     for (i64 i = 0; i < n; i += Isa::kWidth) {
       const int lanes = static_cast<int>(Min(Isa::kWidth, n - i));
@@ -448,8 +450,8 @@ class BackwardPass {
 
   // ---- a block of keys and some rows
 
-  // Rows [begin, end) and the keys `valid` of the block, which are what any of these rows sees.
-  // Onto: of d_k and d_v.
+  // Adds rows [begin, end) and the keys `valid` of the block, which are the keys that any of these
+  // rows sees. Onto: for d_k and d_v.
   void AddTile(i64 start, Range valid, i64 begin, i64 end, Onto onto) {
     NoFetch none;
     const PanelSource<Isa, kPacked> q_t{buf_.q_t, buf_.q_t_bytes};
@@ -511,8 +513,8 @@ class BackwardPass {
     }
   }
 
-  // P and dS of the keys `valid` and rows [begin, end), to where the products were; 0 where a row
-  // does not see the key.
+  // P and dS of the keys `valid` and rows [begin, end), in place of the matmul results; 0 where a
+  // row does not see the key.
   JAX_ATTN_KERNEL void VariantWeights(i64 start, Range valid, i64 begin, i64 end) {
     const i64 tile = buf_.tile_kv;
     for (i64 first = begin; first < end; first += kTurnedRows) {
@@ -528,7 +530,7 @@ class BackwardPass {
     }
   }
 
-  // Copies n rows of a tile, which lies key by key, to rows of keys, or back.
+  // Copies n rows of a tile, which is stored key by key, to rows of keys, or back.
   template <bool kToRows>
   void Turn(Range keys, i64 n, float* by_key, float* by_row) const {
     for (i64 t = keys.begin; t < keys.end; ++t) {
@@ -540,7 +542,7 @@ class BackwardPass {
     }
   }
 
-  // The same for row r. s: its products with the keys; d_s: those of d_o with the values.
+  // The same for row r. s: q k of the row and the keys; d_s: d_o v.
   void WeighRow(i64 r, i64 start, Range valid, float* s, float* d_s) {
     using L = VectorOf<Isa>;
     const Range keys = KeysOf(buf_.tokens[r], start, valid);
@@ -591,14 +593,14 @@ class BackwardPass {
       Isa::Store(d_s + j, where_seen(j, Isa::Mul(slope, Isa::Load(buf_.d_logits + j))));
       Isa::Store(s + j, Isa::Load(buf_.logits + j));
     }
-    const bool counts = Counts(r);  // else SpreadNan says what is NaN
+    const bool counts = Counts(r);  // otherwise SpreadNan sets the NaNs
     for (i64 j = valid.begin; j < valid.end; ++j) {
       if (!counts || j < begin || j >= end) s[j] = d_s[j] = 0;
     }
   }
 
-  // P and dS of key t and rows [begin, end); 0 where a row does not see the key, and beside them to
-  // where depth is cut.
+  // P and dS of key t and rows [begin, end); 0 where a row does not see the key, and for the rest
+  // of the depth up to the next cut.
   void Weights(i64 t, i64 start, Range valid, i64 begin, i64 end) {
     const i64 num = RoundUp(end - begin, Isa::kWidth), n = RoundUp(num, kCut);
     float* s = buf_.s + t * kLanes;
@@ -658,7 +660,7 @@ class BackwardPass {
     for (i64 i = Max(first, last); i < n; i += Isa::kWidth) store(i, Isa::Zero(), Isa::Zero());
   }
 
-  // dS of keys [t, t + kCut) as pairs.
+  // Converts dS of keys [t, t + kCut) to pairs.
   void PairTokens(i64 t, i64 begin, i64 end) {
     const auto pair = [&](i64 at, i64 i) __attribute__((always_inline)) {
       const float* keys = buf_.d_s_pairs + at * kLanes / 2;
@@ -715,7 +717,7 @@ class BackwardPass {
   const WorkItem& item_;
   const i64 rows_;
   const Range span_;
-  const uint8_t* key_uses_;  // of the next key
+  const uint8_t* key_uses_;  // for the next key
   const Rule rule_;
   BackwardBuffers<Isa, T> buf_;
   bool is_masked_ = true;  // of the block: the element mask may hide something

@@ -1,13 +1,13 @@
-// Fetches keys and values beside the arithmetic of a pass, at an even rate. Internal linkage:
+// Prefetches keys and values during the arithmetic of a pass, at an even rate. Internal linkage:
 // kernels.h.
 //
-// Memory gives most while there always are misses under way, but never more than a core keeps. So
-// the lines of a block are shared out over the time that its phases take, and what is fetched goes
-// on into the next block while the values of this one are multiplied.
+// Memory throughput is highest if there are always misses in flight, but not more than a core can
+// track. So the lines of a block are spread over the time of its phases, and prefetching continues
+// into the next block while the values of this one are multiplied.
 //
-// A prefetch of a page that the core has to look up holds up all that comes after it until the
-// translation is there. So pages are touched before their lines are fetched, a few at once, which
-// the core looks up side by side.
+// A prefetch of a page whose translation is missing stalls all later accesses until the translation
+// arrives. So pages are touched before their lines are fetched, a few at once, which the core
+// translates in parallel.
 #pragma once
 
 #include "cpu/simd/simd_types.h"
@@ -15,15 +15,15 @@
 namespace jax_attn {
 namespace {
 
-// Cuts rows into pieces of one page, in their order in memory.
+// Divides rows into pieces of one page, in memory order.
 class PagePieces {
  public:
   struct Piece {
     const char *begin, *end;  // whole lines; null: nothing is left
   };
 
-  // Appends the first `bytes` of rows[0, num_rows), of which the caller keeps the array until the
-  // last but one Append after this.
+  // Appends the first `bytes` of rows[0, num_rows). The caller keeps the array valid until the
+  // second Append after this one.
   void Append(const char* const* rows, i64 num_rows, i64 bytes) {
     if (num_rows <= 0) return;
     if (appended_ - taken_ == kStretches) ++taken_;
@@ -43,8 +43,8 @@ class PagePieces {
     return piece;
   }
 
-  // Bytes of all pieces so far, without those before the rows in their first lines: else a caller
-  // that compares it with the bytes of rows would fall behind, run by run.
+  // Bytes of all pieces so far, not counting bytes before the rows in their first lines: otherwise
+  // a caller that compares this with the bytes of rows would fall behind, run by run.
   i64 given() const { return given_; }
 
  private:
@@ -66,7 +66,7 @@ class PagePieces {
     return piece;
   }
 
-  // The next rows that follow each other in memory.
+  // Takes the next rows that are contiguous in memory.
   bool NextRun() {
     if (taken_ == appended_) return false;
     Stretch& from = stretches_[taken_ % kStretches];
@@ -82,23 +82,24 @@ class PagePieces {
   Piece pieces_[2 * kAtOnce] = {};  // the second half was touched when the first began
   int next_ = kAtOnce;
   i64 given_ = 0;
-  const char *at_ = nullptr, *end_ = nullptr;  // what is left of a run
+  const char *at_ = nullptr, *end_ = nullptr;  // the rest of the current run
   Stretch stretches_[kStretches] = {};
   i64 appended_ = 0, taken_ = 0;
 };
 
-// Kernels copy it, to have it in registers.
+// State of the prefetch. Kernels copy it, to keep it in registers.
 struct BesideFetch {
   PagePieces* pieces = nullptr;
   const char* line = nullptr;
   const char* line_end = nullptr;
-  i64 due = 0, rate = 0;  // of a line; lines a byte of work, both in units of 2^-kRateBits
+  i64 due = 0,
+      rate = 0;  // due: part of a line; rate: lines per byte of work; both in units of 2^-kRateBits
   static constexpr int kRateBits = 20;
 
-  // From now on `lines` evenly beside `bytes` of work.
+  // From now on fetches `lines` evenly during `bytes` of work.
   void Share(i64 lines, i64 bytes) { rate = bytes > 0 ? (lines << kRateBits) / bytes : 0; }
 
-  // Beside n bytes of work.
+  // Fetches during n bytes of work.
   JAX_ATTN_INLINE void Bytes(i64 n) {
     for (due += n * rate; due >= i64{1} << kRateBits; due -= i64{1} << kRateBits) {
       if (line >= line_end) {

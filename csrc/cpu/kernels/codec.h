@@ -1,8 +1,9 @@
-// Rows of keys and values as codes: how append makes them, and what they stand for. Internal
+// Quantized rows of keys and values: how append encodes them, and how they are decoded. Internal
 // linkage: see kernels.h.
 //
-// A row is that of one token and head: its codes, then its scales if it has its own (params.h,
-// FormatOf). No f32 subnormals on the way: threads of XLA take them for 0.
+// A row belongs to one token and head: its quantized values, then its scales if it has its own
+// (params.h, FormatOf). Intermediate values are never f32 subnormals, because XLA's threads flush
+// them to 0.
 #pragma once
 
 #include "cpu/simd/simd_types.h"
@@ -10,7 +11,7 @@
 namespace jax_attn {
 namespace {
 
-// Of a row with codes: CheckSpec allows head dims up to it.
+// Limits for a quantized row: CheckSpec allows head dims up to kMaxCodedDim.
 constexpr i64 kMaxCodedDim = 576, kMaxCodeRowBytes = kMaxCodedDim + 8;
 
 constexpr uint32_t kInfBits = 0x7f800000, kNanBits = 0x7fc00000;
@@ -19,7 +20,7 @@ inline uint32_t MagnitudeOf(float x) { return BitsOf(x) & 0x7fffffff; }
 
 template <typename T>
 uint32_t LargestMagnitude(const T* x, i64 n) {
-  uint32_t largest = 0;  // of NaN, larger than that of infinity
+  uint32_t largest = 0;  // the bits of NaN are larger than those of infinity
   for (i64 i = 0; i < n; ++i) {
     const uint32_t bits = MagnitudeOf(ToF32(x[i]));
     largest = bits > largest ? bits : largest;
@@ -38,7 +39,7 @@ void StoreElements(const X* x, i64 n, T* to) {
 
 // --- formats of exponent and mantissa
 
-// The bf16 of a positive number with kMantissa bits of mantissa, which holds subnormal ones too.
+// The bf16 of a positive number with kMantissa bits of mantissa, including subnormals.
 template <int kMantissa, int kBias>
 constexpr uint32_t SmallFloat(uint32_t bits) {
   uint32_t exponent = bits >> kMantissa, mantissa = bits & ((1 << kMantissa) - 1);
@@ -65,7 +66,7 @@ constexpr ByteTable kE5m2Table = MakeByteTable([](uint32_t x) {
   return x > 0x7c ? kNanBits >> 16 : x == 0x7c ? kInfBits >> 16 : SmallFloat<2, 15>(x);
 });
 
-// Whether codes become elements of T by tables.
+// Whether quantized values become elements of T by table look-up.
 template <class Isa, typename T>
 constexpr bool kLooksUp = Isa::kLooksUp && IsBf16<T>;
 
@@ -78,7 +79,7 @@ JAX_ATTN_INLINE void DecodeE4m3(const char* from, i64 n, T* to) {
   }
 }
 
-// What becomes pairs as it is decoded says
+// A format that is decoded to pairs defines
 //   CanPair(row, head_dim)              whether the scales of a row allow it
 //   LookUpPair<Isa>(a, b, head_dim, to) two rows: to(column, x) takes 16 pairs of elements
 // head_dim is a multiple of 64.
@@ -103,14 +104,14 @@ JAX_ATTN_INLINE void DecodeE5m2(const char* from, i64 n, T* to) {
   StoreElements<Isa>(x, n, to);
 }
 
-// --- int8, whose scale is the largest magnitude of the row over 127
+// --- int8; the scale is the largest magnitude of the row / 127
 
-constexpr float kLeastScale = 0x1p-126f;  // products with it are normal
+constexpr float kLeastScale = 0x1p-126f;  // dot products with it are normal numbers
 
 template <typename T>
 void EncodeInt8(const T* from, i64 n, char* to) {
   const uint32_t largest = LargestMagnitude(from, n);
-  // A row with NaN or infinity is NaN.
+  // A row that contains NaN or infinity becomes NaN.
   float scale = FromBits(kNanBits);
   if (largest < kInfBits) {
     scale = FromBits(largest) / 127.0f;
@@ -144,9 +145,10 @@ struct Int8Pairs {
   }
 };
 
-// --- codes of four bits: blocks with scales of their own, which a Codec makes and reads
+// --- 4-bit formats: blocks with their own scales, which a Codec writes and reads
 
-// A row from what Codec::EncodeBlock makes of its blocks: a code for each element, and a scale.
+// Encodes a row block by block with Codec::EncodeBlock: a 4-bit value for each element, and a scale
+// per block.
 template <class Codec, typename T>
 void EncodeNibbles(const T* from, i64 head_dim, float head_scale, char* to) {
   constexpr KvFormat kFormat = FormatOf(Codec::kFormat);
@@ -161,7 +163,7 @@ void EncodeNibbles(const T* from, i64 head_dim, float head_scale, char* to) {
   }
 }
 
-// A span of 2 half elements.
+// Decodes a span of 2 * half elements.
 template <class Codec, class Isa, typename T>
 JAX_ATTN_INLINE void DecodeSpan(const char* from, i64 half, const char* scales, T* to) {
   constexpr KvFormat kFormat = FormatOf(Codec::kFormat);
@@ -202,13 +204,13 @@ JAX_ATTN_INLINE void DecodeNibbles(const char* from, i64 head_dim, T* to) {
 
 // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
 struct E2m1Codes {
-  // As f16 the codes are the elements times 2^-14, subnormals too.
+  // Read as f16, the values are the elements times 2^-14, including subnormals.
   using Element = F16;
   static constexpr float kUnit = 0x1p14f;
   static F16 ElementOf(uint32_t code) {
     return {static_cast<uint16_t>((code & 7) << 9 | (code & 8) << 12)};
   }
-  // The nearest, ties to an even code; what is beyond 6 becomes that.
+  // The nearest value, ties to even; magnitudes beyond 6 saturate to 6.
   static uint8_t CodeOf(float x) {
     const float y = FromBits(MagnitudeOf(x));
     const int code = (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) +
@@ -219,13 +221,13 @@ struct E2m1Codes {
 
 // --- mxfp4: e2m1 times 2^(scale - 127); a scale of 255 is NaN
 
-// Exponents such that f16 has, or f32 has as normal numbers, half the scale.
+// Exponents for which half the scale is a number in f16, or a normal number in f32.
 template <typename T>
 constexpr uint32_t kLeastMxScale = 3;
 template <>
 constexpr uint32_t kLeastMxScale<F16> = 104;
 
-// The smallest power of two whose 6-fold is no less than all magnitudes: no code saturates.
+// The smallest power of two that, times 6, is at least all magnitudes: no value saturates.
 template <typename T>
 uint32_t MxScale(const T* from, i64 n) {
   const uint32_t largest = LargestMagnitude(from, n);
@@ -236,7 +238,7 @@ uint32_t MxScale(const T* from, i64 n) {
   return static_cast<uint32_t>(exponent > least ? exponent : least);
 }
 
-// Codes as if the scale were 2^(kMxTop - 127), which is the largest for which all are finite.
+// Elements as if the scale were 2^(kMxTop - 127), the largest scale for which all are finite.
 constexpr int kMxTop = 252;
 constexpr NibbleTable MakeMxTable() {
   NibbleTable table{{}, {}, kMxTop};
@@ -281,7 +283,7 @@ struct Mxfp4 : E2m1Codes {
     const uint32_t exponent = static_cast<uint8_t>(*from);
     return FromBits(exponent == 255 ? kNanBits : exponent << 23);
   }
-  // Whole spans; returns how many are done.
+  // Decodes whole spans; returns how many are done.
   template <class Isa>
   JAX_ATTN_INLINE static i64 LookUp(const char* codes, const char* scales, i64 spans, Bf16* to) {
     if (!AreNormal(scales, spans)) return 0;
@@ -300,7 +302,7 @@ struct Mxfp4 : E2m1Codes {
   static constexpr i64 kBlock = FormatOf(kFormat).block;
 };
 
-// --- nvfp4: e2m1 times a scale of e4m3, and that of the head
+// --- nvfp4: e2m1 times a scale of e4m3, and the scale of the head
 
 struct Nvfp4 : E2m1Codes {
   static constexpr i32 kFormat = kNvfp4Format;
@@ -339,7 +341,7 @@ struct Nvfp4 : E2m1Codes {
   }
 };
 
-// --- int4: integers from -8 to 7 times a scale of f16
+// --- int4: integers from -8 to 7 times an f16 scale
 
 struct Int4 {
   static constexpr i32 kFormat = kInt4Format;
@@ -348,8 +350,9 @@ struct Int4 {
   static float ElementOf(uint32_t code) {
     return static_cast<float>(static_cast<int32_t>(code ^ 8) - 8);
   }
-  // -8 is the element with the largest magnitude, of two with both signs the negative one. So the
-  // scale has the other sign, and its magnitude is the least that is no less than an eighth.
+  // The element with the largest magnitude becomes -8; of two with both signs, the negative one. So
+  // the scale has the opposite sign, and its magnitude is the smallest that is at least an eighth
+  // of that element.
   template <typename T>
   static void EncodeBlock(const T* from, i64 n, float, uint8_t* codes, char* to) {
     uint32_t largest = 0;  // magnitude, then sign
@@ -397,8 +400,8 @@ struct Int4 {
 
 // --- rows of any format
 
-// to = the codes of head_dim elements, with the scales that they have in the row. scale: of their
-// head, where the format has it.
+// Encodes head_dim elements, with the scales that the row has for them. scale: that of their head,
+// if the format has one.
 template <typename T>
 void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   switch (format) {
@@ -422,21 +425,21 @@ void EncodeRow(i32 format, const T* from, i64 head_dim, float scale, char* to) {
   }
 }
 
-// A number that the compiler knows.
+// A compile-time number.
 template <i64 kNumber>
 struct Fixed {
   constexpr operator i64() const { return kNumber; }
 };
 
-// fn(head_dim), of the most frequent one with its loops unrolled.
+// Calls fn(head_dim); the most frequent head_dim is a constant, so that its loops are unrolled.
 template <class Fn>
 JAX_ATTN_INLINE auto WithDim(i64 head_dim, Fn&& fn) {
   return head_dim == 128 ? fn(Fixed<128>()) : fn(head_dim);
 }
 
-// What the codes of rows stand for, but for the scale of their head, rounded to T. ForRows(decode)
-// calls decode(codes, elements) for each; a loop of a format's own keeps its tables in registers.
-// Dim: i64, or Fixed.
+// Decodes rows, without the scale of their head, rounded to T. ForRows(decode) calls decode(codes,
+// elements) for each row; each format has its own loop, so that its tables stay in registers. Dim:
+// i64, or Fixed.
 template <class Isa, typename T, typename Dim, class ForRows>
 JAX_ATTN_INLINE void DecodeRows(i32 format, Dim head_dim, ForRows&& for_rows) {
   const auto nibbles = [&](auto codec) __attribute__((always_inline)) {

@@ -1,11 +1,11 @@
 // Items of at most kMaxLowRows rows. Internal linkage: see kernels.h.
 //
-// A key or value is used a few times only, so memory is the limit. Keys and values are taken a few
-// tokens at a time: all kv heads of these tokens before the next tokens, which is the order in
-// memory. Meanwhile what follows is fetched, spread evenly over the arithmetic: with tiles as in
-// block_fetch.h, else the tokens kTokensAhead after them. Both are short: a core that has enough
-// misses under way drops further prefetches, and its own prefetchers make up for these only where
-// reads follow the order in memory closely.
+// A key or value is used only a few times, so memory is the limit. Keys and values are processed a
+// few tokens at a time: all kv heads of these tokens before the next tokens, which is the order in
+// memory. Meanwhile the following data is prefetched, spread evenly over the arithmetic: with tiles
+// as in block_fetch.h, else the tokens kTokensAhead later. Both distances are short: a core with
+// enough misses in flight drops further prefetches, and its hardware prefetchers make up for these
+// only if reads follow the order in memory closely.
 #pragma once
 
 #include "cpu/kernels/block_fetch.h"
@@ -44,37 +44,37 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   }
 
  private:
-  // Tokens of a unit, whose heads follow each other: few, so that reads follow memory, and enough
-  // for a whole panel of keys and not to load and store o too often. With twice as many values of
-  // f32 or bf16 a decode is a tenth faster from caches and a tenth slower from memory. Codes wait
-  // for arithmetic, so they have long units.
+  // Tokens of a unit, whose heads follow each other: few, so that reads follow the order in memory,
+  // but enough for a whole panel of keys and to load and store o rarely. With twice as many f32 or
+  // bf16 values a decode is a tenth faster from caches and a tenth slower from memory. Quantized
+  // values are limited by arithmetic, so their units are long.
   static constexpr i64 kKeyTokens = Buffers<Isa, T, Kv, true>::kKeyTokens;
   i64 ValueTokens() const {
     if (Base::kTiled) return Base::kTileTokens;
     if (kCodes) return 64;
     return this->Stages() ? kKeyTokens : Min(8, 16 / kBytes);
   }
-  // Of codes a whole block: its values have their scales where weights become codes, before they
-  // are multiplied.
+  // For quantized values a whole block: scales of values are applied when P is quantized, before
+  // the matmul.
   static constexpr i64 kTokensAhead = Base::kCodes ? 0 : kKeyTokens;
   using KeyIsa = ShortPanels<Isa>;
   static constexpr i64 kKeyPanel = kPanel<KeyIsa>;
-  // Of f32 a row is often a page of its own, so several are looked up at once.
+  // A row of f32 is often a page of its own, so several pages are looked up at once.
   static constexpr i64 kFetchPages = kBytes == 4 ? 4 : 1;
-  // Without tiles only products fetch, one line for each line that they read, of codes, too: with
-  // bursts of prefetches behind each decoded row a decode from memory takes 1.3 times as long. Int8
-  // are read twice, from their rows and from panels.
+  // Without tiles only matmuls prefetch, one line for each line that they read, for quantized
+  // values, too: with bursts of prefetches after each decoded row a decode from memory takes 1.3
+  // times as long. Int8 values are read twice, from their rows and from panels.
   using KeyFetch = RowFetch<kCodes ? 2 : 1, kFetchPages>;
   using ValueFetch = RowFetch<1, kFetchPages>;
   static constexpr int kKeyPanels = kKeyTokens / kKeyPanel;
   // Rows of a head whose keys are multiplied together with those of the next head.
   static constexpr int kMaxPairRows = Isa::kRows * Isa::kVecs / (2 * kKeyPanels * KeyIsa::kVecs);
   static_assert(kKeyTokens % kKeyPanel == 0);
-  // Up to so many rows of a head, or of each of two heads, keys are multiplied without panels:
-  // there are registers for their sums beside the keys of a vector of tokens.
+  // Up to this many rows of one head, or of each of two heads, keys are multiplied without panels:
+  // there are registers for the sums beside the keys of a vector of tokens.
   static constexpr int kMaxKeyRows = kCodes ? 0 : 8, kMaxKeyPairRows = kMaxKeyRows / 2;
-  // Whether a decode waits for its keys. Then one head at a time is as fast as two or, from memory,
-  // faster: reads follow the order in which heads lie.
+  // Whether a decode is limited by loading keys. Then one head at a time is as fast as two or, from
+  // memory, faster: reads follow the order of heads in memory.
   static constexpr bool kKeysAreLate = kBytes == 4 || Base::kPairs;
 
   void AddBlock(i64 start, const BlockRows& block, const BlockRows& next) {
@@ -114,7 +114,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       }
     }
     if constexpr (Base::kTiled) ShareSoftmax(valid);
-    bool finite = true;  // scales of values
+    bool finite = true;  // whether all scales of values are
     for (i64 h = 0; h < num_heads_; ++h) {
       if constexpr (kCodes) finite &= this->LoadValueScales(block.v, h * v_bytes, valid);
       ForTiles(h, start, valid, [&](const RowTile& tile) {
@@ -164,14 +164,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
   }
 
-  // ---- with tiles: what is fetched beside each phase of a block
+  // ---- with tiles: prefetches during each phase of a block
 
-  // Of the time of a block the softmax of n rows a head takes n / (n + kSoftmaxRows), keys kKeyTime
-  // of the rest. Of the next block so much is fetched that its keys never wait, and kLead of it
-  // more; of codes neither do its values, whose scales the softmax reads. Measured: with kKeyTime
-  // 0.4 GQA is 2 % slower, without kLead 3 %.
+  // The softmax of n rows per head takes n / (n + kSoftmaxRows) of a block's time; keys take
+  // kKeyTime of the rest. Enough of the next block is prefetched that its keys never wait, and
+  // kLead of it more; for quantized values also enough that its values do not wait, since the
+  // softmax reads their scales. Measured: with kKeyTime 0.4 GQA is 2 % slower, without kLead 3 %.
   static constexpr float kSoftmaxRows = 70, kKeyTime = 0.5f, kLead = 0.125f;
-  static constexpr float kBeforeSoftmax = kCodes ? 1 : 0.5f;  // of a block
+  static constexpr float kBeforeSoftmax = kCodes ? 1 : 0.5f;  // part of a block
 
   void StartFetch(const BlockRows& block, const BlockRows& next) {
     if (fetch_.pieces == nullptr) {
@@ -193,7 +193,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     value_lines_ = lines - key_lines_ - softmax_lines_;
   }
 
-  // After a block that is passed over: what was to be fetched of it is not.
+  // After a skipped block: its remaining prefetches are dropped.
   void ResetFetch() {
     pieces_ = PagePieces{};
     fetch_ = BesideFetch{};
@@ -204,7 +204,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const Range valid = block.valid;
     const i64 tokens = valid.end - valid.begin;
     pieces_.Append(block.k + valid.begin, tokens, num_heads_ * this->KeyHeadBytes());
-    if (params_.mla) return;  // values are the same lines
+    if (params_.mla) return;  // values share the keys' lines
     pieces_.Append(block.v + valid.begin, tokens, num_heads_ * this->ValueHeadBytes());
   }
 
@@ -213,19 +213,21 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return (block.valid.end - block.valid.begin) * num_heads_ * bytes / kCacheLine;
   }
 
-  // Of rows that follow each other in memory: each may have a line more than it has bytes.
+  // Number of runs of rows that are contiguous in memory: each run may have one line more than its
+  // bytes need.
   i64 NumRuns(const BlockRows& block) const {
     const i64 tokens = block.valid.end - block.valid.begin;
     return 2 * (params_.page_size > 0 ? CeilDiv(tokens, params_.page_size) : 1);
   }
 
-  // As much work as those who do it say: see Bytes of BesideFetch.
+  // In the units of work that callers report: see BesideFetch::Bytes.
   void ShareKeys(Range valid) {
     const i64 bytes = this->Stages() ? this->StageBytes(params_.head_dim_qk) + StagedProduct()
                                      : this->KeyHeadBytes();
     fetch_.Share(key_lines_, (valid.end - valid.begin) * num_heads_ * bytes);
   }
-  // Of a decoded row of keys, in tiles: a third of the time that decoding and both take.
+  // Work of the matmul of a decoded row of keys, with tiles: a third of the time of decoding and
+  // matmul.
   i64 StagedProduct() const { return 2 * params_.head_dim_qk; }
   void ShareSoftmax(Range valid) {
     fetch_.Share(softmax_lines_, 2 * (valid.end - valid.begin) * num_heads_ * rows_);
@@ -243,8 +245,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return {Max(valid.begin, first), Min(valid.end, first + tokens)};
   }
 
-  // All heads of the unit kTokensAhead after that at `first`, of `rows` or else of what follows. Of
-  // codes `rows` are those that are multiplied after these.
+  // Prefetches all heads of the unit kTokensAhead after the one at `first`, of `rows` or of what
+  // follows them. For quantized values `rows` are those that are multiplied next.
   template <class Fetch>
   void StartUnit(const char* const* rows, i64 head_bytes, const char* const* then,
                  i64 then_head_bytes, i64 first, i64 tokens, Range valid, Fetch* fetch) const {
@@ -264,8 +266,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     });
   }
 
-  // s = q k for the panels that hold `tokens`, of head h and perhaps the next; returns how many
-  // heads.
+  // s = q k for the panels that hold `tokens`, for head h and perhaps the next; returns the number
+  // of heads.
   i64 MultiplyKeys(i64 h, i64 start, Range valid, Range tokens, const char* const* rows,
                    KeyFetch& fetch) {
     const i64 begin = tokens.begin / kKeyPanel, end = CeilDiv(tokens.end, kKeyPanel);
@@ -319,7 +321,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return heads;
   }
 
-  // The same without panels, of few rows of one or two heads.
+  // The same without panels, for few rows of one or two heads.
   template <class Fetch>
   void MultiplyRows(i64 h, i64 heads, i64 start, Range valid, Range tokens, const HeadRows& keys,
                     i64 head_bytes, Fetch& fetch) {
@@ -346,14 +348,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
                         buf_.codes.key_scales + h * buf_.tile_kv);
   }
 
-  // s = q k of all heads, for the tokens [first, first + kKeyTokens) that any row sees.
+  // s = q k for all heads and the tokens [first, first + kKeyTokens) that any row sees.
   void MultiplyTileKeys(i64 start, Range valid, i64 first, const char* const* rows) {
     BesideFetch fetch = fetch_;
     const Range seen = this->VisibleToAny(0, rows_ - 1, start, valid);
     const Range tokens = {Max(seen.begin, first), Min(seen.end, first + kKeyTokens)};
     if (tokens.begin >= tokens.end) return;
     UseTilesOf<Isa>(2 * kTileRows, rows_);
-    // Of a tile that no row sees the other one is multiplied.
+    // If no row sees one of the tiles, only the other is multiplied.
     const i64 low = tokens.begin < first + kTileRows ? first : first + kTileRows;
     const i64 high = tokens.end > first + kTileRows ? first + kTileRows : first;
     const i64 depth = StepDepth(kKeys) * buf_.q_lanes, steps = this->KeySteps();
@@ -398,7 +400,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return same;
   }
 
-  // `tokens` of a head's keys as rows of tiles, from that of token `first` on.
+  // Copies `tokens` of a head's keys to rows of tiles, from the row of token `first` on.
   void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h,
                  BesideFetch& fetch) const {
     const i64 dim = params_.head_dim_qk, depth = StepDepth(kKeys) * buf_.q_lanes;
@@ -440,7 +442,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
   }
 
-  // Without tiles, only products fetch, as they read the panels.
+  // Without tiles, only matmuls prefetch, as they read the panels.
   template <class Fetch>
   void PackFetched(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
     if constexpr (Base::kTiled) {
@@ -451,7 +453,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
   }
 
-  // Sums of the block, to which the tokens of a unit are added.
+  // Starts the sums of the block, to which the tokens of a unit are added.
   template <class Fetch>
   void AddCodes(const RowTile& tile, i64 first, Range tokens, Fetch& fetch) {
     const Range seen = this->Whole(tile.seen);
@@ -478,8 +480,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
                       const HeadRows& values, Fetch& fetch) {
     const i64 panels = buf_.o_columns / kUnit;
     const bool mixed = this->IsMixed(start, valid);
-    // Each value is read once a row tile, so straight from its row, where whole panels and steps do
-    // not reach into what is beside it and every row sees every token.
+    // Each value is read once per row tile, so directly from its row, if whole panels and steps do
+    // not reach beyond it and every row sees every token.
     if constexpr (!Base::kTiled && !kCodes) {
       const bool whole =
           params_.head_dim_vo % kUnit == 0 && tokens.begin % kStep == 0 && tokens.end % kStep == 0;
@@ -517,7 +519,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   PagePieces pieces_;
   BesideFetch fetch_;
-  // Lines of all blocks up to the one at hand, and those to fetch beside its phases.
+  // Lines of all blocks up to the current one, and lines to prefetch during its phases.
   i64 end_ = 0, key_lines_ = 0, softmax_lines_ = 0, value_lines_ = 0;
 };
 

@@ -1,8 +1,8 @@
-// The register tile of both matrix products. Internal linkage: see kernels.h.
+// The register tile of both matmuls. Internal linkage: see kernels.h.
 //
 // c (+)= a b, where a is row major and b comes in panels of kPanel columns from a source. Every
 // element of c is one chain of multiply-adds in the order of depth, whatever the tile around it, so
-// its bits do not depend on how rows and columns were grouped into tiles, nor on the source.
+// its bits depend neither on how rows and columns are grouped into tiles nor on the source.
 #pragma once
 
 #include "cpu/kernels/matrix_tiles.h"
@@ -15,20 +15,20 @@ namespace {
 template <class Isa>
 constexpr int kPanel = Isa::kVecs * Isa::kWidth;
 
-// What one step through a panel in memory holds.
+// Contents of one step through a panel in memory.
 enum class Format {
   kF32,          // kPanel f32
   kDepthPairs,   // kPanel pairs of bf16: (depth 2 k, depth 2 k + 1) of each column
   kColumnPairs,  // kPanel bf16 in the order of the columns
   kDot,          // as kDepthPairs, multiplied with pairs of bf16 of a in one instruction
-  // Codes of 8 bits, multiplied with codes of a and added up in i32, whose bits are lanes of c.
-  kShorts,      // kPanel pairs of codes, as 16 bits each, as are those of a
-  kKeyQuads,    // kPanel quads of codes; a has signed ones
-  kValueQuads,  // likewise; a has unsigned ones
+  // 8-bit quantized values of a and b, summed in i32, whose bits are lanes of c.
+  kShorts,      // kPanel pairs of values, as 16 bits each, in a too
+  kKeyQuads,    // kPanel quads of values; a is signed
+  kValueQuads,  // kPanel quads of values; a is unsigned
 };
 constexpr bool IsCodes(Format format) { return format >= Format::kShorts; }
 
-// acc + a times b, lane by lane, where lanes of b are as in a panel.
+// acc + a times b, lane by lane; lanes of b are as in a panel.
 template <class Isa, Format kFormat>
 JAX_ATTN_INLINE typename Isa::Vec MultiplyAdd(typename Isa::Vec a, typename Isa::Vec b,
                                               typename Isa::Vec acc) {
@@ -63,14 +63,14 @@ struct TilesOf : Isa {
 template <class Isa, Format kFormat>
 constexpr i64 kStepBytes = kPanel<Isa> * (kFormat == Format::kColumnPairs ? 2 : 4);
 
-// A source says
+// A source defines
 //   kParts           depths of a step, each with its own lane of a
 //   kProduct         the format whose MultiplyAdd takes a's lanes: kF32, or as in the panels
 //   kBytes           bytes a step reads of each panel
-//   Skip(n)          continues n steps further on
+//   Skip(n)          skips n steps
 //   Load<part>(k, j) vectors [0, kVecs) of panel j at step k
 // Sources of bf16 columns return the even columns of 2 * kWidth before the odd ones: unpacking them
-// that way is one operation a vector. OrderColumns puts c right in the end.
+// that way is one operation per vector. OrderColumns restores the order of c at the end.
 template <class Isa, Format kFormat>
 struct PanelSource {
   using Vec = typename Isa::Vec;
@@ -102,7 +102,7 @@ struct PanelSource {
   }
 };
 
-// Rows of T where they are: depth k is at rows[k] + offset. For kPairs a step is a pair of rows.
+// Rows of T in place: depth k is at rows[k] + offset. With kPairs a step is a pair of rows.
 template <class Isa, typename T, bool kPairs>
 struct RowSource {
   using Vec = typename Isa::Vec;
@@ -139,16 +139,16 @@ struct RowSource {
   }
 };
 
-// What a product is added to.
+// Initial value of the sum: zero, or the old contents.
 enum class Onto { kZero, kOld };
 
-// Register tiles that are low are also wide, so that there are enough independent chains.
+// Register tiles with few rows are wide, so that there are enough independent chains.
 template <class Isa, int kRows>
 constexpr int kPanelsAtOnce = kRows * 4 <= Isa::kRows   ? 4
                               : kRows * 2 <= Isa::kRows ? 2
                                                         : 1;
 
-// What a register tile does besides: Step<bytes>() is called once a step, which reads so many
+// Extra work of a register tile: Step<bytes>() is called once per step, which reads this many
 // bytes. The kernels use it to spread prefetches evenly over the arithmetic.
 struct NoFetch {
   template <i64 kBytes>
@@ -158,10 +158,10 @@ struct NoFetch {
   void Line() {}
 };
 
-// c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b where scale is not null, for
-// the panels from `panel` on. lda, ldc: f32 lanes between rows. kSets: the panels are so many sets
-// of equal size, and each has kRows rows of a and of c of its own, right after those of the set
-// before it. kTransposed: a lies column by column, lda lanes apart.
+// c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b if scale is not null, for the
+// panels from `panel` on. lda, ldc: f32 lanes between rows. kSets: the panels form this many sets
+// of equal size; each set has its own kRows rows of a and of c, right after those of the previous
+// set. kTransposed: a is stored column by column, lda lanes apart.
 template <class Isa, int kRows, int kPanels, int kSets = 1, bool kTransposed = false, class Source,
           class Fetch>
 JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 panel, i64 steps,
@@ -196,7 +196,7 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
       }
     }
   };
-  Fetch ahead = fetch;  // and the source: in registers
+  Fetch ahead = fetch;  // and the source: keeps them in registers
   Source from = b;
 #pragma GCC unroll 4
   for (i64 k = 0; k < steps; ++k) {
@@ -206,7 +206,7 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
     for (int j = 0; j < kPanels; ++j) from.template Load<0>(k, panel + j, x + j * Isa::kVecs);
     multiply(x, Source::kParts * k);
     if constexpr (Source::kParts == 2) {
-      asm("" : "+r"(k));  // loads again: the registers do not hold both halves
+      asm("" : "+r"(k));  // forces a second load: the registers do not hold both halves
       JAX_ATTN_UNROLL
       for (int j = 0; j < kPanels; ++j) from.template Load<1>(k, panel + j, x + j * Isa::kVecs);
       multiply(x, 2 * k + 1);
@@ -245,8 +245,8 @@ void GemmRows(i64 rows, const float* a, i64 lda, const Source& b, i64 panel, i64
   }
 }
 
-// kPanels panels each for two sets of 1 to kMaxRows rows, the second right after the first: where
-// rows and panels are few, one set has too few chains.
+// kPanels panels each for two sets of 1 to kMaxRows rows, the second right after the first: with
+// few rows and panels, one set has too few independent chains.
 template <class Isa, int kPanels, int kMaxRows, class Source, class Fetch>
 void GemmTwoSets(i64 rows, const float* a, i64 lda, const Source& b, i64 steps, Onto onto, float* c,
                  i64 ldc, Fetch& fetch) {

@@ -1,12 +1,12 @@
-// The matrix product of an Isa that has tiles (AMX), in place of the register tile of gemm.h.
-// Internal linkage: see kernels.h.
+// The matmul of an Isa with tiles (AMX), in place of the register tile of gemm.h. Internal linkage:
+// see kernels.h.
 //
-// Panels of pairs (Format::kDot), and of quads of codes, are what a tile multiplies, as they are: a
-// step is a row of the tile of b. One instruction multiplies kTileSteps steps. Of pairs it adds up
-// the first numbers and the second ones, each in the order of depth, then both sums to c. So the
-// bits of an element of c depend on where depth is cut into tiles: at multiples of kTileSteps from
-// the start of a head dim, or of a block of tokens. Callers put zeros where depth ends within a
-// tile. Sums of codes are i32, and exact.
+// Tiles multiply panels of pairs (Format::kDot) and of quads of 8-bit values unchanged: a step is a
+// row of the tile of b. One instruction multiplies kTileSteps steps. For pairs it adds up the first
+// numbers and the second numbers, each in the order of depth, then adds both sums to c. So the bits
+// of an element of c depend on where depth is cut into tiles: at multiples of kTileSteps from the
+// start of a head dim, or of a block of tokens. Callers pad with zeros where depth ends within a
+// tile. Sums of 8-bit values are i32 and exact.
 #pragma once
 
 #include "cpu/simd/simd_types.h"
@@ -14,11 +14,11 @@
 namespace jax_attn {
 namespace {
 
-constexpr int kTileRows = 16;   // of a tile
-constexpr i64 kTileSteps = 16;  // pairs of depth of a tile
+constexpr int kTileRows = 16;   // of one tile
+constexpr i64 kTileSteps = 16;  // pairs of depth in one tile
 constexpr i64 kTileDepth = 2 * kTileSteps;
 
-// What the tiles of this thread are configured for; of no rows: they are not in use.
+// The tile configuration of this thread; no rows: tiles are not in use.
 struct TileShape {
   i64 rows, columns;  // of c; columns of a tile
 };
@@ -27,7 +27,7 @@ inline TileShape& ConfiguredTiles() {
   return shape;
 }
 
-// Configures the tiles for products of so many rows, up to two tiles of them, and columns.
+// Configures the tiles for matmuls of this many rows (up to two tiles of them) and columns.
 template <class Isa>
 void UseTilesOf(i64 rows, i64 columns = kTileRows) {
   TileShape& shape = ConfiguredTiles();
@@ -48,7 +48,7 @@ JAX_ATTN_KERNEL void ScaleRows(i64 rows, i64 columns, const float* scale, float*
   }
 }
 
-// What the vector unit does while tiles are multiplied: nothing.
+// No work of the vector unit while tiles are multiplied.
 struct NoVectorWork {
   void Step() {}
 };
@@ -131,7 +131,7 @@ JAX_ATTN_INLINE void MultiplyKeyTiles(const KeyTiles& a, const float* b, i64 col
   Isa::template TileStore<1>(c + kTileRows * kTileRows, kTileRows * 4);
 }
 
-// Fetches beside the steps of tiles.
+// Prefetches during the steps of tiles.
 template <class Fetch, i64 kStepBytes>
 struct FetchWork {
   Fetch& fetch;
@@ -145,7 +145,7 @@ JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* pa
                                const float* scale, float* c, i64 ldc, Fetch& fetch) {
   static_assert(kColumns == kTileRows || kColumns == 2 * kTileRows);
   UseTilesOf<Isa>(rows);
-  Fetch ahead = fetch;  // in registers
+  Fetch ahead = fetch;  // keeps it in registers
   FetchWork<Fetch, 4 * kColumns * kTileSteps> work{ahead};
   if (scale) ScaleRows<Isa>(rows, num_panels * kColumns, scale, c, ldc);
   for (i64 j = 0; j < num_panels; ++j, panels += panel_bytes, c += kColumns) {
@@ -155,7 +155,7 @@ JAX_ATTN_KERNEL void GemmTiles(i64 rows, const float* a, i64 lda, const char* pa
   fetch = ahead;
 }
 
-// Gives the tiles back: a thread that holds them costs more to switch.
+// Releases the tiles: a context switch of a thread that holds them costs more.
 template <class Isa>
 void ReleaseTiles() {
   if constexpr (Isa::kTiles) {

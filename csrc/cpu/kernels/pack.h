@@ -1,9 +1,8 @@
-// Keys and values from their rows into panels of the formats of gemm.h. Internal linkage:
-// kernels.h.
+// Packs rows of keys and values into panels of the formats of gemm.h. Internal linkage: kernels.h.
 //
-// Rows of one head lie num_kv_heads rows apart, often a multiple of 4096 bytes, where they compete
-// for the same few lines of the first cache: so each is read once, line by line, and used from a
-// panel.
+// Rows of one head are num_kv_heads rows apart, often a multiple of 4096 bytes, so that they
+// compete for the same few lines of the L1 cache: each row is read once, line by line, and used
+// from a panel.
 #pragma once
 
 #include "cpu/kernels/gemm.h"
@@ -11,10 +10,10 @@
 namespace jax_attn {
 namespace {
 
-// Panel formats by Kv, the type of keys and values, and T, that of results. kLow: few rows multiply
-// a panel, so it is cheapest to leave bf16 as it is; for many rows it is converted once. codes
-// always are: to bf16, which holds all of their values, where pairs of that are multiplied. Int8
-// are multiplied as codes.
+// Panel formats by Kv, the type of keys and values, and T, the type of results. kLow: few rows
+// multiply a panel, so it is cheapest to keep bf16; for many rows it is converted once. Quantized
+// values are always converted: to bf16, which holds all of their values, where pairs of bf16 are
+// multiplied. Int8 values are multiplied as int8.
 template <class Isa, typename T, typename Kv>
 constexpr bool kUsesDot = Isa::kBf16Dot && IsBf16<T>;
 template <class Isa, typename T, typename Kv, bool kLow>
@@ -30,17 +29,17 @@ constexpr Format kValueFormat =
     : IsBf16<Kv> && kLow   ? Format::kColumnPairs
                            : Format::kF32;
 
-// Whether products take tiles, for which depth comes in multiples of kTileSteps steps.
+// Whether matmuls use tiles, for which depth comes in multiples of kTileSteps steps.
 template <class Isa, typename T, typename Kv>
 constexpr bool kUsesTiles = Isa::kTiles && (kUsesDot<Isa, T, Kv> || IsInt8<Kv>);
 
-// Depths (head dims of keys, tokens of values) a step of a panel holds.
+// Depths (head dims of keys, tokens of values) that a step of a panel holds.
 constexpr i64 StepDepth(Format format) {
   return format == Format::kKeyQuads || format == Format::kValueQuads                           ? 4
          : format == Format::kDot || format == Format::kDepthPairs || format == Format::kShorts ? 2
                                                                                                 : 1;
 }
-// 32-bit lanes of a row of a for so many depths.
+// 32-bit lanes that a row of a needs for this depth.
 constexpr i64 Lanes(Format format, i64 depth) {
   return format == Format::kDot || IsCodes(format) ? depth / StepDepth(format) : depth;
 }
@@ -50,7 +49,7 @@ constexpr i64 PanelBytes(i64 depth) {
   return CeilDiv(depth, StepDepth(kFormat)) * kStepBytes<Isa, kFormat>;
 }
 
-// Zeros in steps [begin, end) of a panel.
+// Writes zeros to steps [begin, end) of a panel.
 template <class Isa, Format kFormat>
 void ClearSteps(char* panel, i64 begin, i64 end) {
   constexpr i64 kLanes = kStepBytes<Isa, kFormat> / 4;
@@ -90,21 +89,21 @@ struct HeadRows {
   const char* Row(i64 t) const { return rows[t] + offset; }
 };
 
-// Fetches rows line by line, in the order in which they lie in memory, as many bytes a step as the
-// step reads, or a kShare-th of that: memory never waits for arithmetic, nor arithmetic for memory.
-// Into the second cache: what is on its way to the first one keeps the arithmetic from its own
-// reads. kPages: how many pages it looks up at once. A core can do four; one at a time needs fewer
-// registers.
+// Prefetches rows line by line, in memory order, as many bytes per step as the step reads, or 1 /
+// kShare of that: neither memory nor arithmetic waits for the other. Into the L2 cache: lines on
+// their way to the L1 cache would delay the arithmetic's own reads. kPages: pages looked up at
+// once. A core can look up four; one at a time needs fewer registers.
 template <int kShare, i64 kPages>
 struct RowFetch {
   const char* line = nullptr;
   const char* row_end = nullptr;
   const char* const* next_row = nullptr;
-  const char* const* touch_row = nullptr;  // the first one that is not touched, of several at once
+  const char* const* touch_row =
+      nullptr;  // the first row that is not touched, if several are touched at once
   const char* const* rows_end = nullptr;
   i64 row_bytes = 0;
 
-  // From now on: the first `bytes` of rows[0, num_rows).
+  // Starts on the first `bytes` of rows[0, num_rows).
   void Start(const char* const* rows, i64 num_rows, i64 bytes) {
     next_row = rows + 1;
     rows_end = rows + num_rows;
@@ -126,19 +125,19 @@ struct RowFetch {
     }
   }
 
-  // For a step of n bytes.
+  // Prefetches for a step of n bytes.
   void Bytes(i64 n) { Lines(n / kShare / kCacheLine); }
 
   void Lines(i64 n) {
     for (i64 i = 0; i < n; ++i) Line();
   }
 
-  // Looks up the page of a row some rows before its lines are fetched, as those after the first
-  // prefetch of a page wait for that.
+  // Looks up the page of a row some rows before its lines are prefetched, because accesses after
+  // the first prefetch of a page wait for the translation.
   static void Touch(const char* row) { __builtin_prefetch(row, 0, 2); }
   static constexpr i64 kRowsAhead = 4;
 
-  // The next line; the last one again when all are fetched.
+  // Prefetches the next line; the last one again when all are done.
   JAX_ATTN_INLINE void Line() {
     __builtin_prefetch(line, 0, 2);
     line += kCacheLine;
@@ -165,9 +164,9 @@ struct KeyColumns {
   using Vec = typename Isa::Vec;
   static constexpr int kWidth = Isa::kWidth;
   static constexpr bool kMove =
-      sizeof(T) == 4 || IsBf16<T>;  // as 32-bit lanes; others are converted first
-  static constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // a lane becomes two
-  static constexpr bool kJoin = IsCode<T> && kFormat == Format::kDot;   // two become a lane
+      sizeof(T) == 4 || IsBf16<T>;  // loaded as 32-bit lanes; other types are converted first
+  static constexpr bool kSplit = IsBf16<T> && kFormat == Format::kF32;  // one lane becomes two
+  static constexpr bool kJoin = IsCode<T> && kFormat == Format::kDot;   // two lanes become one
   static constexpr i64 kLaneBytes = kMove ? 4 : sizeof(T) * (kJoin ? 2 : 1);
 
   static i64 Lanes(i64 head_dim) { return head_dim * static_cast<i64>(sizeof(T)) / kLaneBytes; }
@@ -227,20 +226,20 @@ JAX_ATTN_KERNEL void PackKeyPanel(const HeadRows& keys, i64 first, i64 head_dim,
 
 // c = a b without a panel: b has the keys of kWidth tokens from `first` on, transposed in
 // registers. With so few rows a vector of keys is used too rarely to be worth a store and a load.
-// kSets heads at once, whose keys lie set_bytes apart; rows of a and c as in GemmTile, and the same
-// sums.
+// kSets heads at once, whose keys are set_bytes apart; rows of a and c as in GemmTile, with the
+// same sums.
 template <class Isa, Format kFormat, typename T, int kRows, int kSets, class Fetch>
 JAX_ATTN_KERNEL void MultiplyKeyRows(const float* a, i64 lda, const HeadRows& keys, i64 set_bytes,
                                      i64 first, i64 head_dim, float* c, i64 ldc, Fetch& fetch) {
   using Vec = typename Isa::Vec;
   using Columns = KeyColumns<Isa, kFormat, T>;
   constexpr int kWidth = Isa::kWidth;
-  constexpr bool kTwo = kFormat == Format::kDepthPairs;  // depths of a lane, one by one
+  constexpr bool kTwo = kFormat == Format::kDepthPairs;  // depths of one lane, taken one by one
   constexpr Format kProduct = kFormat == Format::kDot ? kFormat : Format::kF32;
   static_assert(!Columns::kSplit);
   const char* const* const rows = keys.rows + first;
   const i64 lanes = Columns::Lanes(head_dim);
-  Fetch ahead = fetch;  // in registers
+  Fetch ahead = fetch;  // keeps it in registers
   Vec acc[kSets][kRows];
   JAX_ATTN_UNROLL
   for (int i = 0; i < kSets * kRows; ++i) acc[i / kRows][i % kRows] = Isa::Zero();
@@ -300,19 +299,19 @@ void MultiplyFewRows(i64 rows, const float* a, i64 lda, const HeadRows& keys, i6
   }
 }
 
-// Panels of values: columns are head dims, zeros beyond head_dim; depth are the tokens [begin,
-// end), in steps from that of token `first` on. Of a pair of tokens at the border the outer one is
-// 0. It fetches beside what it reads.
+// Panels of values: columns are head dims, zeros beyond head_dim; depth is the tokens [begin, end),
+// in steps from that of token `first` on. In a pair of tokens at the border the outer one is 0.
+// Prefetches as it reads.
 template <class Isa, Format kFormat, typename T, class Fetch>
 JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i64 end, i64 head_dim,
                                 i64 panel_bytes, char* panels, Fetch& fetch) {
   using Vec = typename Isa::Vec;
   constexpr i64 kStep = StepDepth(kFormat);
-  // bf16 in the order of columns moves as 32-bit lanes, two columns each.
+  // bf16 in column order moves as 32-bit lanes, two columns each.
   constexpr bool kMove = kFormat == Format::kColumnPairs;
-  constexpr int kColumns = kMove ? 2 * Isa::kWidth : Isa::kWidth;  // of a vector
+  constexpr int kColumns = kMove ? 2 * Isa::kWidth : Isa::kWidth;  // of one vector
   const i64 whole = head_dim / kPanel<Isa>;
-  Fetch ahead = fetch;  // in registers
+  Fetch ahead = fetch;  // keeps it in registers
   for (i64 t = begin / kStep * kStep; t < end; t += kStep) {
     ahead.Bytes(kStep * head_dim * static_cast<i64>(sizeof(T)));
     const T* row = reinterpret_cast<const T*>(values.Row(t));
@@ -364,13 +363,13 @@ JAX_ATTN_KERNEL void PackValues(const HeadRows& values, i64 first, i64 begin, i6
   fetch = ahead;
 }
 
-// PackKeyPanel of codes.
+// PackKeyPanel for quantized values.
 template <class Isa, class Fetch>
 JAX_ATTN_KERNEL void PackCodePanel(const HeadRows& keys, i64 first, i64 head_dim, char* panel,
                                    Fetch& fetch) {
   using Vec = typename Isa::Vec;
   constexpr int kWidth = Isa::kWidth;
-  constexpr i64 kCodes = Isa::kLaneCodes * kWidth;  // of a vector
+  constexpr i64 kCodes = Isa::kLaneCodes * kWidth;  // of one vector
   Fetch ahead = fetch;
   for (int v = 0; v < Isa::kVecs; ++v) {
     const char* rows[kWidth];
@@ -398,7 +397,7 @@ JAX_ATTN_KERNEL void PackCodePanel(const HeadRows& keys, i64 first, i64 head_dim
   fetch = ahead;
 }
 
-// PackValues of codes: as much of the steps of depth [begin, end) as there is. The columns are in
+// PackValues for quantized values: the steps of depth [begin, end) that exist. The columns are in
 // the order of Isa::PairCodes.
 template <class Isa, class Fetch>
 JAX_ATTN_KERNEL void PackCodeValues(const HeadRows& values, i64 first, i64 begin, i64 end,

@@ -1,10 +1,10 @@
-// What decode and prefill have in common: buffers, visibility, softmax steps, results. Internal
+// The common part of decode and prefill: buffers, visibility, softmax steps, results. Internal
 // linkage: see kernels.h.
 //
-// Both walk over kv in blocks of tile_kv that start at absolute multiples of it, take one online
-// softmax step a block, and add products in the order of kv positions. What a row does not see adds
-// exact zeros or nothing. So the bits of a row depend on its own span alone: not on the rows and
-// heads beside it, nor on the height of the tile.
+// Both process kv in blocks of tile_kv that start at absolute multiples of it, take one online
+// softmax step per block, and add products in the order of kv positions. Keys that a row does not
+// see add exact zeros or nothing. So the bits of a row depend on its own span alone: not on the
+// rows and heads beside it, nor on tile M.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -18,8 +18,8 @@
 namespace jax_attn {
 namespace {
 
-// Where each token of a block has its key and value of the run's first kv head. Entries outside the
-// block's valid tokens repeat a valid one, so that whole panels can be loaded.
+// Addresses of the key and value of each token of a block, for the run's first kv head. Entries
+// outside the block's valid tokens repeat a valid one, so that whole panels can be loaded.
 struct BlockRows {
   const char** k;
   const char** v;
@@ -34,40 +34,40 @@ template <class Isa, typename T, typename Kv, bool kLow>
 struct Buffers {
   static constexpr Format kKeys = kKeyFormat<Isa, T, Kv, kLow>,
                           kValues = kValueFormat<Isa, T, Kv, kLow>;
-  // Decode's keys packed at once: of this many tokens of two heads.
+  // Decode packs keys of this many tokens of two heads at once.
   static constexpr i64 kKeyTokens = Min(2 * kTileRows, 64 / static_cast<i64>(sizeof(Kv)));
 
   float* q;          // [rows, q_lanes]
   float* o;          // [rows, o_columns]
   RowState* states;  // [rows]
-  float* scales;     // [rows] that their logits have beside those of all: of heads, else 1
-  // [rows] of a head: the query token of each, ascending, and its head in the group.
+  float* scales;     // [rows] extra factor of the logits: per head, else 1
+  // [rows] of one head: each row's query token, ascending, and its head in the group.
   i32 *tokens, *group_heads;
-  // [score_rows, tile_kv] scores; then probabilities, unless these are at p. Of codes i32 first.
+  // [score_rows, tile_kv] scores, then P unless that is at p. With int8 dot products i32 first.
   float* s;
   float* p;           // [score_rows, p_lanes]
   float* alpha;       // [score_rows]
-  CodeBuffers codes;  // of products of codes
+  CodeBuffers codes;  // for int8 dot products
   char* k_panels;     // [tile_kv / kPanel, k_panel_bytes]; decode: panels of 2 kKeyTokens
   char* v_panels;     // [o_columns / kPanel, v_panel_bytes]
   BlockRows blocks[2];
   i64 q_lanes, p_lanes, o_columns, k_panel_bytes, v_panel_bytes, tile_kv;
   size_t bytes = 0;
   VariantRun<Isa> variant;
-  Range* seen;      // [rows] what each sees of a block in which the variant hides something
-  i32* is_stretch;  // [rows] whether it sees all of that
-  // [tokens, heads, head_dim] of coded keys or values: what they stand for. Tiles of decode:
-  // [tokens, depth] of one head, of keys too that do not lie as tiles of a.
+  Range* seen;      // [rows] what each row sees of a block in which the variant hides something
+  i32* is_stretch;  // [rows] whether the row sees all of that
+  // [tokens, heads, head_dim] decoded keys or values. Decode with tiles: [tokens, depth] of one
+  // head, also for keys that are not stored as tiles of a.
   T* stage;
-  const char** staged;  // [tile_kv] a row of it for each token
+  const char** staged;  // [tile_kv] its row for each token
 
-  // Depths that are multiplied of so many.
+  // Depth that a matmul processes for `depth`.
   static constexpr i64 Depth(i64 depth) {
     return kUsesTiles<Isa, T, Kv> ? RoundUp(depth, kTileSteps * StepDepth(kKeys)) : depth;
   }
 
-  // Whether codes that kernels can take as they are become rows of T all the same, which is faster
-  // by tables.
+  // Whether quantized values that kernels could use directly are decoded to rows of T nevertheless,
+  // because tables are faster.
   static constexpr bool StagesCodes() {
     return IsCode<Kv> && kLow && (kUsesTiles<Isa, T, Kv> || kLooksUp<Isa, T>);
   }
@@ -80,7 +80,7 @@ struct Buffers {
         // One line more than the panel: panels a power of two apart would share cache sets.
         v_panel_bytes(PanelBytes<Isa, kValues>(g.tile_kv) + kCacheLine),
         tile_kv(g.tile_kv) {
-    // Products with tiles may write a whole one.
+    // Matmuls with tiles may write a whole tile.
     const i64 rows = kLow                     ? kMaxLowPassRows
                      : kUsesTiles<Isa, T, Kv> ? RoundUp(g.max_rows, 2 * kTileRows)
                                               : g.max_rows;
@@ -128,8 +128,8 @@ struct Buffers {
     codes.value_scales = Take<float>(base, tile_kv);
     codes.largest_scales = Take<float>(base, tile_kv);
     codes.query = Take<float>(base, RoundUp(params.head_dim_qk, kCacheLine));
-    const i64 k_bytes = CodeRowBytes(kInt8Format, params.head_dim_qk);
-    const i64 v_bytes = CodeRowBytes(kInt8Format, params.head_dim_vo);
+    const i64 k_bytes = QuantizedRowBytes(kInt8Format, params.head_dim_qk);
+    const i64 v_bytes = QuantizedRowBytes(kInt8Format, params.head_dim_vo);
     const bool has_fresh = params.k_new != nullptr;
     codes.fresh = Take<char>(base, has_fresh ? tile_kv * heads * (k_bytes + v_bytes) : 0);
   }
@@ -142,10 +142,10 @@ struct Buffers {
   }
 };
 
-// What a pass over some items needs: with kLow (decode, see decode_pass.h) those of consecutive
-// heads with the same rows and span; else tiles of one head, see CpuTypeKernels::attend, whose rows
-// are those of one item with gaps between its tokens. T: the type of o, and of q unless that has
-// codes; Kv: of keys and values. Of Int8 T is float, and `elements` knows the type.
+// One pass over some items. With kLow (decode, see decode_pass.h): items of consecutive heads with
+// the same rows and span. Else tiles of one head, see CpuTypeKernels::attend; their rows are those
+// of one item with gaps between its tokens. T: the type of o, and of q unless q is quantized; Kv:
+// the type of keys and values. For Int8, T is float and `elements` knows the type.
 template <class Isa, typename T, typename Kv, bool kLow>
 class PassBase {
  public:
@@ -168,17 +168,17 @@ class PassBase {
   static constexpr bool kPairs = kUsesDot<Isa, T, Kv>;
   static constexpr bool kTiled = kUsesTiles<Isa, T, Kv>;
   static constexpr bool kCodes = IsInt8<Kv>;
-  static constexpr bool kBias = kKeys == Format::kKeyQuads && !kTiled;  // of sums with keys
+  static constexpr bool kBias = kKeys == Format::kKeyQuads && !kTiled;  // in sums with keys
   static constexpr bool kTurnsQueries = kTiled && kLow;                 // keys are a, and q is b
   static constexpr i64 kUnit = kPanel<Isa>;                             // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr bool kStagesCodes = Buffers<Isa, T, Kv, kLow>::StagesCodes();
-  using RowElement = typename Choose<kStagesCodes, T, Kv>::Type;  // of what is multiplied
+  using RowElement = typename Choose<kStagesCodes, T, Kv>::Type;  // of the matmul operands
   static constexpr i64 kBytes = sizeof(Kv);
   static constexpr i64 kFetchTokens = 4;
 
-  // From the first token of some tiles to the last one, over what any of them sees.
+  // An item from the first token of the tiles to the last one, over the union of what they see.
   static WorkItem WholeOf(const WorkItem* tiles, i64 num_tiles) {
     WorkItem whole = tiles[0];
     const WorkItem& last = tiles[num_tiles - 1];
@@ -242,7 +242,8 @@ class PassBase {
     }
   }
 
-  // NaN where it is not positive: the maximum of the products would not be that of the logits.
+  // NaN if the scale is not positive: the maximum of the dot products would not be that of the
+  // logits.
   static float HeadScale(const float* scales, i64 head) {
     if (scales == nullptr) return 1.0f;
     return scales[head] > 0 ? scales[head] : __builtin_nanf("");
@@ -251,7 +252,7 @@ class PassBase {
   // The row of q of a token of the item.
   i64 QueryRow(i64 token) const { return jax_attn::QueryRow(item_, params_.qo_indices, token); }
 
-  // Row r of head h of the pass: its head, and where it is in q and o, in units of their rows.
+  // Row r of head h of the pass: its head, and its offset in q and o, in units of their rows.
   i64 Head(i64 h, i64 r) const {
     return i64{items_[h].kv_head} * params_.group_size + buf_.group_heads[r];
   }
@@ -259,13 +260,13 @@ class PassBase {
     return QueryRow(buf_.tokens[r]) * params_.num_qo_heads + Head(h, r);
   }
 
-  // Of q and o, unless q has codes.
+  // Bytes of an element of q (unless quantized) and o.
   i64 ElementBytes() const { return kCodes ? elements_->bytes : i64{sizeof(T)}; }
 
-  // Every kRowsAtOnce rows: fetches the next but one kRowsAtOnce rows of q or o, of so many bytes.
-  // They lie num_qo_heads rows apart, too far for the hardware to see a pattern, and most have
-  // pages of their own, of which a core looks up several at once but stands still meanwhile.
-  // Inline: GCC drops calls of functions that do nothing but prefetch.
+  // Called every kRowsAtOnce rows: prefetches kRowsAtOnce rows of q or o, of this many bytes, two
+  // groups ahead. The rows are num_qo_heads rows apart, too far for the hardware to detect a
+  // pattern, and most have pages of their own. A core looks up several pages at once but stalls
+  // meanwhile. Inline: GCC drops calls of functions that only prefetch.
   JAX_ATTN_INLINE void FetchRows(const void* rows, i64 bytes, i64 h, i64 r) const {
     constexpr i64 kRowsAtOnce = 8;
     const i64 first = r + kRowsAtOnce;
@@ -299,7 +300,7 @@ class PassBase {
     }
   }
 
-  // Row `at` of the pass, with its scale and bias.
+  // Quantizes row `at` of the pass, with its scale and bias.
   void LoadCodes(i64 row, i64 at, float* to) const {
     const i64 dim = params_.head_dim_qk;
     const i64 bytes = dim * elements_->bytes;
@@ -314,19 +315,19 @@ class PassBase {
     if constexpr (kBias) buf_.codes.bias[at] = Isa::kKeyBias * sum;
   }
 
-  // The rows of a head of q as a tile of b takes them: lane by lane.
+  // Copies the rows of a head of q as a tile of b needs them: lane by lane.
   void TurnQueries(const float* rows, float* q) const {
     for (i64 r = 0; r < rows_; ++r, rows += buf_.q_lanes) {
       for (i64 i = 0; i < buf_.q_lanes; ++i) q[i * rows_ + r] = rows[i];
     }
   }
 
-  // Depths of a product over head_dim, in steps of keys.
+  // Depth of a dot product over head_dim, in steps of keys.
   i64 KeySteps() const {
     return Buffers<Isa, T, Kv, kLow>::Depth(params_.head_dim_qk) / StepDepth(kKeys);
   }
 
-  // Zeros where packing leaves the panels of keys as they are: beyond head_dim.
+  // Writes zeros that packing does not write in the panels of keys: beyond head_dim.
   template <class PanelIsa>
   void ClearKeyPanels(i64 num_panels, i64 panel_bytes) const {
     const i64 begin = params_.head_dim_qk / StepDepth(kKeys), end = KeySteps();
@@ -336,16 +337,16 @@ class PassBase {
     }
   }
 
-  // The tokens that a product with values takes, to multiply those of `tokens`.
+  // The tokens that a matmul with values must process to cover `tokens`.
   static Range Whole(Range tokens) {
     if constexpr (!kTiled) return tokens;
     return {tokens.begin / kTileTokens * kTileTokens, RoundUp(tokens.end, kTileTokens)};
   }
 
-  // The panels of values from token `first` on; what a tile multiplies beside them is 0.
+  // Packs the panels of values from token `first` on; the padding that a tile multiplies is 0.
   template <typename Element = RowElement, class Fetch>
   void PackBlockValues(const HeadRows& values, i64 first, Range tokens, Fetch& fetch) const {
-    if constexpr (kCodes) {  // beside them weights are 0, and so are the products
+    if constexpr (kCodes) {  // for padding P is 0, and so are the products
       PackCodeValues<Isa>(values, first, tokens.begin, tokens.end, params_.head_dim_vo,
                           buf_.v_panel_bytes, buf_.v_panels, fetch);
     } else {
@@ -369,8 +370,8 @@ class PassBase {
     }
   }
 
-  // The same of a head of codes, decoded on the way; false where their format or these tokens
-  // need Stage.
+  // The same for a quantized head, decoded on the way; false if the format or these tokens need
+  // Stage.
   template <class Fetch>
   bool PackCoded(const char* const* rows, i64 h, i64 start, i64 first, Range tokens,
                  Fetch& fetch) const {
@@ -407,7 +408,7 @@ class PassBase {
   JAX_ATTN_KERNEL bool PackPairsOf(Dim dim, const HeadRows& values, i64 first, Range tokens,
                                    Fetch& fetch) const {
     const i64 bytes = kFetchTokens * (StageBytes(dim) + 2 * dim);
-    Fetch ahead = fetch;  // in registers
+    Fetch ahead = fetch;  // keeps it in registers
     char* out = buf_.v_panels + (tokens.begin - first) / 2 * kStepBytes<Isa, kValues>;
     for (i64 t = tokens.begin; t < tokens.end; t += 2, out += kStepBytes<Isa, kValues>) {
       const char *row = values.Row(t), *next = values.Row(t + 1);
@@ -426,8 +427,8 @@ class PassBase {
 
   // ---- blocks and what is visible of them
 
-  // Calls fn(start, block, next block) for every block of the span; after the last, next is the
-  // block.
+  // Calls fn(start, block, next block) for every block of the span; after the last block, next is
+  // the same block.
   template <typename Fn>
   void ForBlocks(Fn&& fn) {
     const i64 end = CeilDiv(item_.kv_end, buf_.tile_kv);
@@ -454,8 +455,8 @@ class PassBase {
     return (params_.steps != nullptr ? params_.steps[i] >> 1 : i) * buf_.tile_kv;
   }
 
-  // Calls fn(first row, rows, what any of them sees) for tiles of at most max_rows of rows [begin,
-  // end) that see anything of the block. Tiles differ by one row at most.
+  // Calls fn(first row, rows, union of what they see) for tiles of at most max_rows of the rows
+  // [begin, end) that see anything of the block. Tile sizes differ by at most one row.
   template <typename Fn>
   void ForRowTiles(i64 begin, i64 end, i64 max_rows, i64 start, Range valid, Fn&& fn) const {
     const i64 tiles = CeilDiv(end - begin, max_rows);
@@ -468,32 +469,33 @@ class PassBase {
     }
   }
 
-  // Whether keys and values are codes that are decoded to rows of T, not in panels.
+  // Whether keys and values are quantized and decoded to rows of T, not in panels.
   bool Stages() const {
     return IsCode<Kv> ? kStagesCodes : !kCodes && params_.kv_format != kPlainFormat;
   }
 
-  // Of work on a row that is decoded beside a fetch, which only passes with tiles do: as much as it
-  // takes to pack the elements and to multiply them.
+  // Work of decoding a row during a prefetch, only in passes with tiles: as much as packing and
+  // multiplying its elements.
   static i64 StageBytes(i64 head_dim) { return 4 * head_dim; }
 
-  // Bytes of a head's row, as it is stored.
+  // Bytes of a head's row as stored.
   i64 HeadBytes(i64 head_dim) const {
-    return Stages() || kCodes ? CodeRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
+    return Stages() || kCodes ? QuantizedRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
   }
   i64 KeyHeadBytes() const { return HeadBytes(params_.head_dim_qk); }
   i64 ValueHeadBytes() const { return HeadBytes(params_.head_dim_vo); }
 
-  // The first token of the block whose key and value are in k_new and v_new; tile_kv: none is.
+  // The first token of the block whose key and value are in k_new and v_new; tile_kv if there is
+  // none.
   i64 FirstFresh(i64 start) const {
     if (params_.k_new == nullptr) return buf_.tile_kv;
     const i32* qo = params_.qo_indptr + item_.request;
     return params_.kv_lens[item_.request] - (qo[1] - qo[0]) - start;
   }
 
-  // Decodes `tokens` of heads [head, head + heads) of the pass to rows of T, which buf_.staged
-  // points to: entries [first, first + num), those outside of `tokens` repeat one inside. scales:
-  // of heads, or null: 1.
+  // Decodes `tokens` of heads [head, head + heads) of the pass to rows of T, to which buf_.staged
+  // points: entries [first, first + num); those outside of `tokens` repeat one inside. scales: of
+  // heads; null: 1.
   template <class Fetch = NoFetch>
   void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start, i64 first,
              i64 num, Range tokens, i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {
@@ -508,15 +510,15 @@ class PassBase {
     }
   }
 
-  // `tokens` of a head of the pass, row by row `stride` elements apart. Fresh rows become what
-  // append_kv would have left of them. It fetches beside each kFetchTokens of the others, since a
-  // branch that is not foreseen takes as long as half a row.
+  // Decodes `tokens` of one head of the pass, with rows `stride` elements apart. Fresh rows become
+  // what append_kv would have stored. Prefetches once per kFetchTokens of the other rows, since a
+  // mispredicted branch takes as long as half a row.
   template <class Fetch>
   JAX_ATTN_KERNEL void DecodeTokens(const char* const* rows, const float* scales, i64 head_dim,
                                     i64 start, Range tokens, i64 head, T* to, i64 stride,
                                     Fetch& fetch) const {
     const i32 format = params_.kv_format;
-    const i64 offset = head * CodeRowBytes(format, head_dim), fresh = FirstFresh(start);
+    const i64 offset = head * QuantizedRowBytes(format, head_dim), fresh = FirstFresh(start);
     const Range cached = {tokens.begin, Min(tokens.end, fresh)};
     const auto decode_cached = [&](auto dim) __attribute__((always_inline)) {
       DecodeRows<Isa, T>(format, dim, [&](auto decode) __attribute__((always_inline)) {
@@ -545,7 +547,7 @@ class PassBase {
                                     i64 head_dim, Range tokens, T* to, i64 stride,
                                     Fetch& fetch) const {
     const i64 bytes = kFetchTokens * StageBytes(head_dim);
-    auto ahead = fetch;  // in registers
+    auto ahead = fetch;  // keeps it in registers
     for (i64 t = tokens.begin; t < tokens.end; ++t, to += stride) {
       if (t % kFetchTokens == 0) ahead.Bytes(bytes);
       decode(rows[t] + offset, to);
@@ -558,7 +560,7 @@ class PassBase {
     return {Max(span_.begin - start, 0), Min(span_.end - start, buf_.tile_kv)};
   }
 
-  // What the query token sees of `valid`, a range relative to `start`; possibly empty.
+  // The part of `valid` that the query token sees, a range relative to `start`; possibly empty.
   Range VisibleTo(i64 token, i64 start, Range valid) const {
     const i64 position = item_.q_pos + token - start;
     Range range = valid;
@@ -567,12 +569,12 @@ class PassBase {
     return range;
   }
 
-  // What a row sees of it, or that and some of what a variant hides from it.
+  // The part that a row sees, possibly including some keys that a variant hides from it.
   Range RowSees(i64 row, i64 start, Range valid) const {
     return narrows_ ? buf_.seen[row] : VisibleTo(buf_.tokens[row], start, valid);
   }
 
-  // What any row of [first, last] sees; windows move to the right with the token.
+  // The part that any row of [first, last] sees; windows move to the right with the token.
   Range VisibleToAny(i64 first, i64 last, i64 start, Range valid) const {
     if (narrows_) {
       Range all = buf_.seen[first];
@@ -597,7 +599,7 @@ class PassBase {
   void FindRows(i64 start, BlockRows* found) const {
     const Range valid = found->valid = ValidTokens(start);
     const BlockRows& block = *found;
-    Range cached = valid;  // the others are fresh
+    Range cached = valid;  // the other tokens are fresh
     if (params_.k_new != nullptr) {
       const i64 border = FirstFresh(start);
       cached.end = Max(valid.begin, Min(valid.end, border));
@@ -631,8 +633,8 @@ class PassBase {
     repeat(valid.end, buf_.tile_kv);
   }
 
-  // `tokens` of the block are consecutive rows of the arrays k and v, with so many bytes a head;
-  // first_row: that of token 0.
+  // Sets rows for `tokens` of the block, which are consecutive rows of the arrays k and v, with
+  // this many bytes per head; first_row: the row of token 0.
   void SetRows(const void* k, const void* v, i64 k_bytes, i64 v_bytes, i64 first_row, Range tokens,
                const BlockRows& block) const {
     const i64 k_row_bytes = params_.num_kv_heads * k_bytes,
@@ -645,7 +647,7 @@ class PassBase {
     }
   }
 
-  // Of a block with fresh rows: their codes, as append_kv would have left them.
+  // Quantizes the fresh rows of a block as append_kv would have stored them.
   void EncodeFresh(i64 start, Range valid, const BlockRows& block) const {
     const i64 fresh = Max(valid.begin, FirstFresh(start));
     if (fresh >= valid.end) return;
@@ -654,7 +656,7 @@ class PassBase {
       for (i64 t = fresh; t < valid.end; ++t) {
         const char* from = rows[t];
         rows[t] = to;
-        for (i64 h = 0; h < num_heads_; ++h, to += CodeRowBytes(kInt8Format, dim)) {
+        for (i64 h = 0; h < num_heads_; ++h, to += QuantizedRowBytes(kInt8Format, dim)) {
           elements_->encode(from + h * dim * elements_->bytes, dim, to);
         }
       }
@@ -667,8 +669,8 @@ class PassBase {
 
   // ---- softmax
 
-  // Scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the buffer, to
-  // probabilities; `seen` covers what any of them sees.
+  // Turns the scores of rows [first, first + n) of head h, which are rows [score_row, ...) of the
+  // buffer, into P; `seen` covers what any of them sees.
   template <class Fetch = NoFetch>
   void Softmax(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen,
                Fetch&& fetch = {}) {
@@ -707,12 +709,12 @@ class PassBase {
     }
   }
 
-  // Scales of keys, `tokens` of the head that begins `offset` bytes into the rows.
+  // Loads the scales of keys for `tokens` of the head that begins `offset` bytes into the rows.
   static void LoadKeyScales(const char* const* rows, i64 offset, i64 dim, Range tokens, float* to) {
     for (i64 t = tokens.begin; t < tokens.end; ++t) to[t] = ScaleOfRow(rows[t] + offset, dim);
   }
 
-  // Those of values, for weights; returns whether all are finite, and not negative.
+  // The same for values, applied to P; returns whether all scales are finite and not negative.
   bool LoadValueScales(const char* const* rows, i64 offset, Range tokens) const {
     bool all = true;
     float largest = 0;
@@ -733,7 +735,7 @@ class PassBase {
   }
   static bool IsScale(float scale) { return scale >= 0 && scale < __builtin_inff(); }
 
-  // Softmax of codes.
+  // Softmax for int8 dot products.
   template <class Fetch = NoFetch>
   void WeighTile(i64 h, i64 first, i64 n, i64 score_row, i64 start, Range valid, Range seen,
                  const float* key_scales, Fetch&& fetch = {}) {
@@ -754,7 +756,7 @@ class PassBase {
     }
   }
 
-  // NaN to the rows of head h that see a value with a scale that is none.
+  // Sets rows of head h that see a value with an invalid scale to NaN.
   JAX_ATTN_KERNEL void SpoilRows(i64 h, const char* const* rows, i64 offset, i64 start,
                                  Range valid) {
     if (buf_.variant) buf_.variant.SetHides(true);
@@ -776,12 +778,12 @@ class PassBase {
     }
   }
 
-  // Of rows [first, first + n) what each sees of the block, where a variant hides something: from
-  // the first to the last key. A row that sees all between them needs no mask.
+  // Finds what rows [first, first + n) see of the block if a variant hides something: from the
+  // first to the last key. A row that sees all keys between them needs no mask.
   JAX_ATTN_KERNEL void Narrow(i64 first, i64 n, i64 start, Range valid) {
     narrows_ = false;
     const i32* mask = nullptr;
-    Range shown = valid;  // by the mask alone, which rows often have in common
+    Range shown = valid;  // by the mask alone, which rows often share
     bool is_stretch = true;
     for (i64 r = first; r < first + n; ++r) {
       if (r == first || !buf_.variant.MasksAlike(r - 1, r)) {
@@ -800,7 +802,7 @@ class PassBase {
     narrows_ = true;
   }
 
-  // From the first to the last of `tokens` that the mask shows.
+  // The range from the first to the last of `tokens` that the mask shows.
   static Range Trim(const i32* mask, Range tokens) {
     constexpr i64 kMany = 16;
     const auto shows_none = [&](i64 t) {
@@ -822,7 +824,7 @@ class PassBase {
     return all != 0;
   }
 
-  // What the variant makes of the scores of n rows of the pass.
+  // Applies the variant to the scores of n rows of the pass.
   JAX_ATTN_KERNEL void Transform(i64 first, i64 n, i64 begin, i64 end, float* s) {
     const float cap = params_.logits_soft_cap;
     for (i64 r = 0; r < n; ++r, s += buf_.tile_kv) {
@@ -855,7 +857,7 @@ class PassBase {
   };
 
   // o = alpha o + p v for a row tile, the tokens of a unit, and panels [panel, panel + panels) of a
-  // source that starts at token `first`. alpha takes part once, with the first token seen.
+  // source that starts at token `first`. alpha is applied once, with the first token seen.
   template <class Source, class Fetch>
   void AddValues(const RowTile& tile, i64 first, Range tokens, Source source, i64 panel, i64 panels,
                  Fetch& ahead) {
@@ -878,8 +880,8 @@ class PassBase {
                                    CeilDiv(tokens.end, kStep) - tokens.begin / kStep);
   }
 
-  // The same for one row where a value that some rows do not see is not finite, so that even 0
-  // times it counts: the row multiplies what it sees and nothing else, in the same order.
+  // The same for one row if a value that some rows do not see is not finite, so that even 0 times
+  // it is NaN: the row multiplies only what it sees, in the same order.
   template <class Fetch>
   void AddVisibleValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
     const i64 panels = buf_.o_columns / kUnit;
@@ -892,7 +894,7 @@ class PassBase {
     }
   }
 
-  // Likewise where a variant hides keys from the row: the stretches that it sees, one by one.
+  // The same if a variant hides keys from the row: the stretches that it sees, one by one.
   template <class Fetch>
   void AddSeenValues(const RowTile& row, i64 first, Range tokens, Fetch& ahead) {
     const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
@@ -902,14 +904,14 @@ class PassBase {
           row, first, tokens,
           buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth)));
     }
-    if (row.seen.begin >= tokens.begin) {  // alpha, once
+    if (row.seen.begin >= tokens.begin) {  // applies alpha once
       float* o = buf_.o + row.row * buf_.o_columns;
       const auto alpha = Isa::Set(buf_.alpha[row.score_row]);
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth) {
         Isa::Store(o + d, Isa::Mul(alpha, Isa::Load(o + d)));
       }
     }
-    buf_.alpha[row.score_row] = 1.0f;  // which each stretch would take for its own
+    buf_.alpha[row.score_row] = 1.0f;  // otherwise each stretch would apply alpha again
     const i32* mask =
         buf_.variant.Mask(row.row, begin / Isa::kWidth * Isa::kWidth, RoundUp(end, Isa::kWidth));
     for (i64 t = begin; t < end;) {
@@ -920,8 +922,8 @@ class PassBase {
     }
   }
 
-  // Tile by tile of tokens, with zeros for values that the row does not see. mask: of the tokens of
-  // row.seen, or null: it sees all.
+  // Tile by tile of tokens, with zeros for values that the row does not see. mask: for the tokens
+  // of row.seen; null: it sees all.
   JAX_ATTN_KERNEL void AddSeenTiles(const RowTile& row, i64 first, Range tokens, const i32* mask) {
     const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
     const auto sees = [&](i64 t) { return t >= begin && t < end && (mask == nullptr || mask[t]); };
@@ -948,7 +950,7 @@ class PassBase {
     }
   }
 
-  // Pair by pair, because of a pair at the border of `seen` the outer token must not count.
+  // Pair by pair, because in a pair at the border of `seen` the outer token must not count.
   template <class Fetch>
   void AddVisiblePairs(const RowTile& row, i64 first, Range tokens, i64 panels, Fetch& ahead) {
     const i64 begin = Max(row.seen.begin, tokens.begin), end = Min(row.seen.end, tokens.end);
@@ -1000,14 +1002,14 @@ class PassBase {
   const AttentionParams& params_;
   const ElementRows* const elements_;
   const WorkItem* items_;
-  const WorkItem item_;  // of heads the first, of tiles WholeOf
+  const WorkItem item_;  // the first of several heads; WholeOf several tiles
   const i64 num_heads_, num_tiles_;
-  const i64 rows_;         // of one head
+  const i64 rows_;         // per head
   const Range span_;       // see SpanOf
   bool is_masked_ = true;  // of the block: the element mask may hide something
   const LogitRule rule_;
   Buffers<Isa, T, Kv, kLow> buf_;
-  bool narrows_ = false;  // whether buf_.seen is of the rows and the block at hand
+  bool narrows_ = false;  // whether buf_.seen is for the current rows and block
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Items of more than kMaxLowRows rows. Internal linkage: see kernels.h.
 //
-// Arithmetic is the limit. A block of keys and values is packed once and stays in the second cache
-// while the rows of all tiles of the pass go by, kScoreRows at a time, so that their scores stay
-// there too.
+// Arithmetic is the limit. A block of keys and values is packed once and stays in the L2 cache
+// while it is multiplied with the rows of all tiles of the pass, kScoreRows at a time, so that
+// their scores stay there too.
 #pragma once
 
 #include "cpu/kernels/pass_base.h"
@@ -60,7 +60,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     } else {
       finite = !this->IsMixed(start, valid) || this->ValuesAreFinite(0, valid);
     }
-    // The next block's rows, a few lines with every register tile.
+    // Prefetches the next block's rows, a few lines per register tile.
     fetch_.Start(next.k, buf_.tile_kv, this->KeyHeadBytes());
     fetch_values_.Start(next.v, buf_.tile_kv, this->ValueHeadBytes());
     if constexpr (Base::kTiled) {
@@ -94,24 +94,24 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
-  // ---- with tiles: products, and beside them the softmax step of the rows between the two
+  // ---- with tiles: matmuls, interleaved with the softmax step of the rows between them
 
-  // Rows of a tile of q and what they see of the block, in whole tiles of tokens.
+  // Rows of a tile of q and the part of the block that they see, in whole tiles of tokens.
   struct TileOfRows {
     i64 row = 0, n = 0;
     Range seen{};
     i64 slot = 0;  // of s and p
-    // Of a variant: whether it may hide something of `seen`, and whether buf_.seen is of these
+    // With a variant: whether it may hide something of `seen`, and whether buf_.seen is for these
     // rows.
     bool hides = false, narrows = false;
   };
 
-  // Logits of a tile, of a variant.
+  // Computes the logits of a tile with a variant.
   struct TileLogits {
     PrefillPass* pass;  // null: no variant
     TileOfRows tile;
     float* s;
-    bool adds;  // of all rows: see VariantRun::Adds
+    bool adds;  // for all rows: see VariantRun::Adds
 
     JAX_ATTN_INLINE void operator()(i64 r) const {
       if (pass == nullptr) return;
@@ -133,10 +133,10 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     using Type = CodeRows<Isa, Base::kBias, TileLogits>;
   };
 
-  // The softmax step of a tile, spread evenly over the steps of the products beside it.
+  // The softmax step of a tile, spread evenly over the steps of concurrent matmuls.
   struct SpreadRows {
     typename SoftmaxOf<kCodes>::Type rows;
-    i64 steps, left;  // of the products
+    i64 steps, left;  // of the matmuls
 
     JAX_ATTN_INLINE void Step() {
       --left;
@@ -147,11 +147,12 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   };
 
-  // While the keys of one tile and the values of the tile before the last are multiplied, the tile
-  // between them has its softmax step: tiles and vectors are computed by different units.
+  // Three tiles are in flight: the keys of one and the values of the tile before the last are
+  // multiplied while the tile between them has its softmax step. Matrix tiles and vectors use
+  // different units.
   void AddTiles(i64 start, Range valid) {
     UseTilesOf<Isa>(2 * kTileRows);
-    TileOfRows first, second, third;  // the last one entered is the first
+    TileOfRows first, second, third;  // the tile entered last is `first`
     for (i64 row = NextTile(0, start, valid, &first); first.n + second.n + third.n > 0;) {
       const i64 key_panels =
           first.n > 0 ? CeilDiv(first.seen.end, kUnit) - first.seen.begin / kUnit : 0;
@@ -172,8 +173,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     this->narrows_ = false;
   }
 
-  // The first tile from a row on that sees anything of the block, if there is one; returns the row
-  // after it.
+  // Finds the first tile from a row on that sees anything of the block; returns the row after it.
   i64 NextTile(i64 row, i64 start, Range valid, TileOfRows* tile) {
     while (row < rows_) {
       const i64 n = Min(2 * kTileRows, rows_ - row);
@@ -193,7 +193,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     return row;
   }
 
-  // The rows of the tile are those that RowSees and the variant are asked about from now on.
+  // Makes RowSees and the variant use the rows of this tile.
   void UseTile(const TileOfRows& tile) {
     this->narrows_ = tile.narrows;
     buf_.variant.SetHides(tile.hides);
@@ -274,7 +274,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     return !share.none;
   }
 
-  // Finds what rows [begin, begin + n) see, which narrows `seen`; false if that is nothing.
+  // Finds what rows [begin, begin + n) see, and narrows `seen` to it; false if that is nothing.
   bool NarrowRows(i64 begin, i64 n, i64 start, Range valid, Range* seen) {
     if (!item_hides_) return true;
     const auto share = buf_.variant.Sees(begin, begin + n - 1, seen->begin, seen->end);
@@ -287,7 +287,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     return false;
   }
 
-  // Register tiles of rows that pass by together.
+  // Register tiles of the rows in one group of kScoreRows.
   template <i64 kMax>
   struct TileList {
     RowTile tiles[kMax];
@@ -297,8 +297,8 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const RowTile* end() const { return tiles + num; }
   };
 
-  // Those of rows [begin, end), whose scores start at row 0. Each softmax step is one of tiles_, of
-  // which wide ones are parts: beside what a step covers there are scores and no weights.
+  // Finds the tiles of rows [begin, end), whose scores start at row 0. Each softmax step covers one
+  // tile of tiles_, of which wide tiles consist: outside of it there are scores but no P.
   void FindTiles(i64 begin, i64 end, i64 start, Range valid) {
     const auto find = [&](i64 first, i64 last, i64 max_rows, auto* list) {
       this->ForRowTiles(first, last, max_rows, start, valid, [&](i64 r, i64 n, Range seen) {
@@ -330,7 +330,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
-  // s = q k for the panels that hold what the rows see.
+  // s = q k for the panels that contain what the rows see.
   void MultiplyKeys(Range seen) {
     const PanelSource<Isa, kKeys> panels{buf_.k_panels, buf_.k_panel_bytes};
     NoFetch none;
@@ -358,7 +358,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     });
   }
 
-  // The same of codes.
+  // The same for int8 dot products.
   void MultiplyCodes() {
     NoFetch none;
     for (i64 j = 0; j < buf_.o_columns / kUnit; ++j) {
@@ -376,8 +376,8 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     }
   }
 
-  // The same in a block with a value that is not finite and that some rows do not see: at first
-  // what all rows of the tile see, then the rest row by row. Under a causal mask the rest is a few
+  // The same for a block with a value that is not finite and that some rows do not see: first what
+  // all rows of the tile see, then the rest row by row. Under a causal mask the rest is a few
   // tokens at the end of the block, so that a NaN costs little.
   void MultiplyNotFinite(const RowTile& tile, i64 start, Range valid) {
     NoFetch none;
@@ -412,8 +412,9 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     for (int i = 0; i < kLinesPerTile; ++i) fetch->Line();
   }
 
-  // A block of 128 tokens has 1024 lines of f32 keys of 128 dims, and with AVX2 176 register tiles
-  // a kScoreRows; with AVX-512 44, where so many lines a tile that all are fetched gained nothing.
+  // A block of 128 tokens has 1024 lines of f32 keys of 128 dims. With AVX2 there are 176 register
+  // tiles per kScoreRows; with AVX-512 44, where prefetching enough lines per tile to cover all
+  // gained nothing.
   static constexpr int kLinesPerTile = 4;
   Fetch fetch_, fetch_values_;
   static constexpr i64 kMaxTiles = CeilDiv(kScoreRows, Isa::kRows);

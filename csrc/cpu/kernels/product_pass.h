@@ -1,5 +1,5 @@
-// Products of activations with a weight matrix that lies in panels (product.h). Internal linkage:
-// see kernels.h.
+// Matmuls of activations with a weight matrix stored in panels (product.h). Internal linkage: see
+// kernels.h.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -10,8 +10,8 @@
 namespace jax_attn {
 namespace {
 
-// The panels as the register tile wants them: kPanel columns of a weight panel, one depth a step,
-// of bf16 two.
+// The panels as the register tile reads them: kPanel columns of a weight panel, one depth per step,
+// for bf16 two.
 template <class Isa, typename T>
 struct WeightSource {
   using Vec = typename Isa::Vec;
@@ -19,10 +19,10 @@ struct WeightSource {
   static constexpr bool kDot = kPairs && Isa::kBf16Dot;
   static constexpr Format kProduct = kDot ? Format::kDot : Format::kF32;
   static constexpr int kParts = kPairs && !kDot ? 2 : 1;
-  // Bytes of a column in a step.
+  // Bytes of one column in a step.
   static constexpr i64 kLane = kPairs ? 4 : static_cast<i64>(sizeof(T));
   static constexpr i64 kBytes = kPanel<Isa> * kLane;
-  static constexpr i64 kEach = kWeightColumns / kPanel<Isa>;  // register panels of a weight panel
+  static constexpr i64 kEach = kWeightColumns / kPanel<Isa>;  // register panels in a weight panel
 
   const char* panels;
   i64 panel_bytes;
@@ -43,8 +43,8 @@ struct WeightSource {
   }
 };
 
-// Asks for what a step will read some steps later, across the borders of memory pages, at which the
-// processor's own prefetching ends. kStep: bytes of a panel's step.
+// Prefetches what a step will read some steps later, across page borders, where the processor's own
+// prefetching stops. kStep: bytes of a panel's step.
 template <i64 kStep>
 struct WeightFetch {
   const char* panels;
@@ -57,7 +57,7 @@ struct WeightFetch {
       __builtin_prefetch(panels + at / kStep * panel_bytes + k * kStep + at % kStep + kAhead, 0, 2);
     }
   }
-  void Bytes(i64) {}  // of tiles, whose rows are whole stretches of memory: without gain
+  void Bytes(i64) {}  // for tiles, whose rows are contiguous: no gain
 
  private:
   static constexpr i64 kAhead = 4096;
@@ -90,7 +90,7 @@ struct Product {
   }
 
   static void Run(const ProductParams& p, const float* x, i64 begin, i64 end) {
-    // Panels at a time: of few rows several, so that there are enough chains.
+    // Panels at a time: several if there are few rows, so that there are enough independent chains.
     const i64 at_once = p.num_rows * 4 <= kRows ? 4 : p.num_rows * 2 <= kRows ? 2 : 1;
     for (i64 panel = begin; panel < end; panel += at_once) {
       for (i64 row = 0; row < p.num_rows; row += kRows) {

@@ -1,8 +1,8 @@
-// What products of int8 codes have instead of softmax.h: from sums in i32 to weights that are
-// codes, and from their sums in i32 to o. Internal linkage: see kernels.h.
+// The counterpart of softmax.h for int8 dot products: from i32 sums to quantized P, and from the
+// i32 sums of P V to o. Internal linkage: see kernels.h.
 //
-// Sums of codes are exact, and everything else is done row by row by functions of their own. So a
-// row has the same bits whatever tiles multiply it, and on each instruction set but for the last
+// Integer sums are exact, and everything else is done row by row by separate functions. So a row
+// has the same bits whatever tiles multiply it, and on each instruction set, except for the last
 // bits of its exponentials.
 #pragma once
 
@@ -12,38 +12,38 @@
 namespace jax_attn {
 namespace {
 
-// What rows of q and of o are made of: the kernels of codes are the same for each type.
+// Element type of rows of q and o: the int8 kernels are the same for each type.
 struct ElementRows {
-  i64 bytes;                                            // of an element
+  i64 bytes;                                            // of one element
   void (*load)(const void* row, i64 n, float* to);      // to f32
-  void (*encode)(const void* row, i64 n, char* codes);  // as append does
+  void (*encode)(const void* row, i64 n, char* codes);  // quantizes as append does
   void (*store)(const AttentionParams& p, i64 token, i64 head, RowState state, const float* o);
 };
 
-// Of one thread; rows as in Buffers.
+// Buffers of one thread; rows as in Buffers.
 struct CodeBuffers {
-  float* factors;     // [score_rows] what a code of a weight stands for, in the block
-  i32* bias;          // [rows] what the sums of a row of q with keys have too much
-  float* sums;        // [score_rows, o_columns] i32 of weights and values of the block
+  float* factors;     // [score_rows] what one unit of quantized P stands for, in this block
+  i32* bias;          // [rows] excess in the sums of a row of q with keys
+  float* sums;        // [score_rows, o_columns] i32, P V of the block
   float* key_scales;  // [heads, tile_kv]
-  // [tile_kv] of one head, 0 for what is not finite; and the largest up to a token.
+  // [tile_kv] of one head, 0 if not finite; and the largest scale up to a token.
   float *value_scales, *largest_scales;
   float* query;  // [head_dim_qk] a row of q
-  char* fresh;   // with k_new: [tile_kv, heads] codes of keys, then of values
+  char* fresh;   // with k_new: [tile_kv, heads] quantized keys, then values
 };
 
-// The scale behind the codes of a row.
+// The scale stored behind the quantized values of a row.
 inline float ScaleOfRow(const char* row, i64 head_dim) {
   float scale;
   memcpy(&scale, row + head_dim, sizeof(scale));
   return scale;
 }
 
-// Below it a row of q counts as 0: scales of logits are normal numbers.
+// Rows of q below it count as 0: so the scales of logits are normal numbers.
 constexpr float kLeastQuery = 0x1p-90f;
 
-// Codes of x[0, n), 0 up to `padded` codes; returns their scale, NaN if an element is not finite.
-// *sum: of the codes.
+// Quantizes x[0, n), with zeros up to `padded` values; returns the scale, NaN if an element is not
+// finite. *sum: of the quantized values.
 template <class Isa>
 JAX_ATTN_KERNEL float EncodeQuery(const float* x, i64 n, i64 padded, char* to, i32* sum) {
   using Vec = typename Isa::Vec;
@@ -76,7 +76,7 @@ JAX_ATTN_KERNEL float EncodeQuery(const float* x, i64 n, i64 padded, char* to, i
   return is_finite ? scale : __builtin_nanf("");
 }
 
-// Scores of a row from its sums, s[begin, end), with the scales of keys; returns the largest.
+// Turns a row's sums, s[begin, end), into scores with the scales of keys; returns the largest.
 template <class Isa, bool kBias>
 JAX_ATTN_INLINE float SumsToScores(i64 begin, i64 end, i32 bias, const float* key_scales,
                                    float* s) {
@@ -92,19 +92,20 @@ JAX_ATTN_INLINE float SumsToScores(i64 begin, i64 end, i32 bias, const float* ke
   return Isa::ReduceMax(max);
 }
 
-// Scales of the values of a block, [tile_kv] each: 0 where they are not finite.
+// Scales of the values of a block, [tile_kv] each: 0 where not finite.
 struct ValueScales {
   const float *scales, *largest_so_far;
-  i64 begin;  // of the block's tokens
+  i64 begin;  // first token, within the block
 
-  // The largest of those that a row sees.
+  // The largest scale that a row sees.
   JAX_ATTN_INLINE float Largest(Range seen) const {
     if (seen.begin <= begin) return largest_so_far[seen.end - 1];
     float largest = 0;
     for (i64 t = seen.begin; t < seen.end; ++t) largest = scales[t] > largest ? scales[t] : largest;
     return largest;
   }
-  // Likewise where a variant has made the logits s[begin, end), which are -inf where it hides keys.
+  // The same if a variant has computed the logits s[begin, end), which are -inf where it hides
+  // keys.
   template <class Isa>
   float LargestWithLogit(i64 begin, i64 end, const float* s) const {
     const auto lowest = Isa::Set(kNegInf);
@@ -118,9 +119,9 @@ struct ValueScales {
 };
 
 // One online softmax step of a row with the scores s[begin, end), of which the largest is
-// max_score. Its weights times the scales of values are rounded to multiples of 1/255 of the
-// largest weight times the largest scale: these codes go to p, 0 where it does not see. What was
-// before is to be rescaled by *alpha, and the codes stand for themselves times *factor.
+// max_score. P times the scales of values is rounded to multiples of 1/255 of the largest P times
+// the largest scale; the multiples go to p, 0 where the row does not see the key. Earlier sums must
+// be rescaled by *alpha; the multiples stand for themselves times *factor.
 template <class Isa>
 JAX_ATTN_INLINE void WeighCodes(float scale_log2, float max_score, float largest_scale, i64 begin,
                                 i64 end, const float* value_scales, const float* s, char* p,
@@ -129,13 +130,13 @@ JAX_ATTN_INLINE void WeighCodes(float scale_log2, float max_score, float largest
   constexpr i64 kBytes = 4 / Isa::kLaneCodes, kAtOnce = 64 / Isa::kWidth;
   const float old_max = state->max_log2, block_max = max_score * scale_log2;
   const float max = NewReference<Isa>(block_max, old_max);
-  // -inf: no key so far has a finite logit. As 0, or -inf - -inf would be NaN.
+  // -inf: no key so far has a finite logit. Replaced by 0, or -inf - -inf would be NaN.
   const float base = max == kNegInf ? 0.0f : max,
               block_base = block_max == kNegInf ? base : block_max;
-  // Too little to be told from 0.
+  // Smaller values count as 0.
   constexpr float kLeast = 0x1p-100f;
   const Vec scale = Isa::Set(scale_log2), minus_base = Isa::Set(-block_base);
-  // The largest weight, not exactly 1 since block_max is rounded: 2^x within 2^-19, as x is small.
+  // The largest P, not exactly 1 since block_max is rounded: 2^x within 2^-19, as x is small.
   const float x = block_max == kNegInf
                       ? 0.0f
                       : kLn2 * Isa::First(Isa::Fma(Isa::Set(max_score), scale, minus_base));
@@ -167,7 +168,7 @@ JAX_ATTN_INLINE void WeighCodes(float scale_log2, float max_score, float largest
   *factor = largest > kLeast ? share * (largest / 255.0f) : 0.0f;
 }
 
-// The softmax step of a row from its sums. logits(): makes logits of the scores, if `has_logits`.
+// The softmax step of a row from its sums. logits(): turns the scores into logits, if `has_logits`.
 template <class Isa, bool kBias, class Logits>
 JAX_ATTN_KERNEL void WeighRow(const LogitRule& rule, bool has_logits, Logits&& logits, i64 begin,
                               i64 end, Range seen, i32 bias, const float* key_scales,
@@ -212,7 +213,7 @@ JAX_ATTN_KERNEL void FoldSums(i64 n, i64 columns, const float* alpha, const floa
   }
 }
 
-// The softmax step of the rows of a tile, row by row, beside products: as SoftmaxRows.
+// The softmax step of the rows of a tile, row by row, interleaved with matmuls: as SoftmaxRows.
 template <class Isa, bool kBias, class Logits>
 struct CodeRows {
   Logits logits;
@@ -226,7 +227,7 @@ struct CodeRows {
   float* s;
   i64 lds;
   char* p;
-  i64 p_bytes;  // from a row to the next
+  i64 p_bytes;  // from one row to the next
   RowState* states;
   float *alpha, *factors;
   i64 done;

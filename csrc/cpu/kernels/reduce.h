@@ -1,4 +1,5 @@
-// Finishing rows: fold partial states, add the sink, normalise, store. Internal linkage: kernels.h.
+// Finishes rows: merges partial states, adds the sink, normalizes, stores. Internal linkage:
+// kernels.h.
 #pragma once
 
 #include <math.h>
@@ -9,8 +10,9 @@
 namespace jax_attn {
 namespace {
 
-// Fetches the same head's row of q or o some tokens on: rows of a head lie num_heads rows apart,
-// too far for the hardware to see a pattern. A hint, so it may point beyond the end.
+// Prefetches the same head's row of q or o some tokens ahead: rows of a head are num_heads rows
+// apart, too far for the hardware to detect a pattern. It is a hint, so the address may be beyond
+// the end.
 template <typename T>
 JAX_ATTN_INLINE void FetchRowAhead(const T* row, i64 num_heads, i64 head_dim) {
   constexpr i64 kTokensAhead = 4;
@@ -21,12 +23,12 @@ JAX_ATTN_INLINE void FetchRowAhead(const T* row, i64 num_heads, i64 head_dim) {
 }
 
 struct RowResult {
-  float o_scale;  // result o = o_scale * (o that is not normalised)
+  float o_scale;  // result o = o_scale * (o before normalization)
   float lse_log2;
 };
 
-// A row's result. The sink is one more key with value 0; -inf: none. A row without visible key
-// becomes (0, -inf) and gets no sink.
+// A row's result. The sink is one more key with value 0; -inf: no sink. A row that sees no key
+// becomes (0, -inf) without a sink.
 inline RowResult FinishRow(RowState state, float sink_log2) {
   if (state.sum == 0) return {0.0f, kNegInf};
   if (sink_log2 == kNegInf) return {1.0f / state.sum, state.max_log2 + log2f(state.sum)};
@@ -45,7 +47,7 @@ void StoreScaled(float scale, const float* from, i64 n, T* to) {
   }
 }
 
-// Writes the result of one row. o is not normalised.
+// Writes the result of one row. o is not yet normalized.
 template <class Isa, typename T>
 void StoreRow(const AttentionParams& params, i64 token, i64 head, RowState state, const float* o) {
   RowResult result = params.sums_weights
@@ -69,13 +71,13 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
-// The weight of a state in a sum of states with reference `max_log2`. -inf: none saw a key.
+// Factor of a state in a sum of states with maximum `max_log2`. -inf: no state saw a key.
 inline float StateWeight(float state_max_log2, float max_log2) {
   return exp2f(state_max_log2 - (max_log2 == kNegInf ? 0.0f : max_log2));
 }
 
-// Columns of o that are on the stack: of an attention row all, which is as many as CheckSpec
-// allows; of a merge call, whose head_dim is anything, those that are added up at once.
+// Columns of o on the stack. An attention row has all columns there, at most what CheckSpec allows;
+// a merge call, whose head_dim is unlimited, has those that are added at once.
 constexpr i64 kMaxHeadDim = 512;
 
 // The partial states of one row of a merge group.
@@ -88,9 +90,9 @@ class FoldedRow {
         step_(group.partials_step),
         row_(row) {}
 
-  // Their sum, in batches of kFoldBatch whose states become one, which are added one after the
-  // other: so a row is the same whether batches are folded here or were, by groups of their own. o:
-  // [head_dim_vo], not normalised.
+  // Their sum. Batches of kReduceBatch states are each reduced to one state, and these are added
+  // one after the other. So a row has the same bits whether batches are reduced here or by groups
+  // of their own. o: [head_dim_vo], not normalized.
   RowState Fold(const MergeGroup& group, float* o) const {
     alignas(64) float batch_o[kMaxHeadDim];
     const i64 n = group.num_partials;
@@ -99,10 +101,10 @@ class FoldedRow {
       for (i64 i = 1; i < n; ++i) Add(State(i), Columns(i), &all, o);
       return all;
     }
-    i64 end = Min(n, kFoldBatch - group.first_place);
+    i64 end = Min(n, kReduceBatch - group.first_offset);
     RowState all = SumOf(0, end, o);
     for (i64 begin = end; begin < n; begin = end) {
-      end = Min(n, begin + kFoldBatch);
+      end = Min(n, begin + kReduceBatch);
       const RowState batch = SumOf(begin, end, batch_o);
       Add(batch, batch_o, &all, o);
     }
@@ -114,7 +116,7 @@ class FoldedRow {
   RowState State(i64 i) const { return params_.partial_states[At(i)]; }
   const float* Columns(i64 i) const { return params_.partial_o + At(i) * params_.head_dim_vo; }
 
-  // Of partials [begin, end). One state comes out as it is.
+  // Sum of partials [begin, end). A single state is returned unchanged.
   RowState SumOf(i64 begin, i64 end, float* o) const {
     RowState sum = {kNegInf, 0.0f};
     for (i64 i = begin; i < end; ++i) {
@@ -131,7 +133,7 @@ class FoldedRow {
     return sum;
   }
 
-  // One function for both of Fold's ways: the same instructions, the same bits.
+  // One function for both paths of Fold: the same instructions give the same bits.
   __attribute__((noinline)) void Add(RowState state, const float* columns, RowState* all,
                                      float* o) const {
     const float max = state.max_log2 > all->max_log2 ? state.max_log2 : all->max_log2;
@@ -167,8 +169,8 @@ void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
   }
 }
 
-// Rows of a merge call: states (o, lse) with lse in natural log, which stays so: a single state
-// that is not the identity comes out exactly.
+// Rows of a merge call: states (o, lse). lse stays a natural log, so that a single state other than
+// the identity is returned exactly.
 template <class Isa, typename T>
 void MergeStateRows(const MergeParams& params, i64 begin, i64 end) {
   alignas(64) float o[kMaxHeadDim];

@@ -10,10 +10,10 @@ namespace {
 struct LogitRule {
   float q_sign;      // q is multiplied by it when loaded, so that scale_log2 is positive
   float scale_log2;  // base-2 logit = scale_log2 * score
-  float cap_log2;    // with a cap: cap_log2 * tanh(cap_in * score); 0: none
+  float cap_log2;    // with a cap: cap_log2 * tanh(cap_in * score); 0: no cap
   float cap_in;
 
-  // Of scores whose logits are `scale` times those of this rule.
+  // The rule for scores whose logits are `scale` times those of this rule.
   LogitRule Scaled(float scale) const {
     LogitRule rule = *this;
     (cap_log2 != 0 ? rule.cap_in : rule.scale_log2) *= scale;
@@ -34,20 +34,19 @@ inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
   return rule;
 }
 
-// Of logits that are natural; they have no scales.
+// The rule for natural logits, which have no scales.
 constexpr LogitRule kNaturalRule = {1.0f, kLog2e, 0.0f, 0.0f};
 constexpr int kMaxTileRows = 32;
 constexpr float kNoScales[kMaxTileRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// By how much the base-2 logits of a row may exceed the reference of its exponents. With tiles,
-// sums of weights up to 2^8 are as exact as those up to 1, and few blocks rescale what was before
-// them.
+// How far the base-2 logits of a row may exceed the running max that its exponents use. With tiles,
+// sums of P up to 2^8 are as exact as those up to 1, and few blocks rescale what was before them.
 template <class Isa>
 constexpr float kSlackLog2 = Isa::kTiles ? 8.0f : 0.0f;
 
-// Columns [begin, end) that a row sees; begin >= end: none.
-// Soft cap, mask and maximum of one row's scores s[begin, end).
+// Applies the soft cap to one row's scores s[begin, end), masks the columns outside `seen` (empty
+// if its begin >= its end), and returns their maximum.
 template <class Isa>
 JAX_ATTN_INLINE float BlockMax(const LogitRule& rule, i64 begin, i64 end, Range seen, float* s) {
   using Vec = typename Isa::Vec;
@@ -71,13 +70,13 @@ JAX_ATTN_INLINE float BlockMax(const LogitRule& rule, i64 begin, i64 end, Range 
   return Isa::ReduceMax(max);
 }
 
-// The reference of a row, from that before a block.
+// The running max of a row after a block, from the one before it.
 template <class Isa>
 JAX_ATTN_INLINE float NewReference(float block_max, float old_max) {
   return block_max > old_max + kSlackLog2<Isa> ? block_max : old_max;
 }
 
-// The same of its scores.
+// The same, from the row's scores.
 template <class Isa>
 JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
                                 float old_max, float* s) {
@@ -99,11 +98,11 @@ JAX_ATTN_INLINE float Exponentials(float scale_log2, float base, i64 begin, i64 
   return Isa::ReduceAdd(sum);
 }
 
-// One online softmax step of n <= kMaxTileRows rows, each with a scale of its own. Replaces the
-// scores in columns [begin, end) by probabilities at p (p = s allowed); those of masked columns are
-// 0. alpha: what rescales the sums of the blocks before. begin and end are multiples of kWidth. The
-// rows go through each phase together, so that their latencies overlap. Fetches beside 2 bytes of
-// work a score.
+// One online softmax step of n <= kMaxTileRows rows, each with its own scale. Replaces the scores
+// in columns [begin, end) by P, stored at p (p = s allowed); P of masked columns is 0. alpha:
+// factor that rescales the sums of earlier blocks. begin and end are multiples of kWidth. The rows
+// go through each phase together, so that their latencies overlap. Prefetches during 2 bytes of
+// work per score.
 template <class Isa, typename P, class Fetch>
 JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64 n, i64 begin,
                                  i64 end, const Range* seen, float* s, i64 lds, P* p, i64 ldp,
@@ -130,9 +129,8 @@ JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64
   }
 }
 
-// The same, row by row, for products that run beside it: the rows of a tile one by one, each in the
-// step after that which finds its reference. Rescales o [n, o_columns] as well.
-// logits(r): makes logits of the scores of row r.
+// The same, one row per step, interleaved with matmuls. Each row follows the step that finds its
+// running max. Also rescales o [n, o_columns]. logits(r): turns the scores of row r into logits.
 template <class Isa, typename P, class Logits>
 struct SoftmaxRows {
   Logits logits;
@@ -155,7 +153,7 @@ struct SoftmaxRows {
     FindBase(0);
   }
 
-  // Row `done`: its weights, and the reference of the row after it.
+  // Computes P of row `done`, and the running max of the next row.
   JAX_ATTN_KERNEL void Row() {
     const i64 r = done++;
     const float row_base = base;
@@ -184,7 +182,7 @@ struct SoftmaxRows {
   }
 };
 
-// Instead of it without softmax: scores are weights, which rows do not have where they do not see.
+// Without softmax: copies scores to P and zeroes the masked columns.
 template <class Isa, typename P>
 JAX_ATTN_KERNEL void KeepWeights(i64 n, i64 begin, i64 end, const Range* seen, const float* s,
                                  i64 lds, P* p, i64 ldp, float* alpha) {

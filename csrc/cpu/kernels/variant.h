@@ -1,7 +1,8 @@
-// Runs a variant's program beside a pass (pass_base.h). Internal linkage: see kernels.h.
+// Runs a variant's program during a pass (pass_base.h). Internal linkage: see kernels.h.
 //
-// Rows, then keys and diagonals of each block, then logits of each row and block: a value is
-// computed where it changes least often. What a lane gives does not depend on the lanes beside it.
+// Values of rows come first, then those of keys and diagonals of each block, then logits of each
+// row and block: a value is computed where it changes least often. The result of a lane does not
+// depend on other lanes.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -21,7 +22,7 @@ template <class Isa>
 class VariantRun {
  public:
   VariantRun() = default;
-  // On a null scratch it only counts bytes. max_rows: of all heads; max_tokens: of one.
+  // On a null scratch it only counts bytes. max_rows: over all heads; max_tokens: of one head.
   VariantRun(const VariantProgram* program, const VariantCode* code, i64 max_rows, i64 max_tokens,
              i64 max_heads, i64 tile_kv, char* scratch)
       : p_(program), c_(code), tile_kv_(tile_kv) {
@@ -47,12 +48,12 @@ class VariantRun {
   explicit operator bool() const { return c_ != nullptr; }
   bool scales() const { return c_->scales; }
   bool has_mask() const { return c_->visible >= 0; }
-  // Whether the mask may hide something of what is computed now: see Sees.
+  // Whether the mask may hide something of the current rows and block: see Sees.
   bool masks() const { return has_mask() && hides_; }
   void SetHides(bool hides) { hides_ = hides; }
 
-  // scales: [rows of the pass]; natural logits are magnitude * scale * raw score.
-  // d_operands: of the backward pass, what AddElements adds to, by operand.
+  // scales: [rows of the pass]; natural logits are magnitude * scale * raw score. d_operands:
+  // backward pass only, by operand, the sums to which AddElements adds.
   template <typename QueryRow>
   void Begin(const VariantRows& pass, float magnitude, const float* scales,
              const QueryRow& query_row, float* const* d_operands = nullptr) {
@@ -83,8 +84,8 @@ class VariantRun {
     if (c_->added >= 0) FindAddedRows();
   }
 
-  // The block of keys at positions start on, of which `valid` are there. is_masked: whether the
-  // mask may hide any of it.
+  // Starts the block of keys at positions from `start` on, of which `valid` exist. is_masked:
+  // whether the mask may hide any of it.
   void StartBlock(i64 start, Range valid, bool is_masked) {
     start_ = start;
     is_masked_ = is_masked;
@@ -104,8 +105,8 @@ class VariantRun {
     for (head_ = 0; head_ < heads; ++head_) Run(c_->diagonals, kDiagHome, 0, lanes);
   }
 
-  // How much of columns [begin, end) rows [first, last] see, by the bounds of what the mask is made
-  // of: true means all is known to be seen (or hidden), never that something is not.
+  // How much of columns [begin, end) rows [first, last] see, from bounds of the mask's inputs: true
+  // means that all is known to be seen (or hidden); false means nothing is known.
   struct Share {
     bool all, none;
   };
@@ -124,7 +125,7 @@ class VariantRun {
     return {visible.high < 0, visible.low == 0};
   }
 
-  // Whether Add does what Transform would do without masks, for columns up to `end`.
+  // Whether Add is equivalent to Transform without masks, for columns up to `end`.
   bool Adds(i64 end) const { return c_->added >= 0 && start_ + end <= added_length_; }
 
   JAX_ATTN_INLINE void Add(i64 row, i64 begin, i64 end, float* s) const {
@@ -148,15 +149,15 @@ class VariantRun {
     }
   }
 
-  // Logits of columns [begin, end) of a row of the pass from its raw scores, or of a variant that
-  // only masks the scores themselves; `hidden` in columns that the row does not see.
-  // masks: whether there may be such columns.
+  // Computes logits of columns [begin, end) of a row of the pass from its raw scores; a variant
+  // that only masks leaves the scores. Columns that the row does not see become `hidden`. masks:
+  // whether there may be such columns.
   void Transform(i64 row, i64 begin, i64 end, bool masks, float hidden, float* s) {
     At(row);
     raw_ = reinterpret_cast<i32*>(s);
     if (masks) Run(c_->mask, kLogitHome, begin, end);
     CodeRange range = masks ? c_->logits : c_->only_logits;
-    // What gives the logit is last, and takes the place of the scores.
+    // The last operation gives the logit, and writes it in place of the scores.
     const bool in_place = range.begin < range.end && c_->ops[range.end - 1].value == c_->logit;
     range.end -= in_place;
     Run(range, kLogitHome, begin, end);
@@ -182,8 +183,8 @@ class VariantRun {
     }
   }
 
-  // Of the backward pass, instead of Transform: all of [begin, end) by key, of a row whose scores s
-  // are.
+  // Backward pass, instead of Transform: derivatives for [begin, end) by key, of the row with
+  // scores s.
   struct Slopes {
     float* logits;
     float* of_score;  // d logit / d score
@@ -206,8 +207,9 @@ class VariantRun {
 
   bool has_elements() const { return c_->num_elements > 0; }
 
-  // After it, while s is as it was: adds d_logits[j] * d logit / d element to the sums of what the
-  // row's keys [begin, end) read of operands. d_logits: 0 where the row does not see the key.
+  // Called after it, while s is unchanged: adds d_logits[j] * d logit / d element to the sums of
+  // the operand elements that the row's keys [begin, end) read. d_logits: 0 where the row does not
+  // see the key.
   void AddElements(i64 begin, i64 end, const float* d_logits) const {
     for (i32 i = 0; i < c_->num_elements; ++i) {
       const auto& element = c_->elements[i];
@@ -224,7 +226,7 @@ class VariantRun {
     }
   }
 
-  // Whether Mask gives the same for both rows.
+  // Whether Mask gives the same result for both rows.
   bool MasksAlike(i64 a, i64 b) const {
     for (i32 i = 0; i < c_->num_mask_rows; ++i) {
       const i32* lanes = rows_ + c_->slot[c_->mask_rows[i]] * row_lanes_;
@@ -244,7 +246,7 @@ class VariantRun {
   }
 
  private:
-  // Of integers; of bool, -1 is true.
+  // Bounds of integers; for bool, -1 is true.
   struct Bounds {
     i64 low, high;
   };
@@ -259,7 +261,7 @@ class VariantRun {
     return {low, high};
   }
 
-  // Values of other homes are what they are; the bits of f32 mean nothing to Combine.
+  // Values of other homes are known; the bits of f32 mean nothing to Combine.
   Bounds BoundsOf(i32 value, const Bounds* known, i64 first, i64 last, i64 begin, i64 end) const {
     const i64 slot = c_->slot[value];
     switch (c_->home[value]) {
@@ -347,7 +349,7 @@ class VariantRun {
 
   void At(i64 row) {
     row_ = row;
-    if (c_->num_slots[kDiagHome] == 0) return;  // nothing reads the others
+    if (c_->num_slots[kDiagHome] == 0) return;  // nothing reads the other diagonal values
     const i64 group = pass_.params->group_size;
     token_ = row % pass_.rows / group;
     head_ = c_->diagonals_by_head ? row / pass_.rows * group + row % group : 0;
@@ -363,7 +365,7 @@ class VariantRun {
     for (i64 j = begin; j < end; ++j) raw_[j] = bits;
   }
 
-  // Of a code with `added`: where the elements of each row are, of the key at position 0.
+  // For code with `added`: finds the elements of each row for the key at position 0.
   void FindAddedRows() {
     const CodeOp& load = c_->ops[c_->added];
     const VariantOperand& operand = pass_.params->variant_operands[load.operand];
@@ -397,7 +399,7 @@ class VariantRun {
     for (i64 t = valid.end; t < tile_kv_; ++t) to[t] = to[valid.begin];
   }
 
-  // A value from lane `begin` on, as an operation of the running section takes it.
+  // Finds a value from lane `begin` on, in the form that an operation of the running section takes.
   const i32* Find(i32 value, i64 begin, bool* is_vector) const {
     *is_vector = true;
     if (value == kRawScore) return raw_ + begin;
@@ -424,7 +426,7 @@ class VariantRun {
     }
   }
 
-  // The row whose values the running section takes.
+  // The row whose values the running section reads.
   i64 RowOfSection() const {
     if (section_ == kLogitHome) return row_;
     if (section_ == kKeyHome) return 0;
@@ -443,7 +445,7 @@ class VariantRun {
     }
   }
 
-  // The value of [begin, end) goes to `to`, or stays where an operand has it.
+  // Writes the value of [begin, end) to `to`, or leaves it where an operand has it.
   void RunOp(const CodeOp& op, i64 begin, i64 end, i32* to) {
     const i64 n = end - begin;
     switch (op.op) {
@@ -501,7 +503,7 @@ class VariantRun {
   const VariantCode* c_ = nullptr;
   size_t bytes_ = 0;
   i64 tile_kv_ = 0, row_lanes_ = 0, diagonal_lanes_ = 0, diagonal_step_ = 0;
-  i32* facts_ = nullptr;          // [facts, row_lanes] of the rows
+  i32* facts_ = nullptr;          // [facts, row_lanes] facts of the rows
   float* natural_ = nullptr;      // [row_lanes] scales
   i32* mask_ = nullptr;           // [tile_kv]
   i32* rows_ = nullptr;           // [slots, row_lanes]
@@ -509,10 +511,10 @@ class VariantRun {
   i32* diagonals_ = nullptr;      // [heads or 1, slots, diagonal_lanes]
   i32* distances_ = nullptr;      // [2, diagonal_lanes] q_pos - kv_pos, zeros
   i32* logits_ = nullptr;         // [slots, tile_kv]
-  const i32** views_ = nullptr;   // [slots] of logits: where each value is
+  const i32** views_ = nullptr;   // [slots] where each value of the logits is
   const char** added_ = nullptr;  // [row_lanes] see FindAddedRows
   i32 added_type_ = 0;
-  i64 added_bytes_ = 0, added_length_ = 0;  // of an element; keys of a row
+  i64 added_bytes_ = 0, added_length_ = 0;  // of one element; keys of one row
 
   VariantRows pass_ = {};
   float* const* d_operands_ = nullptr;
@@ -521,7 +523,7 @@ class VariantRun {
   ValueHome section_ = kNoHome;
   i64 row_ = 0, token_ = 0, head_ = 0;
   i32* raw_ = nullptr;
-  intptr_t last_[kMaxVariantOperands] = {};  // of an operand: see LoadElements
+  intptr_t last_[kMaxVariantOperands] = {};  // of one operand: see LoadElements
 };
 
 }  // namespace

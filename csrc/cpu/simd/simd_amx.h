@@ -18,20 +18,21 @@ struct Amx : Avx512Bf16 {
   static Vec FloorFraction(Vec x) {
     return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   }
-  // y * 2^floor(x); 0 where x < -125, of which results could be subnormal.
+  // y * 2^floor(x); 0 where x < -125, where results could be subnormal.
   static Vec ScaleByFloor(Vec y, Vec x) {
     const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
     return _mm512_maskz_scalef_ps(counts, y, x);
   }
 
   using Avx512Bf16::Store;
-  // In one instruction, for which subnormal numbers are 0, as they are for the tiles.
+  // One instruction. It treats subnormal numbers as 0, as the tiles do.
   static void Store(Bf16* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
   }
 
-  // The tiles of MultiplyTiles (tiles.h) for products of so many rows, 1 to 32, and columns a tile,
-  // 1 to 16: those of c and a have the rows, of a 64 bytes each; b has 16; c and b the columns.
+  // Configures the tiles of MultiplyTiles (matrix_tiles.h) for 1 to 32 rows and 1 to 16 columns per
+  // tile: tiles of c and a have these rows, those of a with 64 bytes each; b has 16 rows; c and b
+  // have the columns.
   static void ConfigureTiles(i64 rows, i64 columns) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -49,7 +50,7 @@ struct Amx : Avx512Bf16 {
   }
   static void ReleaseTiles() { asm volatile("tilerelease"); }
 
-  // Of tile kTile: sets it to 0; loads and stores its rows, so many bytes apart.
+  // Tile kTile: sets it to 0; loads and stores its rows, which are this many bytes apart.
   template <int kTile>
   JAX_ATTN_INLINE static void TileZero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
@@ -67,7 +68,7 @@ struct Amx : Avx512Bf16 {
   JAX_ATTN_INLINE static void TileDot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
   }
-  // Of codes of 8 bits, four a lane, added up in i32: those of b are signed, those of a as well, or
+  // The same for 8-bit quantized values, four per lane, summed in i32: b is signed, a is signed or
   // unsigned.
   template <int kC, int kA, int kB>
   JAX_ATTN_INLINE static void TileDotKeys() {

@@ -38,8 +38,8 @@ struct Avx2 {
   static Vec Load(const F16* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  // By way of f16, whose exponent has a bias of 15 where that of e4m3 has 7. That conversion knows
-  // subnormals whatever the mode of the thread.
+  // Converts via f16, whose exponent has a bias of 15 where e4m3 has 7. That conversion handles
+  // subnormals in any mode of the thread.
   static Vec Load(const E4m3* p) {
     const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m128i high = _mm_slli_epi16(codes, 8);
@@ -124,7 +124,7 @@ struct Avx2 {
 
   // n is 8 or 4.
   static void TransposeLoad(const char* const* rows, ptrdiff_t offset, int n, Vec* out) {
-    // Rows i and i + 4 share a register, so that four-lane shuffles are all that is left to do.
+    // Rows i and i + 4 share a register, so that only four-lane shuffles remain.
     Vec r[4], s[4];
     const auto load = [&](int row, int half) {
       return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + offset + half * 16));

@@ -129,7 +129,7 @@ struct Avx512 {
     return _mm512_and_ps(pairs,
                          _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  // Doubles the width of what is in place in each of four steps: 32, 64, 128, 256 bits.
+  // Each of four steps doubles the width of the parts that are in place: 32, 64, 128, 256 bits.
   static void Transpose(Vec* r) {
     Vec t[16];
     JAX_ATTN_UNROLL
@@ -137,7 +137,7 @@ struct Avx512 {
       t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
       t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
     }
-    // r[4 i + j]: lane j of every 128-bit part, of rows 4 i to 4 i + 3.
+    // r[4 i + j]: lane j of every 128-bit part, for rows 4 i to 4 i + 3.
     JAX_ATTN_UNROLL
     for (int i = 0; i < 16; i += 4) {
       r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
@@ -145,7 +145,7 @@ struct Avx512 {
       r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
       r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
-    // Parts 0 and 1, parts 2 and 3, of rows 0 to 7 and of rows 8 to 15.
+    // Parts 0 and 1, then parts 2 and 3, of rows 0 to 7 and of rows 8 to 15.
     JAX_ATTN_UNROLL
     for (int i = 0; i < 16; i += 8) {
       JAX_ATTN_UNROLL
@@ -193,7 +193,7 @@ struct Avx512 {
   static Vec Widen(__m256i half) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
-  // By way of f16, see simd_avx2.h.
+  // Converts via f16, see simd_avx2.h.
   static Vec Widen(__m128i codes) {
     const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(-0x4080));
@@ -225,7 +225,7 @@ struct Avx512Bf16 : Avx512 {
   static constexpr int kCodeColumns = 64;
 
   static Vec LoadCodes(const char* p) { return _mm512_loadu_ps(p); }
-  // In the order of OrderCodeColumns, in which unpacking leaves them.
+  // Columns are in the order of OrderCodeColumns, in which unpacking leaves them.
   JAX_ATTN_INLINE static void PairCodes(const char* const* rows, i64 offset, int n, Vec* to) {
     const auto load = [&](int row) __attribute__((always_inline)) {
       const char* from = rows[row] + offset;
@@ -240,7 +240,7 @@ struct Avx512Bf16 : Avx512 {
     to[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(high[0], high[1]));
     to[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(high[0], high[1]));
   }
-  // Four vectors of columns as PairCodes leaves them, in the order of the columns.
+  // Puts four vectors of columns from PairCodes in the order of the columns.
   static void OrderCodeColumns(float* c) {
     Vec x[4];
     JAX_ATTN_UNROLL
@@ -254,8 +254,8 @@ struct Avx512Bf16 : Avx512 {
     Store(c + 2 * kWidth, _mm512_shuffle_f32x4(b, e, 0x88));
     Store(c + 3 * kWidth, _mm512_shuffle_f32x4(b, e, 0xdd));
   }
-  // Signed a. The instruction wants unsigned numbers on one side, so that b counts as 128 more
-  // than it is: the caller begins with kKeyBias times the sum of a.
+  // a is signed. The instruction takes unsigned numbers on one side, so b counts as 128 more than
+  // it is: the caller starts its sum with kKeyBias times the sum of a.
   static constexpr int kKeyBias = -128;
   static Vec DotKeys(Vec a, Vec b, Vec acc) {
     const __m512i more = _mm512_xor_si512(_mm512_castps_si512(b), _mm512_set1_epi32(0x80808080));
@@ -269,7 +269,7 @@ struct Avx512Bf16 : Avx512 {
   static void StoreCodes(char* to, Vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
   }
-  // The low bytes of lanes: one permutation a vector.
+  // Stores the low bytes of lanes: one permutation per vector.
   JAX_ATTN_INLINE static void StoreManyCodes(char* to, const Vec* x) {
     const __m512i lanes =
         _mm512_setr_epi32(0x0c080400, 0x1c181410, 0x2c282420, 0x3c383430, 0x0c080400, 0x1c181410,
@@ -284,12 +284,12 @@ struct Avx512Bf16 : Avx512 {
     _mm512_storeu_si512(to, codes);
   }
 
-  // to[i] = codes[i] as a bf16: the magnitude of its low 7 bits, and its sign.
+  // to[i] = codes[i] as a bf16: the magnitude looked up by its low 7 bits, and its sign.
   JAX_ATTN_INLINE static void LookUp(const ByteTable& table, const char* codes, i64 n, Bf16* to) {
     const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
     const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
     const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
-    // Eight bytes each, so that unpacking leaves words in their order.
+    // Groups of eight bytes, so that unpacking leaves words in order.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const auto words = [&](__m512i x, __m512i* first,
                            __m512i* second) __attribute__((always_inline)) {
@@ -315,15 +315,15 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // 64 columns at once of two rows of codes of LookUp: to(column, x) takes 16, whose lanes have the
-  // bf16 of a, and of b in their high halves.
+  // 64 columns at a time of two rows of LookUp's quantized values: to(column, x) takes 16 columns,
+  // whose lanes hold the bf16 of a in the low half and of b in the high half.
   template <class To>
   JAX_ATTN_INLINE static void PairLookUp(const ByteTable& table, const char* a, const char* b,
                                          i64 n, To&& to) {
     const __m512i low[2] = {_mm512_load_si512(table.low), _mm512_load_si512(table.low + 64)};
     const __m512i high[2] = {_mm512_load_si512(table.high), _mm512_load_si512(table.high + 64)};
     const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
-    // Four bytes each, so that unpacking twice leaves columns in their order.
+    // Groups of four bytes, so that unpacking twice leaves columns in order.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const auto words = [&](i64 column, __m512i x) __attribute__((always_inline)) {
       const __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]);
@@ -340,7 +340,7 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // Likewise of a's codes times their scale, rounded, and of b's.
+  // The same for a's int8 values times their scale, rounded, and for b's.
   template <class To>
   JAX_ATTN_INLINE static void PairInt8(const char* a, const char* b, i64 n, float of_a, float of_b,
                                        To&& to) {
@@ -380,15 +380,16 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // Blocks of 32 codes of 4 bits, byte i of 16 with codes i and 16 + i: bf16 of the table, divided
-  // by 2^(table.top - scale of the block), unless they are 0.
+  // Blocks of 32 4-bit values, where byte i of 16 holds values i and 16 + i: bf16 from the
+  // table, divided by 2^(table.top - scale of the block), unless they are 0.
   JAX_ATTN_INLINE static void LookUpHalves(const NibbleTable& table, const char* codes,
                                            const char* scales, i64 blocks, Bf16* to) {
     const auto table_of = [](const uint8_t* bytes) __attribute__((always_inline)) {
       return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
     };
     const __m512i low = table_of(table.low), high = table_of(table.high);
-    // Parts of 128 bits: the first halves of two blocks, the second ones, and both again.
+    // Order of the 128-bit parts: the first halves of two blocks, the second halves, and both
+    // again.
     const __m512i order = _mm512_setr_epi64(0, 2, 1, 3, 0, 2, 1, 3), rest = _mm512_set1_epi8(15);
     const auto words = [&](__m256i x, __m512i* first,
                            __m512i* second) __attribute__((always_inline)) {
@@ -398,7 +399,8 @@ struct Avx512Bf16 : Avx512 {
       *first = _mm512_unpacklo_epi8(l, h);
       *second = _mm512_unpackhi_epi8(l, h);
     };
-    // Block i and the next one; shift: what their words lose, twice each.
+    // Stores block i and the next one; shift: what is subtracted from their words, given twice
+    // each.
     const auto store = [&](i64 i, bool both, const int32_t* shift) __attribute__((always_inline)) {
       const char* from = codes + 16 * i;
       __m512i first, second;
@@ -418,7 +420,7 @@ struct Avx512Bf16 : Avx512 {
       alignas(16) int32_t shift[4];
       _mm_store_si128(reinterpret_cast<__m128i*>(shift),
                       _mm_or_si128(_mm_slli_epi32(less, 7), _mm_slli_epi32(less, 23)));
-      asm volatile("" : "+m"(shift));  // loads broadcast for nothing
+      asm volatile("" : "+m"(shift));  // a broadcast from memory is free
       store(i, true, shift);
       store(i + 2, true, shift + 2);
     }
@@ -432,11 +434,12 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // 64 codes of 4 bits, byte i of 32 with codes i and 32 + i: bf16 of two tables of 32 words. Bit 4
-  // of the place in its table is what a lane has in `first` or `second`, 0x0100 or 0x2120.
+  // 64 4-bit values, where byte i of 32 holds values i and 32 + i: bf16 from two tables of 32
+  // words. Bit 4 of the table index comes from the lane in `first` or `second`, 0x0100 or 0x2120.
   JAX_ATTN_INLINE static void LookUpSpan(const char* codes, __m512i first, __m512i second,
                                          __m512i table, __m512i other, Bf16* to) {
-    // Each byte twice, for the low and the high byte of a word: places are 2 code and 2 code + 1.
+    // Each byte twice, for the low and the high byte of a word: the indices are 2 code and 2 code +
+    // 1.
     const __m512i twice = _mm512_permutexvar_epi8(
         Twice(), _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes)));
     const __m512i places = _mm512_set1_epi8(30);
@@ -453,14 +456,14 @@ struct Avx512Bf16 : Avx512 {
     return _mm512_or_si512(words, _mm512_slli_epi16(words, 8));
   }
 
-  // Spans of 64 codes of e2m1, each 16 with a scale of e4m3, as long as scales are positive;
-  // returns how many spans are done.
+  // Spans of 64 e2m1 values, each 16 with an e4m3 scale, as long as scales are positive. Returns
+  // the number of spans done.
   JAX_ATTN_INLINE static i64 LookUpNvfp4(const char* codes, const char* scales, i64 spans,
                                          Bf16* to) {
-    // The elements of a scale s are 0, s / 2, s, t = 1.5 s, 2 s, 2 t, 4 s, 4 t: words of s and t
-    // with other exponents. Of e4m3 as f16 the exponent is 8 less.
+    // The elements for a scale s are 0, s / 2, s, t = 1.5 s, 2 s, 2 t, 4 s, 4 t: words of s and t
+    // with other exponents. The exponent of e4m3 read as f16 is 8 less.
     const __m512 factors = _mm512_mask_mov_ps(_mm512_set1_ps(384), 0x00ff, _mm512_set1_ps(256));
-    // Bytes of a vector of f32: the high words of lane b, s of block b, and of 8 + b, t.
+    // Bytes of a vector of f32: the high words of lane b are s of block b, those of 8 + b are t.
     const __m256i words = _mm256_setr_epi8(0, 0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35, 0,
                                            0, 2, 3, 2, 3, 34, 35, 2, 3, 34, 35, 2, 3, 34, 35);
     const __m512i of_two = _mm512_inserti64x4(_mm512_castsi256_si512(words),
@@ -496,8 +499,9 @@ struct Avx512Bf16 : Avx512 {
     return Min(i, spans);
   }
 
-  // 16 columns of two rows, from 16 bytes of each: lane i has the elements of byte i of a and of b,
-  // bf16 of the code in its low half, and in its high one. Tables have 16 words for a, then for b.
+  // 16 columns of two rows, from 16 bytes of each: lane i has the elements of byte i of a and of b.
+  // The bf16 of a is in the low half, that of b in the high half. Tables have 16 words for a, then
+  // for b.
   JAX_ATTN_INLINE static void LookUpPairs(const char* a, const char* b, __m512i low_table,
                                           __m512i high_table, Vec* low, Vec* high) {
     const auto load = [](const char* p) __attribute__((always_inline)) {
@@ -517,11 +521,11 @@ struct Avx512Bf16 : Avx512 {
     *high = _mm512_castsi512_ps(_mm512_permutexvar_epi8(of_high, high_table));
   }
 
-  // Spans of LookUpNvfp4 of two rows, whose scales are positive; to(column, x) takes 16 columns.
+  // LookUpNvfp4 for spans of two rows whose scales are positive; to(column, x) takes 16 columns.
   template <class To>
   JAX_ATTN_INLINE static void PairNvfp4(const char* a, const char* b, const char* a_scales,
                                         const char* b_scales, i64 spans, To&& to) {
-    // Lanes of s of a's blocks, then of b's, with t in their high words.
+    // Lanes of s for a's blocks, then for b's, with t in their high words.
     const __m256i words = _mm256_setr_epi8(0, 0, 0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0,
                                            1, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
     const __m512i of_both = _mm512_inserti64x4(_mm512_castsi256_si512(words),
@@ -559,7 +563,7 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // Blocks of LookUpHalves of two rows, likewise.
+  // LookUpHalves for blocks of two rows, in the same way.
   template <class To>
   JAX_ATTN_INLINE static void PairMxfp4(const NibbleTable& table, const char* a, const char* b,
                                         const char* a_scales, const char* b_scales, i64 blocks,
@@ -567,7 +571,7 @@ struct Avx512Bf16 : Avx512 {
     const auto table_of = [](const uint8_t* bytes) __attribute__((always_inline)) {
       return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
     };
-    // Words of the 16 codes, twice.
+    // Words of the 16 table entries, twice.
     const __m512i order = _mm512_setr_epi64(0, 0, 1, 1, 0, 0, 1, 1);
     const __m512i words =
         _mm512_unpacklo_epi8(_mm512_permutexvar_epi64(order, table_of(table.low)),
@@ -586,7 +590,7 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // Spans of LookUpInt4 of two rows, likewise.
+  // LookUpInt4 for spans of two rows, in the same way.
   template <class To>
   JAX_ATTN_INLINE static void PairInt4(const char* a, const char* b, const char* a_scales,
                                        const char* b_scales, i64 spans, To&& to) {
@@ -597,7 +601,7 @@ struct Avx512Bf16 : Avx512 {
       memcpy(&of_b, b_scales + 4 * i, 4);
       alignas(16) float scale[4];
       _mm_store_ps(scale, _mm_cvtph_ps(_mm_setr_epi32(of_a, of_b, 0, 0)));
-      asm volatile("" : "+m"(scale));  // loads broadcast for nothing
+      asm volatile("" : "+m"(scale));  // a broadcast from memory is free
       const auto table = [&](int block) __attribute__((always_inline)) {
         return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(numbers, Set(scale[2 + block])),
                                             _mm512_mul_ps(numbers, Set(scale[block])));
@@ -613,7 +617,7 @@ struct Avx512Bf16 : Avx512 {
     }
   }
 
-  // Spans of 64 integers from -8 to 7, each 32 with a scale of f16.
+  // Spans of 64 integers from -8 to 7, each 32 with an f16 scale.
   JAX_ATTN_INLINE static i64 LookUpInt4(const char* codes, const char* scales, i64 spans,
                                         Bf16* to) {
     const Vec numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
@@ -629,7 +633,7 @@ struct Avx512Bf16 : Avx512 {
       both ? memcpy(&halves, scales + 4 * i, 8) : memcpy(&halves, scales + 4 * i, 4);
       alignas(16) float scale[4];
       _mm_store_ps(scale, _mm_cvtph_ps(_mm_cvtsi64_si128(halves)));
-      asm volatile("" : "+m"(scale));  // loads broadcast for nothing
+      asm volatile("" : "+m"(scale));  // a broadcast from memory is free
       span(i, scale);
       if (both) span(i + 1, scale + 2);
     }
@@ -683,7 +687,7 @@ struct Avx512Bf16 : Avx512 {
   static __m512i ToBf16x32(__m256i codes) {
     const __m512i x = _mm512_cvtepu8_epi16(codes), rest = _mm512_and_si512(x, Each16(0x7f));
     const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(rest, 4), Each16(0x3c00));
-    // The eight without an exponent: multiples of 2^-9.
+    // The eight values without an exponent: multiples of 2^-9.
     const __m512i small = _mm512_broadcast_i32x4(
         _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
     __m512i y = _mm512_mask_permutexvar_epi16(normal, _mm512_cmplt_epu16_mask(rest, Each16(8)),

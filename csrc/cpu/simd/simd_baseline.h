@@ -1,14 +1,14 @@
-// Four f32 lanes in the compiler's own vector types: SSE2 on x86-64, whatever there is elsewhere.
+// Four f32 lanes in the compiler's own vector types: SSE2 on x86-64, the native vectors elsewhere.
 //
-// This file also defines the vocabulary; simd_avx2.h, simd_avx512.h and simd_neon.h say the same in
-// their instruction sets. An Isa has
+// This file also defines the vocabulary; simd_avx2.h, simd_avx512.h and simd_neon.h implement it
+// in their instruction sets. An Isa has
 //   Vec, kWidth      f32 lanes of one register
-//   kRows, kVecs     register tile of the matrix product: kRows x (kVecs * kWidth) accumulators
+//   kRows, kVecs     register tile of the matmul: kRows x (kVecs * kWidth) accumulators
 //   kWidePanels      panels that prefill multiplies at once, with 1 / kWidePanels of kRows
 //   kBf16Dot         Dot() multiplies pairs of bf16 and adds both products in f32
-//   kLooksUp         codes become bf16 by tables (codec.h, simd_avx512.h)
-//   kTiles           products of pairs take tiles (tiles.h, simd_amx.h)
-//   kLaneCodes       codes of 8 bits that a 32-bit lane has in products: 4, or 2 as 16 bits each
+//   kLooksUp         quantized values become bf16 by table look-up (codec.h, simd_avx512.h)
+//   kTiles           dot products of pairs use tiles (matrix_tiles.h, simd_amx.h)
+//   kLaneCodes       8-bit values per 32-bit lane in dot products: 4, or 2 as 16 bits each
 //   kMasksLanes      ScaleUnlessLess(), in one instruction with a mask
 //   kCodeColumns     columns that PairCodes takes at once
 // Everything here has internal linkage (see kernels.h).
@@ -41,7 +41,7 @@ struct Baseline {
   static Vec Zero() { return Vec{0, 0, 0, 0}; }
   static Vec Set(float x) { return Vec{x, x, x, x}; }
 
-  // The 32 bits at p in every lane.
+  // The 32 bits at p, in every lane.
   static Vec Broadcast(const void* p) {
     float x;
     memcpy(&x, p, 4);
@@ -108,7 +108,7 @@ struct Baseline {
     return (Vec)((Int)y + (__builtin_convertvector(n, Int) << 23));
   }
 
-  // Lanes [lo, hi) of x, -inf in the others.
+  // Lanes [lo, hi) of x; -inf in the others.
   static Vec KeepLanes(Vec x, int lo, int hi) {
     const Int lane = {0, 1, 2, 3};
     return Blend((lane >= lo) & (lane < hi), x, Set(kNegInf));
@@ -140,21 +140,21 @@ struct Baseline {
   // The two bf16 of each 32-bit lane, low half first.
   static Vec PairLow(Vec pairs) { return (Vec)((Int)pairs << 16); }
   static Vec PairHigh(Vec pairs) { return (Vec)((Int)pairs & static_cast<int32_t>(0xffff0000)); }
-  // Rows become columns.
+  // Transposes kWidth rows.
   static void Transpose(Vec* r) {
     const Vec a = r[0], b = r[1], c = r[2], d = r[3];
     for (int i = 0; i < 4; ++i) r[i] = Vec{a[i], b[i], c[i], d[i]};
   }
 
-  // kWidth lanes of signed codes, kLaneCodes each, in their order.
+  // kWidth lanes of kLaneCodes signed quantized values each, in order.
   static Vec LoadCodes(const char* p) {
     typedef int8_t Codes __attribute__((vector_size(8)));
     Codes codes;
     memcpy(&codes, p, sizeof(codes));
     return (Vec) __builtin_convertvector(codes, Shorts);
   }
-  // The codes of columns [0, n) of kLaneCodes rows, n <= kCodeColumns a multiple of 8 or kWidth:
-  // lane by lane those of a column, in kCodeColumns / kWidth vectors.
+  // Quantized values of columns [0, n) of kLaneCodes rows; n <= kCodeColumns is a multiple of 8 or
+  // kWidth. Each lane has the values of one column, in kCodeColumns / kWidth vectors.
   static void PairCodes(const char* const* rows, i64 offset, int, Vec* to) {
     const auto lanes = [&](int row) {
       typedef int8_t Codes __attribute__((vector_size(4)));
@@ -169,15 +169,15 @@ struct Baseline {
     const Int x = (Int)a, y = (Int)b;
     return (Vec)((Int)acc + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16));
   }
-  // The lanes as i32, to f32.
+  // Converts the lanes, as i32, to f32.
   static Vec FromInt(Vec v) { return __builtin_convertvector((Int)v, Vec); }
-  // kWidth codes, as products take them: x is kRoundMagic more than they are.
+  // Stores kWidth quantized values as the dot products take them; x is the values plus kRoundMagic.
   static void StoreCodes(char* to, Vec x) {
     typedef int16_t Half __attribute__((vector_size(8)));
     const Half half = __builtin_convertvector((Int)x, Half);
     memcpy(to, &half, sizeof(half));
   }
-  // Of 64 / kWidth vectors.
+  // The same for 64 / kWidth vectors.
   static void StoreManyCodes(char* to, const Vec* x) {
     for (int i = 0; i < 64 / kWidth; ++i) StoreCodes(to + i * kWidth * 2, x[i]);
   }

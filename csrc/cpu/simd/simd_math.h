@@ -12,7 +12,7 @@ template <class Isa>
 JAX_ATTN_INLINE typename Isa::Vec Exp2(typename Isa::Vec x) {
   using Vec = typename Isa::Vec;
   const Vec lowest = Isa::Set(-125.0f);
-  // -inf would make NaN of the fraction, which a mask drops in the end.
+  // -inf would make the fraction NaN; with lane masks the last step drops it.
   const Vec clamped = Isa::kMasksLanes ? x : Isa::Max(lowest, x);
   const Vec n = Isa::Round(clamped);
   const Vec f = Isa::Sub(clamped, n);
@@ -30,14 +30,14 @@ JAX_ATTN_INLINE typename Isa::Vec Exp2(typename Isa::Vec x) {
   }
 }
 
-// The weights of a softmax: 2^x within 2^-22 of it, otherwise as Exp2, though x may be as large as
-// the exponents of f32 allow. Of an Isa with kFloorExp2, whose instructions split x at its floor
-// and put the result together at once: 8 operations instead of the 12 of Exp2.
+// P of a softmax: 2^x with relative error 2^-22, otherwise like Exp2, though x may be as large as
+// the exponents of f32 allow. An Isa with kFloorExp2 has instructions that split x at its floor and
+// scale the result: 8 operations instead of the 12 of Exp2.
 template <class Isa>
 JAX_ATTN_INLINE typename Isa::Vec Weights(typename Isa::Vec x) {
   if constexpr (Isa::kFloorExp2) {
     using Vec = typename Isa::Vec;
-    // Minimax on [0, 1), the constant term held at 1.
+    // Minimax on [0, 1), with the constant term fixed at 1.
     const Vec f = Isa::FloorFraction(x);
     Vec y = Isa::Set(1.8671303987503052e-3f);
     y = Isa::Fma(y, f, Isa::Set(9.017029777169228e-3f));

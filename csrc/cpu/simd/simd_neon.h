@@ -33,7 +33,7 @@ struct Neon {
   static Vec Load(const float* p) { return vld1q_f32(p); }
   static Vec Load(const Bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(LoadHalf(p), 16)); }
   static Vec Load(const F16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(LoadHalf(p))); }
-  // By way of f16, see simd_avx2.h.
+  // Converts via f16, see simd_avx2.h.
   static Vec Load(const E4m3* p) {
     uint32_t four;
     memcpy(&four, p, 4);

@@ -7,7 +7,7 @@
 
 #include "params.h"
 
-// Loops over a register tile must unroll completely, or its accumulators live in memory.
+// Loops over a register tile must unroll completely, or the accumulators spill to memory.
 #if defined(__clang__)
 #define JAX_ATTN_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -15,7 +15,7 @@
 #endif
 
 #define JAX_ATTN_INLINE inline __attribute__((always_inline))
-// Kernels stay functions of their own: their registers are allocated for their loops alone.
+// Kernels are not inlined, so that registers are allocated for their loops alone.
 #define JAX_ATTN_KERNEL __attribute__((noinline))
 
 namespace jax_attn {
@@ -31,7 +31,7 @@ struct E4m3 {
   uint8_t bits;
 };
 
-// Keys and values in rows of int8 codes with a scale, multiplied as codes.
+// Keys and values as rows of int8 values with a scale, multiplied as int8.
 struct Int8 {
   int8_t code;
 };
@@ -46,25 +46,25 @@ constexpr bool IsInt8 = false;
 template <>
 constexpr bool IsInt8<Int8> = true;
 
-// Formats of keys and values whose elements are codes: their C++ type by FormatCode.
+// Formats of keys and values with quantized elements: their C++ type by FormatCode.
 template <typename T>
 constexpr bool IsCode = false;
 template <>
 constexpr bool IsCode<E4m3> = true;
 
-// The bf16 of the magnitudes of 8-bit codes, and of 4-bit codes with their sign; by bytes.
+// Tables by byte: the bf16 of the magnitudes of 8-bit values, and of signed 4-bit values.
 struct ByteTable {
   alignas(64) uint8_t low[128], high[128];
 };
 struct NibbleTable {
   alignas(16) uint8_t low[16], high[16];
-  int top;  // numbers are as large as with a scale of 2^(top - 127)
+  int top;  // table values are those for a scale of 2^(top - 127)
 };
 
-// Whether every byte of x is a positive number of e4m3.
+// Whether every byte of x is a positive e4m3 number: x - 1 detects 0, x + 1 detects 0x7f.
 constexpr bool ArePositive(u64 x) {
   constexpr u64 kOnes = 0x0101010101010101, kHighest = 0x8080808080808080;
-  return ((x | (x + kOnes) | (x - kOnes)) & kHighest) == 0;  // 0 less 1, 0x7f and 1
+  return ((x | (x + kOnes) | (x - kOnes)) & kHighest) == 0;
 }
 
 template <bool kFirst, class First, class Second>
@@ -116,7 +116,7 @@ inline float ToF32(F16 x) {
   if (rest < 0x0400) return FromBits(sign | BitsOf(static_cast<float>(rest) * 0x1p-24f));
   return FromBits(sign | ((rest << 13) + 0x38000000));
 }
-// No f32 subnormals on the way: threads of XLA take them for 0.
+// Avoids f32 subnormals: XLA's threads flush them to 0.
 inline float ToF32(E4m3 x) {
   const uint32_t sign = uint32_t{x.bits & 0x80u} << 24, rest = x.bits & 0x7fu;
   if (rest == 0x7f) return FromBits(sign | 0x7fc00000);
@@ -145,14 +145,16 @@ inline F16 ToF16(float x) {
   }
   return {static_cast<uint16_t>(sign | rest)};
 }
-// A code of 8 bits, kMantissa of them mantissa. What is beyond kLargest, a code, becomes that.
+// Converts to 8 bits with kMantissa bits of mantissa. Values beyond kLargest, an 8-bit code,
+// saturate to it.
 template <int kMantissa, uint32_t kLargest>
 inline uint8_t ToFloat8(float x) {
   constexpr int kShift = 23 - kMantissa;
   constexpr uint32_t kBias = (1 << (6 - kMantissa)) - 1;
-  // A code's bits at the place of f32's are those of its value but for the bias of the exponent.
+  // Bits of the code, shifted to f32's bit positions, are those of its value except for the
+  // exponent bias.
   constexpr uint32_t kBiases = (127 - kBias) << 23;
-  // Of this magnitude f32 has as many fraction bits as a subnormal code.
+  // At this magnitude f32 has as many fraction bits as a subnormal code.
   constexpr uint32_t kSameFraction = (127 + 23 - kMantissa + 1 - kBias) << 23;
   const uint32_t u = BitsOf(x), magnitude = u & 0x7fffffff;
   uint32_t rest;

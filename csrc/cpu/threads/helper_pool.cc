@@ -25,7 +25,7 @@ namespace jax_attn {
 namespace {
 
 #if defined(__linux__)
-// The kernel's struct sched_attr, in its first version; not every C library has it.
+// First version of the kernel's struct sched_attr, which not every C library has.
 struct SchedAttr {
   uint32_t size, policy;
   uint64_t flags;
@@ -34,9 +34,9 @@ struct SchedAttr {
   uint64_t runtime_ns, deadline_ns, period_ns;
 };
 
-// Asks for the shortest time slices. They give a thread no more time, but since Linux 6.12 one that
-// wakes takes the processor at once from a thread with longer slices, say of lower priority, where
-// it waited for the end of that one's. Before 6.12 it changes nothing.
+// Requests the shortest time slices. They give a thread no more time. But since Linux 6.12 a waking
+// thread with short slices preempts a thread with longer slices (e.g. one of lower priority) at
+// once, instead of waiting for the end of its slice. No effect before 6.12.
 void AskForShortSlices() {
   constexpr uint64_t kShortestNs = 100'000;
   SchedAttr attr{};
@@ -49,7 +49,7 @@ void AskForShortSlices() {
 }
 #endif
 
-// One thread. Whoever took it from the list of idle ones may place it and give it a task.
+// One helper thread. The caller that took it from the idle list may place it and give it a task.
 class Helper {
  public:
   // Called by the thread itself, before it is in the list.
@@ -61,12 +61,12 @@ class Helper {
 #endif
   }
 
-  // Keeps the thread off the caller's processor, by the processors that the process may use.
+  // Restricts the thread to the processors that the process may use, except the caller's.
   void PlaceApart() {
 #if defined(__linux__)
     const int processor = sched_getcpu();
     if (processor < 0 || processor == avoided_) return;
-    cpu_set_t allowed;  // fails beyond 1024 processors, and then the thread stays where it is
+    cpu_set_t allowed;  // fails beyond 1024 processors; then the thread stays where it is
     if (sched_getaffinity(getpid(), sizeof(allowed), &allowed) != 0) return;
     CPU_CLR(processor, &allowed);
     if (CPU_COUNT(&allowed) == 0) return;
@@ -84,7 +84,7 @@ class Helper {
     given_.notify_one();
   }
 
-  // Spins first, if the last wait was so short that this paid, then sleeps.
+  // Spins first if the last wait was so short that spinning paid, then sleeps.
   std::function<void()> Wait() {
     const SteadyTime begin = std::chrono::steady_clock::now();
     const auto has_task = [this] { return has_task_.load(std::memory_order_acquire); };
@@ -99,7 +99,7 @@ class Helper {
  private:
 #if defined(__linux__)
   pid_t thread_ = 0;
-  int avoided_ = -1;  // the processor it is kept off
+  int avoided_ = -1;  // the processor that it must avoid
 #endif
   bool spins_ = false;
   std::mutex mutex_;
@@ -128,7 +128,7 @@ class Helpers {
   }
 
  private:
-  // The one that became idle last, because it may not sleep yet.
+  // The helper that became idle last, because it may still be awake.
   Helper* TakeIdle() {
     if (idle_.empty()) return nullptr;
     Helper* const helper = idle_.back();
@@ -140,7 +140,7 @@ class Helpers {
     try {
       std::thread([this] { Work(); }).detach();
     } catch (const std::system_error&) {
-      // No more threads: the callers do the work.
+      // If no thread can be created, the callers do the work.
       std::lock_guard<std::mutex> lock(mutex_);
       if (--num_helpers_ == 0) waiting_.clear();
     }
@@ -190,7 +190,7 @@ Helpers& TheHelpers() {
 }  // namespace
 
 int64_t ProcessorQuota(const std::string& root) {
-  double quota = -1, period = 0;  // microseconds; anything else than a number leaves 0 or -1
+  double quota = -1, period = 0;  // microseconds; text that is not a number leaves 0 or -1
   if (std::ifstream v2(root + "/cpu.max"); v2) {
     v2 >> quota >> period;
   } else {

@@ -1,4 +1,4 @@
-// Waits of some microseconds without sleep.
+// Busy-waits of some microseconds.
 #pragma once
 
 #include <chrono>
@@ -7,8 +7,8 @@ namespace jax_attn {
 
 using SteadyTime = std::chrono::steady_clock::time_point;
 
-// About what it takes to put a thread to sleep and to wake it, so that a wait in vain costs no more
-// than twice the best choice.
+// About the time to put a thread to sleep and wake it, so that a wait in vain costs at most twice
+// the best choice.
 constexpr std::chrono::microseconds kSpinTime{100};
 
 inline void CpuRelax() {

@@ -7,7 +7,8 @@
 namespace jax_attn {
 namespace {
 
-// Shared by the caller and its helpers; it outlives the call, because a helper may start late.
+// State shared by the caller and its helpers. It outlives the call, because a helper may start
+// late.
 struct Share {
   explicit Share(int64_t n, const std::function<void(int64_t)>* fn) : n(n), fn(fn) {}
 
@@ -42,7 +43,7 @@ void ParallelFor(TaskPool& pool, int64_t n, const std::function<void(int64_t)>& 
   auto share = std::make_shared<Share>(n, &fn);
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([share] { share->Drain(); });
   share->Drain();
-  // What is left was taken by helpers that are running now, so this wait always ends.
+  // Every remaining index was taken by a helper that is running now, so this wait always ends.
   const auto all_done = [&] { return share->done.load(std::memory_order_acquire) == n; };
   if (Spin(std::chrono::steady_clock::now(), all_done)) return;
   std::unique_lock<std::mutex> lock(share->mutex);

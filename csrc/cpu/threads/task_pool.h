@@ -1,7 +1,7 @@
 // Work sharing on a pool of threads.
 //
-// Its threads may all be busy with other calls, so nothing here ever waits for a scheduled task to
-// start. A task that starts after its work is gone touches only its shared state.
+// The threads may all be busy with other calls, so no function here waits for a scheduled task to
+// start. A task that starts after its work is done touches only its shared state.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace jax_attn {
 
-// What the kernels need of a pool. Schedule puts the task in the pool's queue and returns.
+// The pool interface that the kernels need. Schedule puts the task in the pool's queue and returns.
 class TaskPool {
  public:
   virtual ~TaskPool() = default;

@@ -5,9 +5,9 @@
 
 namespace jax_attn {
 
-// At least so many bytes, aligned to 64, of this thread: until its next call of ThreadScratch. What
-// was there may be anything. Grows, never shrinks, so that a call allocates nothing after the
-// first.
+// At least this many bytes, aligned to 64, valid until this thread's next call of ThreadScratch.
+// The contents are unspecified. Grows, never shrinks, so that calls after the first allocate
+// nothing.
 void* ThreadScratch(size_t bytes);
 
 }  // namespace jax_attn

@@ -1,4 +1,4 @@
-// Writes the rows of k_new and v_new to their places in the page pools.
+// Writes the rows of k_new and v_new to their rows of the page pools.
 #pragma once
 
 #include "cuda/common/codec.cuh"
@@ -7,7 +7,7 @@
 namespace jax_attn {
 
 // The request of query token `token`: the last r with qo_indptr[r] <= token, found by a whole warp
-// in steps of 32 requests. Requests without tokens are passed over.
+// in steps of 32 requests. Requests without tokens are skipped.
 __device__ __forceinline__ int FindRequest(const i32* qo_indptr, int batch_size, int token) {
   const int lane = threadIdx.x % kWarpSize;
   int first = 0, count = batch_size;  // it is in [first, first + count)
@@ -22,13 +22,13 @@ __device__ __forceinline__ int FindRequest(const i32* qo_indptr, int batch_size,
   return first;
 }
 
-// What the place of a token depends on.
-struct TokenPlace {
-  i32 qo_begin, qo_end, kv_len, page_begin;  // of its request
+// Words that give the position of a token.
+struct TokenPosition {
+  i32 qo_begin, qo_end, kv_len, page_begin;  // those of its request
   i32 layer;
 
-  // As if request `request` had it. Nothing waits for what is asked for here.
-  __device__ __forceinline__ TokenPlace(const AppendParams& p, int request)
+  // Assumes that request `request` has the token. Nothing waits for these loads.
+  __device__ __forceinline__ TokenPosition(const AppendParams& p, int request)
       : qo_begin(LoadConstant(p.qo_indptr + request)),
         qo_end(LoadConstant(p.qo_indptr + request + 1)),
         kv_len(LoadConstant(p.kv_lens + request)),
@@ -36,12 +36,13 @@ struct TokenPlace {
         layer(p.layer != nullptr ? LoadConstant(p.layer) : 0) {}
 };
 
-// Where query tokens go, and whether there are as many. In a batch of decodes the request of a
-// token has the token's own number: what that says is asked for beside the header and what is new,
-// ahead of any answer. Wrong guesses stay within the arrays, whose capacities bound them.
+// Where a query token goes, and whether it exists. In a batch of decodes the request of a token has
+// the token's own number. So its words are loaded beside the header and the new rows, before any of
+// them arrives. Wrong guesses stay within the arrays, whose capacities bound them.
 class AppendToken {
  public:
-  // Tokens that no decode has are not asked for before the header says that there are so many.
+  // Tokens that no batch of decodes has are not loaded before the header says that there are so
+  // many.
   __device__ __forceinline__ static bool MayBeOne(const AppendParams& p, int token) {
     return token < p.max_batch || token < HeaderCounts(p.header, p).nnz_qo;
   }
@@ -49,69 +50,70 @@ class AppendToken {
   __device__ __forceinline__ AppendToken(const AppendParams& p, int token)
       : token_(token), guess_(p, Min(token, p.max_batch - 1)) {}
 
-  // The row of the pools where it goes, found by a whole warp; -1: it has none.
+  // The pool row where it goes, found by a whole warp; -1: none.
   __device__ __forceinline__ i64 Row(const AppendParams& p, const HeaderCounts& plan) const {
-    TokenPlace place = guess_;
+    TokenPosition position = guess_;
     if (token_ < guess_.qo_begin || token_ >= guess_.qo_end || token_ >= plan.batch_size) {
-      place = TokenPlace(p, FindRequest(p.qo_indptr, plan.batch_size, token_));
+      position = TokenPosition(p, FindRequest(p.qo_indptr, plan.batch_size, token_));
     }
-    const int pos = place.kv_len - place.qo_end + token_;
+    const int pos = position.kv_len - position.qo_end + token_;
     if (pos < 0) return -1;
-    const i32* pages = p.page_indices + place.page_begin;
-    const i64 page = i64{place.layer} * p.num_pages + LoadConstant(pages + pos / p.page_size);
+    const i32* pages = p.page_indices + position.page_begin;
+    const i64 page = i64{position.layer} * p.num_pages + LoadConstant(pages + pos / p.page_size);
     return page * p.page_size + pos % p.page_size;
   }
 
  private:
   int token_;
-  TokenPlace guess_;
+  TokenPosition guess_;
 };
 
 template <class Traits>
 struct AppendBody {
   static constexpr int kNumThreads = 256;
   static constexpr int kSmemBytes = 0;
-  static constexpr int kMinCtasPerSm = 4;  // 64 registers: four vectors and a header under way
+  static constexpr int kMinCtasPerSm = 4;  // 64 registers: four vectors and a header in flight
 
-  // A warp copies one row: even tasks k, odd tasks v of token task / 2; without v a task a token.
+  // A warp copies one row: even tasks k, odd tasks v of token task / 2. Without v each token has
+  // one task.
   __device__ __forceinline__ static void Run(const AppendParams& p) {
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
-    const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // of a token
+    const int tasks_log2 = p.v_pages != nullptr ? 1 : 0;  // tasks of a token
     const i64 num_tasks = static_cast<i64>(p.max_qo_tokens) << tasks_log2;
     for (i64 task = blockIdx.x * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
          task < num_tasks; task += num_warps) {
       const int token = static_cast<int>(task >> tasks_log2);
       const bool is_v = (task & tasks_log2) != 0;
       if (!AppendToken::MayBeOne(p, token)) return;
-      const AppendToken place(p, token);
+      const AppendToken position(p, token);
       if constexpr (Traits::kKvFormat != kPlainFormat) {
         const HeaderCounts plan(p.header, p);
         if (token >= plan.nnz_qo) return;
-        const i64 row = place.Row(p, plan);
+        const i64 row = position.Row(p, plan);
         if (row < 0) continue;
         if (is_v) {
-          WriteCodes(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
+          WriteQuantized(p, p.v_pages, row, p.v_new, token, p.head_dim_vo, p.v_scale);
         } else {
-          WriteCodes(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
+          WriteQuantized(p, p.k_pages, row, p.k_new, token, p.head_dim_qk, p.k_scale);
         }
       } else {
         const i64 row_bytes = is_v ? p.v_row_bytes : p.k_row_bytes;
         const RowCopy copy(is_v ? p.v_new : p.k_new, token, row_bytes);
         const HeaderCounts plan(p.header, p);
         if (token >= plan.nnz_qo) return;
-        const i64 row = place.Row(p, plan);
+        const i64 row = position.Row(p, plan);
         if (row >= 0) copy.Store(is_v ? p.v_pages : p.k_pages, row);
       }
     }
   }
 
-  // Rows are whole 16-byte vectors, because head dims are multiples of 8. The first vectors of each
-  // lane are under way before anybody knows where they go.
+  // Copies one row. Rows are whole 16-byte vectors, because head dims are multiples of 8. The first
+  // vectors of each lane are in flight before it is known where they go.
   class RowCopy {
    public:
     __device__ __forceinline__ RowCopy(const void* fresh, i64 token, i64 row_bytes)
-        // Anew: else each vector's address would be computed from the start.
-        : from_(Anew(static_cast<const char*>(fresh) + token * row_bytes + Lane() * 16)),
+        // Opaque: else each vector's address would be computed from the beginning.
+        : from_(Opaque(static_cast<const char*>(fresh) + token * row_bytes + Lane() * 16)),
           row_bytes_(row_bytes),
           num_vectors_(static_cast<int>(row_bytes / 16) - Lane()) {
       Load(0, first_);
@@ -156,34 +158,34 @@ struct AppendBody {
     uint4 first_[kBatch];
   };
 
-  __device__ __forceinline__ static void WriteCodes(const AppendParams& p, void* pool, i64 row,
-                                                    const void* fresh, i64 token, int head_dim,
-                                                    const float* scales) {
+  __device__ __forceinline__ static void WriteQuantized(const AppendParams& p, void* pool, i64 row,
+                                                        const void* fresh, i64 token, int head_dim,
+                                                        const float* scales) {
     if constexpr (FormatOf(Traits::kKvFormat).scale_bytes == 0) {
       QuantizeRow(p, pool, row, fresh, token, head_dim, scales);
     } else {
-      EncodeHeads(p, pool, row, fresh, token, head_dim, scales);
+      QuantizeHeads(p, pool, row, fresh, token, head_dim, scales);
     }
   }
 
   // One head after the other.
-  __device__ __forceinline__ static void EncodeHeads(const AppendParams& p, void* pool, i64 row,
-                                                     const void* fresh, i64 token, int head_dim,
-                                                     const float* scales) {
+  __device__ __forceinline__ static void QuantizeHeads(const AppendParams& p, void* pool, i64 row,
+                                                       const void* fresh, i64 token, int head_dim,
+                                                       const float* scales) {
     constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
     const int first = threadIdx.x % kWarpSize * 8;
-    const i64 heads = p.num_kv_heads, row_bytes = CodeRowBytes(kFormat, head_dim);
+    const i64 heads = p.num_kv_heads, row_bytes = QuantizedRowBytes(kFormat, head_dim);
     const u16* from = static_cast<const u16*>(fresh) + token * heads * head_dim + first;
     unsigned char* to = static_cast<unsigned char*>(pool) + row * heads * row_bytes;
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, from += head_dim, to += row_bytes) {
       float x[8] = {};
       if (first < head_dim) EightElements<kDtype>(LoadConstant16(from), x);
-      EncodeRow<kFormat, kDtype>(x, head_dim, HeadScaleOf<kFormat>(scales, head), to);
+      QuantizeRowByWarp<kFormat, kDtype>(x, head_dim, HeadScaleOf<kFormat>(scales, head), to);
     }
   }
 
-  // 8 elements at a time, which are of one head.
+  // Quantizes 8 elements at a time, all of one head.
   __device__ __forceinline__ static void QuantizeRow(const AppendParams& p, void* pool, i64 row,
                                                      const void* fresh, i64 token, int head_dim,
                                                      const float* scales) {
@@ -194,7 +196,7 @@ struct AppendBody {
     for (int i = threadIdx.x % kWarpSize * 8; i < row_dim; i += kWarpSize * 8) {
       const float scale = scales != nullptr ? scales[i / head_dim] : 1.0f;
       *reinterpret_cast<uint2*>(to + i) =
-          EncodeEight<Traits::kKvFormat, Traits::kDtype>(LoadConstant16(from + i), scale);
+          QuantizeEight<Traits::kKvFormat, Traits::kDtype>(LoadConstant16(from + i), scale);
     }
   }
 };

@@ -1,4 +1,4 @@
-// Rotates new queries and keys, and writes keys and values to their places in the page pools.
+// Rotates new queries and keys, and writes keys and values to their rows of the page pools.
 #pragma once
 
 #include "cuda/any/append.cuh"
@@ -23,8 +23,8 @@ struct AppendRotatedBody {
   }
 
  private:
-  // A thread has four neighbouring elements of a token, and with them the four that they pair with:
-  // first those of q, then of k, then, without pairs, of v. A warp stays with one token.
+  // A thread has four neighbouring elements of a token and the four that they pair with: first
+  // quads of q, then of k, then, without pairs, of v. A warp stays within one token.
   __device__ __forceinline__ static void RunQuads(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
@@ -40,11 +40,11 @@ struct AppendRotatedBody {
       const int token = static_cast<int>(task / warps_a_token);
       const int first = static_cast<int>(task % warps_a_token) * kWarpSize;
       if (!AppendToken::MayBeOne(p, token)) return;
-      const AppendToken place(p, token);
+      const AppendToken position(p, token);
       const int quad = first + lane;
       const bool is_rotated = quad < rotated_quads;
       const i64 from = token * row_dim;
-      // All that is read is under way before the row is looked up, which takes longer.
+      // All loads are in flight before the row is looked up, which takes longer.
       Bits low = {}, high = {};
       float4 c = {}, s = {};
       if (is_rotated) {
@@ -58,8 +58,8 @@ struct AppendRotatedBody {
       }
       const HeaderCounts plan(p.header, p);
       if (token >= plan.nnz_qo) return;
-      // Nobody looks for the row of a warp that has nothing but queries.
-      const i64 row = first + kWarpSize > q_quads ? place.Row(p, plan) : -1;
+      // A warp that has only queries needs no row.
+      const i64 row = first + kWarpSize > q_quads ? position.Row(p, plan) : -1;
       if (is_rotated) {
         const float4 a = Floats(low), b = Floats(high);
         const Pair pair = {{a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y, a.z * c.z - b.z * s.z,
@@ -78,7 +78,8 @@ struct AppendRotatedBody {
     }
   }
 
-  // With scales of rows: a warp has one head of a token, a lane eight neighbouring elements.
+  // Rows with scales of their own: a warp has one head of a token, a lane eight neighbouring
+  // elements.
   __device__ __forceinline__ static void RunHeads(const AppendParams& p) {
     const int lane = threadIdx.x % kWarpSize, first = 8 * lane;
     const int num_warps = gridDim.x * (kNumThreads / kWarpSize);
@@ -91,7 +92,7 @@ struct AppendRotatedBody {
       const int token = static_cast<int>(task / num_heads);
       const int head = static_cast<int>(task % num_heads);
       if (!AppendToken::MayBeOne(p, token)) return;
-      const AppendToken place(p, token);
+      const AppendToken position(p, token);
       const bool is_v = head >= num_rotated;
       const int head_dim = is_v ? p.head_dim_vo : p.head_dim_qk;
       const i64 begin = token * row_dim + i64{Min(head, num_rotated)} * p.head_dim_qk +
@@ -105,22 +106,22 @@ struct AppendRotatedBody {
         if (first < head_dim) *reinterpret_cast<uint4*>(static_cast<u16*>(p.q) + to) = bits;
         continue;
       }
-      const i64 row = place.Row(p, plan);
+      const i64 row = position.Row(p, plan);
       if (row < 0) continue;
       float x[8];
       EightElements<kDtype>(bits, x);
       const int kv_head = head - (is_v ? num_rotated : p.num_qo_heads);
       const i64 at = row * p.num_kv_heads + kv_head;
-      EncodeRow<Traits::kKvFormat, kDtype>(
+      QuantizeRowByWarp<Traits::kKvFormat, kDtype>(
           x, head_dim, HeadScaleOf<Traits::kKvFormat>(is_v ? p.v_scale : p.k_scale, kv_head),
           static_cast<unsigned char*>(is_v ? p.v_pages : p.k_pages) +
-              at * CodeRowBytes(Traits::kKvFormat, head_dim));
+              at * QuantizedRowBytes(Traits::kKvFormat, head_dim));
     }
   }
   __device__ __forceinline__ static uint4 Eight(const AppendParams& p, i64 at) {
     return LoadConstant16(static_cast<const u16*>(p.qkv) + at);
   }
-  // Elements `first` and on of the head that begins at `begin`, rotated.
+  // Eight rotated elements from `first` on of the head that begins at `begin`.
   __device__ __forceinline__ static uint4 Rotated(const AppendParams& p, int token, i64 begin,
                                                   int first) {
     using E = Element<kDtype>;
@@ -141,7 +142,7 @@ struct AppendRotatedBody {
                       E::Pack(x[6], x[7]));
   }
 
-  using Bits = typename Choose<kDtype == kElementF32, uint4, uint2>::Type;  // of four elements
+  using Bits = typename Conditional<kDtype == kElementF32, uint4, uint2>::Type;  // of four elements
 
   struct Pair {
     float4 low, high;  // elements i and i + head_dim_qk / 2 of a head
@@ -163,7 +164,7 @@ struct AppendRotatedBody {
     }
   }
 
-  // Of quad `quad` among heads of head_dim_qk: the index of its low elements.
+  // The index of the low elements of quad `quad` among heads of head_dim_qk.
   __device__ __forceinline__ static int LowElement(const AppendParams& p, int quad) {
     const int head_quads = p.head_dim_qk / 8;
     return quad / head_quads * p.head_dim_qk + quad % head_quads * 4;
@@ -188,7 +189,7 @@ struct AppendRotatedBody {
     }
   }
 
-  // As they are, NaN as well.
+  // Stores values unchanged, NaN as well.
   __device__ __forceinline__ static void StoreValues(const AppendParams& p, i64 at, int quad,
                                                      Bits bits) {
     if constexpr (Traits::kKvFormat != kPlainFormat) {
@@ -202,17 +203,17 @@ struct AppendRotatedBody {
     return scales != nullptr ? scales[head] : 1.0f;
   }
 
-  // Codes of x as it is in kDtype.
+  // Quantizes x, rounded to kDtype first, and stores it.
   __device__ __forceinline__ static void StoreFour(void* pool, i64 at, float4 x, float scale) {
     using E = Element<kDtype>;
     const u32 pairs[2] = {E::Pack(x.x, x.y), E::Pack(x.z, x.w)};
-    u32 codes = 0;
+    u32 quantized = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float element = E::ToFloat(static_cast<u16>(pairs[j / 2] >> j % 2 * 16));
-      codes |= ToCode<Traits::kKvFormat>(element / scale) << j * 8;
+      quantized |= ToFloat8<Traits::kKvFormat>(element / scale) << j * 8;
     }
-    static_cast<u32*>(pool)[at / 4] = codes;
+    static_cast<u32*>(pool)[at / 4] = quantized;
   }
 };
 

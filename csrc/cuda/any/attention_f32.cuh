@@ -1,5 +1,5 @@
-// Attention in plain FFMA, for f32 inputs: tensor cores would round them to 10 bits. Simple on
-// purpose; it reads the same plan and writes the same states as the fast kernel.
+// Attention in plain FFMA for f32 inputs: tensor cores would round them to 10 bits. Kept simple; it
+// reads the same plan and writes the same states as the fast kernels.
 #pragma once
 
 #include "cuda/common/budget.cuh"
@@ -8,7 +8,7 @@
 
 namespace jax_attn {
 
-// Eight threads share a row: each computes every eighth logit of a step, and every eighth group of
+// Eight threads share a row. Each computes every eighth logit of a step, and every eighth group of
 // four columns of o.
 template <class Traits>
 struct AttentionF32Body {
@@ -21,8 +21,8 @@ struct AttentionF32Body {
   static constexpr int kStages = Traits::kNumStages;
   static constexpr int kGroupSize = Traits::kGroupSize;
   static constexpr int kQkDim = Traits::kHeadDimQk, kVoDim = Traits::kHeadDimVo;
-  static constexpr int kLogits = kStep / kRowThreads;                // of a thread
-  static constexpr int kVectors = CeilDiv(kVoDim, 4 * kRowThreads);  // of o, of a thread
+  static constexpr int kLogits = kStep / kRowThreads;                // for each thread
+  static constexpr int kVectors = CeilDiv(kVoDim, 4 * kRowThreads);  // of o, for each thread
   static_assert(Traits::kNumTiles == 1 && kRows * kRowThreads == kNumThreads, "a row, 8 threads");
   static_assert(kStep % kRowThreads == 0 && kRows >= kGroupSize, "whole logits, whole tokens");
 
@@ -31,7 +31,7 @@ struct AttentionF32Body {
     float q[kRows][kQkDim + 4];
     float k[kStages][kStep][kQkDim + 4];
     float v[kStages][kStep][kVoDim + 4];
-    float p[kRows][kStep];  // probabilities, or UnseenWeight
+    float p[kRows][kStep];  // P, or UnseenP
     MergeScratch merge;
   };
   static constexpr int kSmemBytes = sizeof(Shared);
@@ -63,7 +63,7 @@ struct AttentionF32Body {
     }
   }
 
-  // Starts the copies of the step at `pos`. Tokens outside of the item's span become zeros.
+  // Starts the copies of the step at `pos`. Tokens outside the item's span become zeros.
   // fresh_rows: k_new or v_new.
   template <int kDim>
   __device__ static void LoadRows(const AttentionParams& p, const WorkItem& item, const char* pool,
@@ -116,7 +116,7 @@ struct AttentionF32Body {
       CommitCopies();
     };
 
-    float max_log2 = stage.NoReference(), sum = 0.0f;
+    float max_log2 = stage.InitialMax(), sum = 0.0f;
     float4 o[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) o[i] = make_float4(0, 0, 0, 0);
@@ -139,7 +139,7 @@ struct AttentionF32Body {
     if (item.num_groups > 0) {
       ArriveAndMerge<Traits>(p, index, item.merge_idx, item.num_groups, shared.merge);
     }
-    __syncthreads();  // the next item's q takes the place of this one's
+    __syncthreads();  // the next item's q overwrites this one's
   }
 
   // --- qk ---
@@ -163,7 +163,7 @@ struct AttentionF32Body {
   // --- softmax ---
 
   using Layout = OneRowLayout<kLogits, kRowThreads>;
-  // p: where the probability of s[0] goes; s[i] is kRowThreads further each.
+  // p: where P of s[0] goes; those of s[i] follow kRowThreads apart.
   __device__ static void Softmax(const LogitStage<Traits>& stage, const Layout& layout,
                                  const VisibleSpan& span, const KvStep<Traits>& step,
                                  float (&s)[kLogits], float* max_log2, float* sum,
@@ -193,7 +193,7 @@ struct AttentionF32Body {
     for (int i = 0; i < kLogits; ++i) {
       const float probability = LogitStage<Traits>::Weight(s[i], scale, FiniteMax(new_max));
       if (seen[i]) *sum += probability;
-      p[i * kRowThreads] = seen[i] ? probability : UnseenWeight();
+      p[i * kRowThreads] = seen[i] ? probability : UnseenP();
     }
   }
 
@@ -204,7 +204,7 @@ struct AttentionF32Body {
 #pragma unroll 2
     for (int token = 0; token < kStep; ++token) {
       const float p = shared.p[row][token];
-      if (IsUnseen(p)) continue;  // not 0 * v: the value may be NaN
+      if (IsUnseenP(p)) continue;  // must not add 0 * v, the value may be NaN
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int column = 4 * (part + i * kRowThreads);

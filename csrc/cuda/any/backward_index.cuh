@@ -1,13 +1,13 @@
-// What the backward pass has to know of a batch before it begins: where a request's queries are,
-// and which entries of page tables name the same page. By all threads of the grid, in phases 0 and
-// 1, which are launches of their own. Maxima of integers do not depend on who is first.
+// Facts of a batch that the backward pass needs before it begins: where a request's queries are,
+// and which page table entries name the same page. All threads of the grid compute it in phases 0
+// and 1, which are launches of their own. Maxima of integers do not depend on the order.
 #pragma once
 
 #include "cuda/common/work.cuh"
 
 namespace jax_attn {
 
-// A request.
+// A request, as units need it.
 struct BackwardSource {
   int qo_begin, qo_len;  // rows of q
   int q_begin;           // kv position of its first query token
@@ -22,7 +22,7 @@ struct BackwardSource {
         kv_len(LoadConstant(p.forward.kv_lens + request)) {}
 };
 
-// The next number of a counter, by a warp.
+// Takes the next number of a counter, by one warp.
 __device__ __forceinline__ u32 TakeNumber(i32* counter) {
   u32 number = 0;
   if (threadIdx.x % kWarpSize == 0) number = static_cast<u32>(AddRelaxed(counter, 1));
@@ -31,13 +31,13 @@ __device__ __forceinline__ u32 TakeNumber(i32* counter) {
 
 // Finds units by their numbers, which ascend from call to call.
 struct UnitSearch {
-  int request;  // the next one to look at
-  u32 units;    // of those before it
+  int request;  // the next request to look at
+  u32 units;    // units of the requests before it
 
-  // By a warp, all lanes of which have this: the request that unit `number` is of, and its place
-  // among the request's; -1: there is none. units_of: of a request.
+  // Called by a warp; all lanes have the same search. Returns the request of unit `number`, and the
+  // unit's index within the request; -1: there is none. units_of: units of a request.
   template <class UnitsOf>
-  __device__ __forceinline__ int Find(u32 number, int batch_size, u32& place,
+  __device__ __forceinline__ int Find(u32 number, int batch_size, u32& unit_index,
                                       const UnitsOf& units_of) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll 1
@@ -52,7 +52,7 @@ struct UnitSearch {
       const u32 found = __ballot_sync(kFullWarp, units + sum > number);
       if (found != 0) {
         const int who = __ffs(found) - 1;
-        place = __shfl_sync(kFullWarp, number - (units + sum - mine), who);
+        unit_index = __shfl_sync(kFullWarp, number - (units + sum - mine), who);
         return request + who;
       }
       units += __shfl_sync(kFullWarp, sum, kWarpSize - 1);
@@ -67,13 +67,13 @@ class BackwardIndex {
   __device__ __forceinline__ explicit BackwardIndex(const BackwardCudaParams& p, int batch_size)
       : p_(p), batch_size_(batch_size) {}
 
-  // kBackwardReadPlan: what each item and each entry knows by itself.
+  // kBackwardReadPlan: what each item and each entry tells alone.
   __device__ __forceinline__ void ReadPlan(int num_items, int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
 #pragma unroll 1
     for (int i = thread; i < num_items; i += num_threads) {
       const ItemRecord item(f, i);
-      // A shared item's position is no request's. All others of a request agree.
+      // A shared item's position is no request's. All other items of a request agree.
       if (item.is_shared()) continue;
       const int request = item.request();
       p_.q_begins[request] =
@@ -98,8 +98,8 @@ class BackwardIndex {
     }
   }
 
-  // kBackwardLinkPages: chains of the entries with one page. What is shared is shared by
-  // neighbours, mostly, so the next entry is about a page table away.
+  // kBackwardLinkPages: chains the entries with the same page. Mostly neighbours share pages, so
+  // the next entry is about a page table away.
   __device__ __forceinline__ void LinkPages(int thread, int num_threads) const {
     const AttentionParams& f = p_.forward;
 #pragma unroll 1
@@ -117,9 +117,9 @@ class BackwardIndex {
     }
   }
 
-  // The request that entry e of page_indices is of.
+  // The request whose page table has entry e of page_indices.
   __device__ __forceinline__ int RequestOf(int e) const {
-    int low = 0, high = batch_size_ - 1;  // the last one that begins at e or before
+    int low = 0, high = batch_size_ - 1;  // the last request that begins at e or before
 #pragma unroll 1
     while (low < high) {
       const int middle = (low + high + 1) / 2;
@@ -133,8 +133,8 @@ class BackwardIndex {
   }
 
  private:
-  // The item's part of the list of its tile, which all heads have in common. Items of a tile take
-  // its list apart.
+  // Adds the item's part of its tile's list, which all heads share. Items of a tile divide its
+  // list.
   __device__ __forceinline__ void PutList(const ItemRecord& item) const {
     const int begin = item.kv_begin() / Traits::kStepKeys, end = item.kv_end() / Traits::kStepKeys;
     if (item.kv_head() != 0 || begin >= end) return;
@@ -153,9 +153,9 @@ class BackwardIndex {
     return p_.max_entries - LoadConstant(p_.first_entries + page);
   }
 
-  // For the Hopper kernel: the owner of an entry's page is the first request with it. A request has
-  // what it shares with an owner from its first page on, at the same places, or the portable kernel
-  // is needed. Then owners ascend along every table, and each owns one run of it.
+  // For the Hopper kernel: the owner of an entry's page is the first request with it. A request
+  // shares pages with an owner from its first page on, at the same offsets; otherwise the portable
+  // kernel is needed. Then owners ascend along every table, and each owns one run of it.
   __device__ __forceinline__ void FindOwner(int e) const {
     const AttentionParams& f = p_.forward;
     const int request = RequestOf(e), begin = LoadConstant(p_.kv_indptr + request);

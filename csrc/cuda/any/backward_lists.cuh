@@ -1,4 +1,4 @@
-// What step lists show to query tokens in the backward pass, which goes by rows of q and positions
+// Step lists in the backward pass, which works on rows of q and positions
 // of keys instead of items: see WorkItem and BackwardIndex.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace jax_attn {
 
-// What a list says of a step: hidden, if it is not there; shown in full; or as the mask says.
+// A step in a list: hidden, as the list does not have it; shown in full; or masked.
 enum StepClass : u32 { kStepHidden = 0, kStepShown = 1, kStepMasked = 3 };
 
 template <class Traits>
@@ -14,11 +14,11 @@ class BackwardLists {
  public:
   static constexpr int kStepKeys = Traits::kStepKeys;
   static constexpr bool kHasMask = Traits::Variant::kHasMask;
-  static constexpr int kMaxSteps = 16;  // that ClassesOf has room for
+  static constexpr int kMaxSteps = 16;  // the classes that ClassesOf can hold
 
   __device__ __forceinline__ explicit BackwardLists(const BackwardCudaParams& p) : p_(p) {}
 
-  // Two bits for each of num_steps steps from `first` on: the StepClass that a row of q has there.
+  // Two bits for each of num_steps steps from `first` on: the StepClass of the step for a row of q.
   __device__ __forceinline__ u32 ClassesOf(int row, int first, int num_steps) const {
     const List list = ListOf(row);
     u32 classes = 0;
@@ -52,7 +52,7 @@ class BackwardLists {
     return {end == 0 ? 0 : p_.forward.max_steps - LoadConstant(p_.list_begins + row), end};
   }
 
-  // The first entry of a step that is not before `step`.
+  // The first entry of a step at `step` or behind.
   __device__ __forceinline__ int FirstFrom(const List& list, int step) const {
     int low = list.begin, high = list.end;
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Folds states of the same rows: o = sum_i exp(lse_i - lse) * o_i. Memory bound.
+// Merges states of the same rows: o = sum_i exp(lse_i - lse) * o_i. Memory bound.
 #pragma once
 
 #include "cuda/common/state.cuh"
@@ -15,7 +15,7 @@ struct MergeBody {
   static constexpr bool kIsF32 = Traits::kDtype == kElementF32;
   static constexpr int kVectorElements = 16 / E::kBytes;
 
-  // Four vectors a thread are under way: of four states of a row, or of the two of two rows.
+  // Each thread has four vectors in flight: of four states of a row, or of two states of two rows.
   __device__ __forceinline__ static void Run(const MergeParams& p) {
     if (p.head_dim_vo % kVectorElements != 0) {
       Fold<1, 1, 4>(p);
@@ -26,29 +26,29 @@ struct MergeBody {
     }
   }
 
-  // kWidth elements of kRows rows a thread and step, kBatch states at a time; the threads of a CTA
-  // cover whole rows.
+  // Each thread merges kWidth elements of kRows rows at a time, kBatch states at a time. The
+  // threads of a CTA cover whole rows.
   template <int kWidth, int kRows, int kBatch>
   __device__ __forceinline__ static void Fold(const MergeParams& p) {
     const int row_parts = p.head_dim_vo / kWidth;
     const int row_threads = Min(row_parts, kNumThreads);
-    const int rows = kNumThreads / row_threads;  // of a CTA, side by side
+    const int rows = kNumThreads / row_threads;  // rows of a CTA, side by side
     const int first_part = threadIdx.x % row_threads, first_row = threadIdx.x / row_threads;
     if (first_row >= rows) return;
     for (i64 row = static_cast<i64>(blockIdx.x) * rows * kRows + first_row; row < p.num_rows;
          row += static_cast<i64>(gridDim.x) * rows * kRows) {
       for (int part = first_part; part < row_parts; part += row_threads) {
-        FoldPart<kWidth, kRows, kBatch>(p, row, rows, part);
+        ReducePart<kWidth, kRows, kBatch>(p, row, rows, part);
       }
     }
   }
 
-  // Of rows first_row, first_row + row_step, ...: all loads of a batch of states are under way
+  // Merges rows first_row, first_row + row_step, ...: all loads of a batch of states are in flight
   // before the first is used.
   template <int kWidth, int kRows, int kBatch>
-  __device__ __forceinline__ static void FoldPart(const MergeParams& p, i64 first_row, int row_step,
-                                                  int part) {
-    // lse in natural log: a single state comes out exactly.
+  __device__ __forceinline__ static void ReducePart(const MergeParams& p, i64 first_row,
+                                                    int row_step, int part) {
+    // lse in natural log: a single state stays exact.
     float max_lse[kRows], sum[kRows] = {}, o[kRows][kWidth] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) max_lse[r] = -Infinity();
@@ -70,7 +70,7 @@ struct MergeBody {
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) AddBatch(lse[r], x[r], max_lse[r], sum[r], o[r]);
-      if (kRows > 1) break;  // no more states than a batch has
+      if (kRows > 1) break;  // there are no more states than a batch has
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -97,7 +97,7 @@ struct MergeBody {
     for (int c = 0; c < kWidth; ++c) o[c] *= factor;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (lse[i] != -Infinity()) {  // else o counts for nothing, whatever it is
+      if (lse[i] != -Infinity()) {  // else o must not count, whatever it is
         const float weight = Weight(lse[i], max_lse);
         sum += weight;
 #pragma unroll

@@ -1,8 +1,8 @@
-// Rows of keys and values as codes, in the formats that become the kernel's 16-bit type in shared
-// memory: how append makes them, and what they stand for. The same bits as in cpu/kernels/codec.h.
-// (e4m3 is multiplied from registers, see e4m3.cuh.)
+// Quantizes and dequantizes rows of keys and values, in every format: append quantizes, and kernels
+// dequantize to their 16-bit type in shared memory. The bits are those of cpu/kernels/codec.h.
+// (e4m3 may also be multiplied from registers, see e4m3.cuh.)
 //
-// A row is that of one token and head: its codes, then its scales if it has its own.
+// A row belongs to one token and head: its quantized values, then its scales if it has its own.
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
@@ -10,22 +10,22 @@
 
 namespace jax_attn {
 
-// --- decode: eight bytes of codes at a time ---
+// --- dequantize: eight bytes at a time ---
 
-// A code is the high byte of an f16.
+// An e5m2 is the high byte of an f16.
 template <int kDtype>
-__device__ __forceinline__ uint4 DecodeE5m2(u32 low, u32 high) {
+__device__ __forceinline__ uint4 DequantizeE5m2(u32 low, u32 high) {
   return make_uint4(FromF16x2<kDtype>(__byte_perm(low, 0, 0x1404)),
                     FromF16x2<kDtype>(__byte_perm(low, 0, 0x3424)),
                     FromF16x2<kDtype>(__byte_perm(high, 0, 0x1404)),
                     FromF16x2<kDtype>(__byte_perm(high, 0, 0x3424)));
 }
 
-// Of float8, e4m3 or e5m2.
+// Dequantizes float8, e4m3 or e5m2.
 template <class Traits>
-__device__ __forceinline__ uint4 DecodeFloat8(u32 low, u32 high) {
+__device__ __forceinline__ uint4 DequantizeFloat8(u32 low, u32 high) {
   if constexpr (Traits::kKvFormat == kE5m2Format) {
-    return DecodeE5m2<Traits::kDtype>(low, high);
+    return DequantizeE5m2<Traits::kDtype>(low, high);
   } else {
     static_assert(Traits::kKvFormat == kE4m3Format, "float8");
     uint4 x;
@@ -36,9 +36,9 @@ __device__ __forceinline__ uint4 DecodeFloat8(u32 low, u32 high) {
 }
 
 template <int kDtype>
-__device__ __forceinline__ uint4 DecodeInt8(u32 low, u32 high, float scale) {
+__device__ __forceinline__ uint4 DequantizeInt8(u32 low, u32 high, float scale) {
   using E = Element<kDtype>;
-  // With its highest bit flipped a code is n = code + 128, and 2^23 + n has the bits 0x4b000000 +
+  // With its highest bit flipped a value is n = value + 128, and 2^23 + n has the bits 0x4b000000 +
   // n.
   const u32 flipped[2] = {low ^ 0x80808080u, high ^ 0x80808080u};
   float x[8];
@@ -51,9 +51,9 @@ __device__ __forceinline__ uint4 DecodeInt8(u32 low, u32 high, float scale) {
                     E::Pack(x[6], x[7]));
 }
 
-// Of codes of four bits the low halves of eight bytes are of one block and the high halves of
-// another, or of the same. Pairs: two elements from the low halves of two neighbouring bytes, the
-// i-th two of four, and two from the high ones. Factors: what elements of a block are times.
+// Values of four bits: the low halves of eight bytes belong to one block, the high halves to
+// another or to the same. Pairs: two elements from the low halves of two neighbouring bytes, and
+// two from the high halves; i: which two of the four bytes. Factors: scales of a block.
 
 // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
 template <int kDtype>
@@ -62,7 +62,7 @@ __device__ __forceinline__ void E2m1Pairs(u32 word, int i, u32& first, u32& seco
   constexpr bool kIsBf16 = kDtype == kElementBf16;
   constexpr u32 kHighs[2] = {kIsBf16 ? 0x3f3f3f00 : 0x3e3c3800, kIsBf16 ? 0x40404040 : 0x46444240};
   constexpr u32 kLows[2] = {kIsBf16 ? 0xc0800000 : 0, kIsBf16 ? 0xc0804000 : 0};
-  // Four codes are the digits of a byte permutation; their signs go to the highest bits of bytes.
+  // Four values are the digits of a byte permutation. Their signs go to the highest bits of bytes.
   const u32 digits = (word & 0x77777777u) >> i * 16;
   const u32 signs = __byte_perm(word, word << 4, i == 0 ? 0x1504 : 0x3726) & 0x80808080u;
   const u32 highs = __byte_perm(kHighs[0], kHighs[1], digits & 0xffff) | signs;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void E2m1Pairs(u32 word, int i, u32& first, u32& seco
 template <int kDtype>
 __device__ __forceinline__ void Int4Pairs(u32 word, int i, u32& first, u32& second) {
   using E = Element<kDtype>;
-  // With its highest bit flipped a code is n = code + 8, and 2^7 + n or 2^10 + n has n as its low
+  // With its highest bit flipped a value is n = value + 8, and 2^7 + n or 2^10 + n has n as its low
   // bits in the type.
   constexpr bool kIsBf16 = kDtype == kElementBf16;
   constexpr u32 kMagic = InBothHalves(kIsBf16 ? 0x4300 : 0x6400);
@@ -86,9 +86,9 @@ __device__ __forceinline__ void Int4Pairs(u32 word, int i, u32& first, u32& seco
   second = E::FmaX2((bytes >> 4 & kMask) | kMagic, kOne, kLess);
 }
 
-// A scale of mxfp4 as factors of two elements at once. It is one of bf16, but most are none of f16:
-// there it is the product of two. The first of these is exact, and what the second rounds is what
-// the scale itself would.
+// An mxfp4 scale as factors of two elements at once. It is a bf16, but mostly not an f16: there it
+// is the product of two f16. The first product is exact, and the second rounds as the scale itself
+// would.
 template <int kDtype>
 class MxFactors {
  public:
@@ -114,7 +114,7 @@ class MxFactors {
   u32 first_, second_ = 0;
 };
 
-// A scale that is a number of the type, in both halves; products of nvfp4 are exact.
+// A scale that is a number of the type, in both halves. Products of nvfp4 are exact.
 template <int kDtype>
 struct OneFactor {
   u32 factor;
@@ -123,8 +123,8 @@ struct OneFactor {
   }
 };
 
-// A scale of f16 for numbers of bf16: its first 8 bits and the rest, so that a sum of two products
-// is rounded once. Both have its sign, which is that of zeros.
+// A f16 scale for bf16 elements: its first 8 bits and the rest, so that a sum of two products is
+// rounded once. Both have its sign, so that zeros get it.
 class SplitFactor {
  public:
   __device__ __forceinline__ explicit SplitFactor(u16 scale) {
@@ -144,8 +144,8 @@ class SplitFactor {
   u32 first_, rest_;
 };
 
-// The scales of eight bytes of codes, whose low halves are of block `low_block`: as DecodeNibbles
-// takes them.
+// Loads the scales of eight bytes of values for DequantizeNibbles. Their low halves belong to block
+// `low_block`.
 template <int kFormat>
 __device__ __forceinline__ u32 LoadBlockScales(const unsigned char* scales, int low_block,
                                                int high_block) {
@@ -161,8 +161,8 @@ __device__ __forceinline__ u32 LoadBlockScales(const unsigned char* scales, int 
 }
 
 template <int kFormat, int kDtype>
-__device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, u32 scales, uint4& first,
-                                              uint4& second) {
+__device__ __forceinline__ void DequantizeNibbles(u32 low, u32 high, u32 scales, uint4& first,
+                                                  uint4& second) {
   u32 of_first[4], of_second[4];
   const auto times = [&](const auto& low_factor, const auto& high_factor) {
 #pragma unroll
@@ -199,9 +199,9 @@ __device__ __forceinline__ void DecodeNibbles(u32 low, u32 high, u32 scales, uin
   second = make_uint4(of_second[0], of_second[1], of_second[2], of_second[3]);
 }
 
-// --- encode: a warp a row, a lane eight elements ---
+// --- quantize: a warp a row, a lane eight elements ---
 
-constexpr float kLeastScale = 0x1p-126f;    // products with it are normal
+constexpr float kLeastScale = 0x1p-126f;    // products with it are normal numbers
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 template <int kDtype>
@@ -213,17 +213,18 @@ __device__ __forceinline__ void EightElements(const uint4& bits, float (&x)[8]) 
   }
 }
 
-// Of float8: the nearest, ties to even; what is beyond the largest value, 448 or 57344,
-// becomes that. NaN stays NaN.
+// Rounds to float8: to nearest, ties to even. Magnitudes above the largest value, 448 or 57344,
+// become that. NaN stays NaN.
 template <int kFormat>
-__device__ __forceinline__ u32 ToCode(float x) {
+__device__ __forceinline__ u32 ToFloat8(float x) {
   static_assert(kFormat == kE4m3Format || kFormat == kE5m2Format);
   constexpr int kMantissa = kFormat == kE4m3Format ? 3 : 2, kShift = 23 - kMantissa;
   constexpr u32 kBias = (1 << (6 - kMantissa)) - 1, kNan = 0x7f;
-  constexpr u32 kLargest = kFormat == kE4m3Format ? kNan - 1 : 0x7b;  // e5m2: below infinity
-  // A code's bits at the place of f32's are those of its value but for the bias of the exponent.
+  constexpr u32 kLargest = kFormat == kE4m3Format ? kNan - 1 : 0x7b;  // e5m2: just below infinity
+  // Bits of a float8 at the position of f32's are those of its value, except for the bias of the
+  // exponent.
   constexpr u32 kBiases = (127 - kBias) << 23;
-  // Of this magnitude f32 has as many fraction bits as a subnormal code.
+  // At this magnitude f32 has as many fraction bits as a subnormal float8.
   constexpr u32 kSameFraction = (127 + 23 - kMantissa + 1 - kBias) << 23;
   const u32 bits = __float_as_uint(x), magnitude = bits & 0x7fffffff;
   u32 code;
@@ -231,7 +232,7 @@ __device__ __forceinline__ u32 ToCode(float x) {
     code = kNan;
   } else if (magnitude >= (kLargest << kShift) + kBiases) {
     code = kLargest;
-  } else if (magnitude < kBiases + (1 << 23)) {  // subnormal: the sum is rounded
+  } else if (magnitude < kBiases + (1 << 23)) {  // subnormal: the addition rounds
     code = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kSameFraction)) -
            kSameFraction;
   } else {
@@ -240,18 +241,18 @@ __device__ __forceinline__ u32 ToCode(float x) {
   return code | (bits >> 24 & 0x80);
 }
 
-// Eight elements over the scale of their head.
+// Quantizes eight elements, divided by the scale of their head.
 template <int kFormat, int kDtype>
-__device__ __forceinline__ uint2 EncodeEight(const uint4& bits, float scale) {
+__device__ __forceinline__ uint2 QuantizeEight(const uint4& bits, float scale) {
   float x[8];
   EightElements<kDtype>(bits, x);
-  u32 codes[2] = {0, 0};
+  u32 quantized[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) codes[i / 4] |= ToCode<kFormat>(x[i] / scale) << i % 4 * 8;
-  return make_uint2(codes[0], codes[1]);
+  for (int i = 0; i < 8; ++i) quantized[i / 4] |= ToFloat8<kFormat>(x[i] / scale) << i % 4 * 8;
+  return make_uint2(quantized[0], quantized[1]);
 }
 
-// The nearest, ties to an even code.
+// Rounds to the nearest e2m1, ties to even.
 __device__ __forceinline__ u32 ToE2m1(float x) {
   const u32 bits = __float_as_uint(x);
   const float y = __uint_as_float(bits & 0x7fffffff);
@@ -260,8 +261,9 @@ __device__ __forceinline__ u32 ToE2m1(float x) {
   return code | (bits >> 28 & 8);
 }
 
-// Writes eight bytes, which rows of a length that is no multiple of 4 have anywhere.
-__device__ __forceinline__ void StoreCodes(unsigned char* to, i64 row_bytes, u32 low, u32 high) {
+// Writes eight bytes. Rows whose length is not a multiple of 4 are not aligned.
+__device__ __forceinline__ void StoreEightBytes(unsigned char* to, i64 row_bytes, u32 low,
+                                                u32 high) {
   if (row_bytes % 4 == 0) {
     reinterpret_cast<u32*>(to)[0] = low;
     reinterpret_cast<u32*>(to)[1] = high;
@@ -286,34 +288,34 @@ __device__ __forceinline__ u32 LargestOfLanes(u32 x) {
   return x;
 }
 
-// Codes of four bits of a lane's elements, the first one lowest, and the scale of their block,
-// which is in a few neighbouring lanes.
+// Values of four bits for a lane's elements, the first one lowest, and the scale of their block. A
+// block lies in a few neighbouring lanes.
 struct EightNibbles {
-  u32 codes, scale;
+  u32 quantized, scale;
 };
 
 template <int kFormat, int kDtype>
-__device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float head_scale) {
+__device__ __forceinline__ EightNibbles QuantizeNibbles(const float (&x)[8], float head_scale) {
   constexpr u32 kInfinity = 0x7f800000;
   constexpr bool kIsInt4 = kFormat == kInt4Format;
-  u32 largest = 0;  // of magnitudes, as bits: those of NaN are beyond infinity
+  u32 largest = 0;  // largest magnitude as bits; NaN is above infinity
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const u32 bits = __float_as_uint(x[i]);
-    // Of int4 and the sign below them.
+    // int4: with the sign below the magnitude.
     largest = Larger(largest, kIsInt4 ? bits << 1 | bits >> 31 : bits & 0x7fffffff);
   }
   largest = LargestOfLanes<FormatOf(kFormat).block / 8>(largest);
   const u32 magnitude = kIsInt4 ? largest >> 1 : largest;
   const bool is_finite = magnitude < kInfinity;
   EightNibbles eight = {};
-  const auto put = [&](auto code_of) {
+  const auto put = [&](auto quantize) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) eight.codes |= code_of(x[i]) << 4 * i;
+    for (int i = 0; i < 8; ++i) eight.quantized |= quantize(x[i]) << 4 * i;
   };
   if constexpr (kFormat == kMxfp4Format) {
-    // The smallest power of two whose 6-fold is no less than all magnitudes, and half of which the
-    // type has as a number, f32 as a normal one.
+    // The smallest power of two whose 6-fold is at least all magnitudes, and whose half is a number
+    // of the type, in f32 a normal one.
     const int exponent =
         static_cast<int>(largest >> 23) - ((largest & 0x7fffff) > 0x400000 ? 1 : 2);
     const u32 scale = static_cast<u32>(Max(exponent, kDtype == kElementF16 ? 104 : 3));
@@ -326,7 +328,7 @@ __device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float
     eight.scale = 0x7f;  // NaN
     if (!is_finite) return eight;
     const float wanted = __uint_as_float(magnitude) / (6.0f * head_scale);
-    eight.scale = Larger(ToCode<kE4m3Format>(wanted), 1);
+    eight.scale = Larger(ToFloat8<kE4m3Format>(wanted), 1);
     using E = Element<kElementBf16>;
     const float scale = E::ToFloat(static_cast<u16>(E4m3HighBytes<kElementBf16>(eight.scale << 8)));
     const float step = fmaxf(scale * head_scale, kLeastScale);
@@ -335,7 +337,7 @@ __device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float
   if constexpr (kIsInt4) {
     eight.scale = 0x7e00;  // NaN
     if (!is_finite) return eight;
-    // -8 is the element with the largest magnitude, of two with both signs the negative one.
+    // -8 is the element with the largest magnitude; if both signs have it, the negative one.
     const float eighth = __uint_as_float(magnitude) * 0.125f;
     u32 scale = PackF16(eighth, 0.0f) & 0xffff;
     if (F16ToFloat(static_cast<u16>(scale)) < eighth) ++scale;
@@ -350,16 +352,16 @@ __device__ __forceinline__ EightNibbles EncodeNibbles(const float (&x)[8], float
   return eight;
 }
 
-// Writes a row with scales of its own to `to`, by a whole warp. Lane l has elements [8 l, 8 l + 8)
-// of the row in x, zeros beyond its end. head_scale: of formats with it.
+// Quantizes a row with scales of its own to `to`, by a whole warp. Lane l has elements [8 l, 8 l +
+// 8) of the row in x, zeros behind its end. head_scale: for formats that have one.
 template <int kFormat, int kDtype>
-__device__ __forceinline__ void EncodeRow(const float (&x)[8], int head_dim, float head_scale,
-                                          unsigned char* to) {
+__device__ __forceinline__ void QuantizeRowByWarp(const float (&x)[8], int head_dim,
+                                                  float head_scale, unsigned char* to) {
   constexpr int kInfinity = 0x7f800000;
   const int lane = threadIdx.x % kWarpSize, first = 8 * lane;
-  const i64 row_bytes = CodeRowBytes(kFormat, head_dim);
+  const i64 row_bytes = QuantizedRowBytes(kFormat, head_dim);
   if constexpr (kFormat == kInt8Format) {
-    int largest = 0;  // of magnitudes, as bits: those of NaN are beyond infinity
+    int largest = 0;  // largest magnitude as bits; NaN is above infinity
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       largest = Max(largest, static_cast<int>(__float_as_uint(x[i]) & 0x7fffffff));
@@ -368,20 +370,20 @@ __device__ __forceinline__ void EncodeRow(const float (&x)[8], int head_dim, flo
     const bool is_finite = largest < kInfinity;
     const float of_largest = __int_as_float(largest) / 127.0f;
     const float scale = is_finite ? fmaxf(of_largest, kLeastScale) : __uint_as_float(0x7fc00000);
-    u32 codes[2] = {0, 0};
+    u32 quantized[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float nearest = ((is_finite ? x[i] / scale : 0.0f) + kRoundMagic) - kRoundMagic;
-      codes[i / 4] |= (static_cast<u32>(static_cast<int>(nearest)) & 0xff) << i % 4 * 8;
+      quantized[i / 4] |= (static_cast<u32>(static_cast<int>(nearest)) & 0xff) << i % 4 * 8;
     }
-    if (first < head_dim) StoreCodes(to + first, row_bytes, codes[0], codes[1]);
+    if (first < head_dim) StoreEightBytes(to + first, row_bytes, quantized[0], quantized[1]);
     if (lane == 0) *reinterpret_cast<float*>(to + head_dim) = scale;
   } else {
     constexpr int kBlock = FormatOf(kFormat).block, kSpan = FormatOf(kFormat).span;
-    const auto [codes, scale] = EncodeNibbles<kFormat, kDtype>(x, head_scale);
+    const auto [quantized, scale] = QuantizeNibbles<kFormat, kDtype>(x, head_scale);
     const int begin = first / kSpan * kSpan, in_span = first - begin;
     const int half = Min(kSpan, head_dim - begin) / 2;
-    const u32 others = __shfl_sync(kFullWarp, codes, lane + half / 8);
+    const u32 others = __shfl_sync(kFullWarp, quantized, lane + half / 8);
     if (first >= head_dim) return;
     if (first % kBlock == 0) {
       unsigned char* scales = to + head_dim / 2;
@@ -395,10 +397,10 @@ __device__ __forceinline__ void EncodeRow(const float (&x)[8], int head_dim, flo
     u32 pairs[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const u32 pair = (codes >> 4 * i & 15) | (others >> 4 * i & 15) << 4;
+      const u32 pair = (quantized >> 4 * i & 15) | (others >> 4 * i & 15) << 4;
       pairs[i / 4] |= pair << i % 4 * 8;
     }
-    StoreCodes(to + begin / 2 + in_span, row_bytes, pairs[0], pairs[1]);
+    StoreEightBytes(to + begin / 2 + in_span, row_bytes, pairs[0], pairs[1]);
   }
 }
 

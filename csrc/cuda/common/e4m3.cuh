@@ -1,7 +1,6 @@
-// float8_e4m3fn: a sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinities, and NaN
-// where exponent and mantissa are all ones. Every value is one of bf16 and of f16, too.
-//
-// Tensor cores multiply these: e4m3 becomes the type of q in registers, ahead of mma.sync.
+// Converts float8_e4m3fn to 16 bits in registers, for mma.sync and for scales: a sign, 4 bits of
+// exponent with a bias of 7, 3 bits of mantissa, no infinities, and NaN where exponent and mantissa
+// are all ones. Every value is also a bf16 and an f16.
 #pragma once
 
 #include "cuda/common/types.cuh"
@@ -10,8 +9,8 @@ namespace jax_attn {
 
 // --- to 16 bits ---
 
-// A code's exponent and mantissa, moved to the bits where a 16-bit type has its own, are the value
-// times a power of two, subnormals too; a product puts that right. Only NaN needs its own bits.
+// Exponent and mantissa of e4m3, shifted to those of a 16-bit type, are the value times a power of
+// two, for subnormals too. One multiplication corrects that. Only NaN needs its own bits.
 template <int kDtype>
 struct E4m3Bits;
 
@@ -32,7 +31,7 @@ struct E4m3Bits<kElementF16> {
 
 __device__ constexpr u32 InBothHalves(u32 x) { return x << 16 | x; }
 
-// Two elements from the codes in the high bytes of both halves of x.
+// Converts the e4m3 in the high bytes of both halves of x.
 template <int kDtype>
 __device__ __forceinline__ u32 E4m3HighBytes(u32 x) {
   using Bits = E4m3Bits<kDtype>;
@@ -42,69 +41,43 @@ __device__ __forceinline__ u32 E4m3HighBytes(u32 x) {
   return Element<kDtype>::FmaX2(y | (x & minus_zero), InBothHalves(Bits::kFactor), minus_zero);
 }
 
-// From sm_89 on there is an instruction for f16, from which this makes the type of q.
+// Converts f16 to the kernel's type. From sm_89 on an instruction converts e4m3 to f16.
 template <int kDtype>
 __device__ __forceinline__ u32 FromF16x2(u32 x) {
   if constexpr (kDtype == kElementF16) return x;
   return PackBf16(F16ToFloat(static_cast<u16>(x)), F16ToFloat(static_cast<u16>(x >> 16)));
 }
 
-// Four codes a, b, c, d, a in the lowest byte, as the pairs (a, c) and (b, d).
+// Converts four e4m3 a, b, c, d, a in the lowest byte, to the pairs (a, c) and (b, d).
 template <class Traits>
-__device__ __forceinline__ void UnpackE4m3Alternate(u32 codes, u32& a_c, u32& b_d) {
+__device__ __forceinline__ void UnpackE4m3Alternate(u32 quantized, u32& a_c, u32& b_d) {
   if constexpr (Traits::kArch >= 89) {
-    const u32 sorted = __byte_perm(codes, 0, 0x3120);
+    const u32 sorted = __byte_perm(quantized, 0, 0x3120);
     a_c = FromF16x2<Traits::kDtype>(E4m3ToF16x2(static_cast<u16>(sorted)));
     b_d = FromF16x2<Traits::kDtype>(E4m3HighToF16x2(sorted));
   } else {
-    a_c = E4m3HighBytes<Traits::kDtype>(codes << 8);
-    b_d = E4m3HighBytes<Traits::kDtype>(codes);
+    a_c = E4m3HighBytes<Traits::kDtype>(quantized << 8);
+    b_d = E4m3HighBytes<Traits::kDtype>(quantized);
   }
 }
 
-// The same as the pairs (a, b) and (c, d).
+// Converts them to the pairs (a, b) and (c, d).
 template <class Traits>
-__device__ __forceinline__ void UnpackE4m3(u32 codes, u32& a_b, u32& c_d) {
+__device__ __forceinline__ void UnpackE4m3(u32 quantized, u32& a_b, u32& c_d) {
   if constexpr (Traits::kArch >= 89) {
-    a_b = FromF16x2<Traits::kDtype>(E4m3ToF16x2(static_cast<u16>(codes)));
-    c_d = FromF16x2<Traits::kDtype>(E4m3HighToF16x2(codes));
+    a_b = FromF16x2<Traits::kDtype>(E4m3ToF16x2(static_cast<u16>(quantized)));
+    c_d = FromF16x2<Traits::kDtype>(E4m3HighToF16x2(quantized));
   } else {
-    UnpackE4m3Alternate<Traits>(__byte_perm(codes, 0, 0x3120), a_b, c_d);
+    UnpackE4m3Alternate<Traits>(__byte_perm(quantized, 0, 0x3120), a_b, c_d);
   }
 }
 
-// The highest bit of every byte that is NaN.
-__device__ __forceinline__ u32 E4m3NanBits(u32 codes) {
-  return ((codes & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+// Sets the highest bit of every byte that is NaN.
+__device__ __forceinline__ u32 E4m3NanBits(u32 quantized) {
+  return ((quantized & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
 }
 __device__ __forceinline__ u32 E4m3NanBits(uint4 x) {
   return E4m3NanBits(x.x) | E4m3NanBits(x.y) | E4m3NanBits(x.z) | E4m3NanBits(x.w);
-}
-
-// --- scales ---
-
-// q_scale or k_scale of a head. NaN where it is not positive: the maximum of the products would not
-// be that of the logits.
-__device__ __forceinline__ float LogitScaleOfHead(const float* scales, int head) {
-  if (scales == nullptr) return 1.0f;
-  const float scale = scales[head];
-  return scale > 0.0f ? scale : __uint_as_float(0x7fffffff);
-}
-
-// A kv head of the plan among those that k and v have in memory: one of mla's blocks of heads.
-template <class Traits>
-__device__ __forceinline__ int StoredHead(int kv_head) {
-  return Traits::kIsMla ? 0 : kv_head;
-}
-
-// What a final row of o is multiplied by.
-template <class Traits>
-__device__ __forceinline__ float WithValueScale(const AttentionParams& p, int kv_head,
-                                                float o_scale) {
-  if constexpr (FormatOf(Traits::kKvFormat).has_head_scale) {
-    if (p.v_scale != nullptr) return o_scale * p.v_scale[StoredHead<Traits>(kv_head)];
-  }
-  return o_scale;
 }
 
 }  // namespace jax_attn

@@ -1,24 +1,24 @@
-// Whether a plan is one for the launch at hand: the one place where kernels look at a header.
+// Checks that a plan belongs to the launch. Kernels read the plan header only here.
 #pragma once
 
 #include "cuda/common/math.cuh"
 
 namespace jax_attn {
 
-// The counts that kernels go by. Of what is no plan for these parameters all are 0: a buffer that
-// is none or was damaged, a plan of another version, of larger capacities or for a larger pool, and
-// one that a device planner could not make.
+// The counts that kernels use. All are 0 unless the buffer is a plan for these parameters: not if
+// it is damaged, of another version, of larger capacities, for a larger pool, or a device planner
+// could not make it.
 struct HeaderCounts {
   bool is_plan;
   int batch_size, nnz_qo, num_items;
 
-  // Every thread that is to know the counts reads them. The words are one trip to memory.
+  // Every thread that needs the counts reads them. The words are one trip to memory.
   __device__ __forceinline__ HeaderCounts(const PlanHeader* header, const PlanLimits& most) {
     const uint4 begin = LoadConstant16(&header->magic);
     const uint4 counts = LoadConstant16(&header->num_items);
     const uint4 more = LoadConstant16(&header->max_page_id);
     const i32 num_steps = LoadConstant(&header->num_steps);
-    // Unsigned: what is negative is too large.
+    // Unsigned: a negative count is too large.
     const auto fits = [](u32 count, i32 most) { return count <= static_cast<u32>(most); };
     is_plan = begin.x == kPlanMagic && begin.y == kPlanVersion && fits(begin.z, most.max_batch) &&
               fits(begin.w, most.max_qo_tokens) && fits(counts.x, most.max_items) &&

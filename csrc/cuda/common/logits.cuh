@@ -1,8 +1,8 @@
-// From q . k to logits, and which of them a row sees: the one place between the two products where
-// a kernel knows positions. Identity costs nothing.
+// Turns Q K^T into logits and masks them. This is the only place between the two products where a
+// kernel knows positions. A plain softmax pays nothing for it.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/variant.cuh"
 #include "cuda/common/work.cuh"
 
@@ -10,19 +10,18 @@ namespace jax_attn {
 
 // --- layouts ---
 
-// A Layout says which logits a thread has of a tile: those of kRows rows by kKeys keys, none else.
-//   At(s, r, k)          the register of row r and key k among them
-//   Row(r)               of the item
-//   FirstKey() + Key(k)  kv position behind the first one of the tile; Key is known at compile time
-//   FirstEight()         FirstKey(), rounded down to a multiple of 8, to which Key(k) / 8 * 8 may
-//   be
-//                        added: the tile begins at a multiple of 8
-//   Has(r)               false for the first row, and all behind it, that hold nothing
+// A Layout tells which logits of a tile a thread has: exactly those of kRows rows by kKeys keys.
+//   At(s, r, k): the register of row r and key k
+//   Row(r): its row in the item
+//   FirstKey() + Key(k): its kv position within the tile; Key is known at compile time
+//   FirstEight(): FirstKey(), rounded down to a multiple of 8, so that Key(k) / 8 * 8 may be added
+//   to it; the tile begins at a multiple of 8
+//   Has(r): false from the first row on that holds nothing
 struct LayoutBase {
   __device__ static constexpr bool Has(int) { return true; }
 };
 
-// Accumulators of mma.sync, and of wgmma with the rows of the item as its rows: 16 a tile.
+// Accumulators of mma.sync, and of wgmma whose rows are rows of the item, 16 a tile.
 template <int kMTiles, int kNTiles>
 struct RowMajorLayout : LayoutBase {
   static constexpr int kRows = 2 * kMTiles, kKeys = 2 * kNTiles;
@@ -43,7 +42,7 @@ struct RowMajorLayout : LayoutBase {
   __device__ static constexpr int Key(int k) { return 8 * (k / 2) + k % 2; }
 };
 
-// Accumulators of wgmma with keys as its rows, 64 a block, and rows of the item as its columns.
+// Accumulators of wgmma whose rows are keys, 64 a block, and whose columns are rows of the item.
 template <int kBlocks, int kRowTiles>
 struct KeyMajorLayout {
   static constexpr int kRows = 2 * kRowTiles, kKeys = 2 * kBlocks;
@@ -81,7 +80,7 @@ struct OneRowLayout : LayoutBase {
   __device__ static constexpr int Key(int k) { return k * kStride; }
 };
 
-// One key, the first one, and any rows.
+// One key and any rows.
 template <int kNumRows>
 struct OneKeyLayout : LayoutBase {
   static constexpr int kRows = kNumRows, kKeys = 1;
@@ -101,12 +100,12 @@ template <class Traits>
 inline constexpr bool kRowsMayDiffer =
     Traits::kHasWindowLeft || Traits::kHasWindowRight || Traits::Variant::kHasMask;
 
-// In place of a weight: the row does not see the token, and its value does not count, not even
-// times 0. A NaN that no arithmetic gives.
-inline constexpr u32 kUnseenWeight = 0x7fc0ffeeu;
-__device__ __forceinline__ float UnseenWeight() { return __uint_as_float(kUnseenWeight); }
-__device__ __forceinline__ bool IsUnseen(float weight) {
-  return __float_as_uint(weight) == kUnseenWeight;
+// Replaces a softmax weight if the row does not see the token, whose value then must not count, not
+// even times 0. It is a NaN that no arithmetic gives.
+inline constexpr u32 kUnseenP = 0x7fc0ffeeu;
+__device__ __forceinline__ float UnseenP() { return __uint_as_float(kUnseenP); }
+__device__ __forceinline__ bool IsUnseenP(float weight) {
+  return __float_as_uint(weight) == kUnseenP;
 }
 
 // The kv positions that a row of an item sees.
@@ -119,7 +118,7 @@ __device__ __forceinline__ VisibleSpan SpanOfRow(const AttentionParams& p, const
 }
 
 // cap * tanh(sm_scale * qk / cap), times `unit`. tanh(x) = 1 - 2 / (exp(2x) + 1) is within 2e-7 of
-// exact, that is 1e-5 of a logit for caps up to 50; tanh.approx would be off by 0.02.
+// exact, that is 1e-5 of a logit for caps up to 50. tanh.approx would be off by 0.02.
 struct SoftCap {
   float slope, cap;
   __device__ __forceinline__ SoftCap(const AttentionParams& p, float unit)
@@ -129,29 +128,29 @@ struct SoftCap {
   }
 };
 
-// Logits of an item. They leave in log2 units, but for a factor, scale(), which waits for the
-// exponent of the softmax: there large logits are not rounded. The user's function gets, and gives,
-// natural units.
+// The logits of an item, in log2 units. They leave without a factor, scale(), which is applied in
+// the exponent of the softmax, where large logits are not rounded. The user's function takes and
+// returns natural units.
 template <class Traits>
 class LogitStage {
  public:
   using Variant = typename Traits::Variant;
   static constexpr bool kNormalizes = Variant::kNormalizes;
-  // A user's logits are called for, or, where they are a multiple of the score and a bias, one
-  // multiply-add; a factor that all rows have is one of the scale.
+  // kCalls: the user's function is called for each logit. If a logit is a multiple of the score and
+  // a bias, one multiply-add does instead; a factor that all rows share goes into the scale.
   static constexpr bool kCalls = !Variant::kIsAffine;
   static constexpr bool kHasBias = Variant::kHasTerm || Variant::kHasSlope || Variant::kHasRest;
   static constexpr bool kMultiplies = Variant::kHasFactor || kHasBias;
   static constexpr float kFactor = Variant::kFactor;
-  // Whether a mask is asked for a whole tile first. On other loops it would cost registers.
+  // Whether a mask is first asked about a whole tile. In other loops it would cost registers.
   static constexpr bool kAsksFirst = Variant::kMayShowAll && Traits::kArch == 90;
   static constexpr bool kIsNatural = kCalls || kMultiplies || !kNormalizes;
-  // Whether Transform leaves what is seen as it is, and q . k are compared. A scale that is not
-  // positive would turn the maximum around, so it is applied at once.
+  // Whether Transform leaves visible scores as they are, and maxima compare Q K^T. A scale that is
+  // not positive would reverse the order, so it is applied at once.
   static constexpr bool kScalesLater =
       !Traits::kHasSoftCap && Traits::kPositiveScale && !kIsNatural;
 
-  // index: of the item. k_scale: what its keys are multiplied by, see KeyScale.
+  // index: of the item. k_scale: KeyScale of the item.
   __device__ __forceinline__ LogitStage(const AttentionParams& p, int index, float k_scale = 1.0f)
       : p_(p), index_(index), k_scale_(k_scale) {}
 
@@ -160,19 +159,19 @@ class LogitStage {
     return kIsNatural && kNormalizes ? kLog2E : 1.0f;
   }
 
-  // What a logit, but for its scale, weighs. Without a softmax it is the weight.
-  __device__ __forceinline__ static float Weight(float s, float scale, float reference) {
+  // The softmax weight of a logit without its scale. Without softmax the logit is the weight.
+  __device__ __forceinline__ static float Weight(float s, float scale, float running_max) {
     if constexpr (!kNormalizes) return s;
-    return Exp2(fmaf(s, scale, -reference));
+    return Exp2(fmaf(s, scale, -running_max));
   }
-  // The reference of a row that has not seen any logit, where maxima are looked for.
-  __device__ __forceinline__ static float NoReference() { return kNormalizes ? -Infinity() : 0.0f; }
-  // Of a key that its row does not see.
+  // The running max of a row that has not seen any logit, in loops that compute maxima.
+  __device__ __forceinline__ static float InitialMax() { return kNormalizes ? -Infinity() : 0.0f; }
+  // The logit of a key that its row does not see.
   __device__ __forceinline__ static float Hidden() { return kNormalizes ? -Infinity() : 0.0f; }
 
-  // q . k of a tile whose first key is at kv position `begin` become logits. seen_by_all: every row
-  // sees every key, but for the user's mask, which hides none where it is not is_masked. What a row
-  // does not see becomes Hidden.
+  // Turns Q K^T of a tile into logits. begin: kv position of its first key. seen_by_all: every row
+  // sees every key, except for the user's mask, which hides no key unless is_masked. Hidden logits
+  // become Hidden().
   template <class Layout, class Tile>
   __device__ __forceinline__ void Apply(const Layout& layout, int begin, bool seen_by_all,
                                         bool is_masked, Tile& s) const {
@@ -192,14 +191,14 @@ class LogitStage {
     if (!seen_by_all) Mask(layout, begin, s);
   }
 
-  // The first half of it, with the user's functions.
+  // The first half of Apply: scale and the user's functions.
   template <class Layout, class Tile>
   __device__ __forceinline__ void Transform(const Layout& layout, int begin, bool is_masked,
                                             Tile& s) const {
     Apply(layout, begin, true, is_masked, s);
   }
 
-  // The second half: windows, and the end of the item's span.
+  // The second half of Apply: windows, and the end of the item's span.
   template <class Layout, class Tile>
   __device__ __forceinline__ void Mask(const Layout& layout, int begin, Tile& s) const {
     const ItemRecord item(p_, index_);
@@ -212,15 +211,16 @@ class LogitStage {
                 });
   }
 
-  // Where a bias is a line of the place alone, and can wait for the exponent as the scale does:
-  // what q . k is multiplied by there, and the line of a row of the item in the tile at `begin`.
+  // kIsLine: the bias depends on the kv offset alone, linearly, and can wait for the exponent like
+  // the scale. ScaleOfScores is the factor of Q K^T there, LineAt the line of a row in the tile at
+  // `begin`.
   static constexpr bool kIsLine = kNormalizes && kHasBias && !Variant::kHasRest &&
                                   !Variant::kHasFactor && !Traits::kHasSoftCap &&
                                   Traits::kPositiveScale;
   __device__ __forceinline__ float ScaleOfScores() const {
     return p_.sm_scale * (kLog2E * kFactor) * k_scale_;
   }
-  // What is kept of a row of the item for its lines.
+  // The values that LineAt needs of a row of the item.
   __device__ __forceinline__ typename Variant::Row OfRow(int row) const {
     return Variant::OfRow(p_, variant::RowFacts<Traits>(p_, p_.items + index_, row), 0);
   }
@@ -229,7 +229,7 @@ class LogitStage {
     return {line.term * kLog2E, line.slope * kLog2E};
   }
 
-  // Fills sees[r][k] of each logit of the layout: whether its row sees its key. span_of(r):
+  // Fills sees[r][k] for each logit of the layout: whether its row sees its key. span_of(r):
   // SpanOfRow of the layout's row r. is_masked: see Apply.
   template <class Layout, class SpanOf>
   __device__ __forceinline__ void Look(const Layout& layout, int begin, bool is_masked,
@@ -247,7 +247,7 @@ class LogitStage {
   }
 
  private:
-  // Scores, with the built-in soft cap.
+  // Applies the scale that does not wait, and the built-in soft cap.
   template <class Layout, class Tile>
   __device__ __forceinline__ void Scale(const Layout& layout, Tile& s) const {
     if constexpr (Traits::kHasSoftCap) {
@@ -280,10 +280,10 @@ class LogitStage {
     }
   }
 
-  // Whether the user's mask is known to show the keys of the tile to the thread's rows.
+  // Whether the user's mask certainly shows all keys of the tile to the thread's rows.
   template <class Layout>
   __device__ __forceinline__ bool ShowsAll(const Layout& layout, int begin) const {
-    const WorkItem* const item = p_.items + Anew(index_);
+    const WorkItem* const item = p_.items + Opaque(index_);
     const int first = begin + layout.FirstKey();
     bool all = true;
 #pragma unroll
@@ -296,7 +296,7 @@ class LogitStage {
     return all;
   }
 
-  // The user's functions.
+  // Calls the user's functions.
   template <bool kMasks, class Layout, class Tile>
   __device__ __forceinline__ void Call(const Layout& layout, int begin, Tile& s) const {
     VisitFacts(layout, begin,
@@ -326,13 +326,13 @@ class LogitStage {
     }
   }
 
-  // visit(r, k, row, key, facts) for each logit, with what the user's functions compute once for
-  // its row and once for its key: those of which a thread has fewer are kept, the others come one
-  // after the other.
+  // Calls visit(r, k, row, key, facts) for each logit, with what the user's functions compute once
+  // for its row and once for its key. Of rows and keys, the kind of which the thread has fewer is
+  // kept in registers.
   template <class Layout, class Visitor>
   __device__ __forceinline__ void VisitFacts(const Layout& layout, int begin,
                                              const Visitor& visit) const {
-    const WorkItem* const item = p_.items + Anew(index_);
+    const WorkItem* const item = p_.items + Opaque(index_);
     const int first = begin + layout.FirstKey();
     const auto row_of = [&](int r) __attribute__((always_inline)) {
       const variant::RowFacts<Traits> facts(p_, item, layout.Row(r));
@@ -386,7 +386,7 @@ class LogitStage {
   const float k_scale_;
 };
 
-// What the keys of an item are multiplied by: the scale of their head, where they have one.
+// The scale of an item's keys: that of their head, where the format has one.
 template <class Traits>
 __device__ __forceinline__ float KeyScale(const AttentionParams& p, int index) {
   if constexpr (FormatOf(Traits::kKvFormat).has_head_scale)

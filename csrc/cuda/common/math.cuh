@@ -1,4 +1,4 @@
-// Constants and small functions of one thread or one warp.
+// Constants and small functions for one thread or one warp.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -20,36 +20,36 @@ constexpr __host__ __device__ int Clamp(i64 x, int low, int high) {
 }
 
 template <bool kFirst, class A, class B>
-struct Choose {
+struct Conditional {
   using Type = A;
 };
 template <class A, class B>
-struct Choose<false, A, B> {
+struct Conditional<false, A, B> {
   using Type = B;
 };
 
-// Largest power of two that divides x, but no more than `limit`.
+// The largest power of two that divides x, at most `limit`.
 constexpr __host__ __device__ int PowerOfTwoDivisor(int x, int limit) {
   int p = 1;
   while (x % (2 * p) == 0 && 2 * p <= limit) p *= 2;
   return p;
 }
 
-// The smallest power of two that is no less than x.
+// The smallest power of two that is at least x.
 constexpr __host__ __device__ int PowerOfTwoFrom(int x) {
   int p = 1;
   while (p < x) p *= 2;
   return p;
 }
 
-// x, which is the same in all lanes, as the compiler should know: what is computed from it alone is
-// computed once for the warp, in uniform registers, and branches on it do not diverge.
+// Tells the compiler that x is the same in all lanes. What is computed from it is computed once for
+// the warp, in uniform registers, and branches on it do not diverge.
 template <class T>
 __device__ __forceinline__ T Uniform(T x) {
   return __shfl_sync(kFullWarp, x, 0);
 }
 
-// Over the four lanes that hold one row of an mma.sync accumulator.
+// Reductions over the four lanes that hold a row of an mma.sync accumulator.
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
   return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));

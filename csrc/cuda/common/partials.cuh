@@ -1,36 +1,35 @@
-// Split items: each leaves its state in the workspace, and whoever completes a merge group folds
-// the group's states in kv order, in the same launch, and arrives at the group's parent, if it has
-// one. The bits do not depend on who that is.
+// Split items. Each leaves its partial state in the workspace. The last CTA to finish a merge group
+// reduces the group's states in kv order, in the same launch, and arrives at the group's parent, if
+// it has one. The bits do not depend on which CTA that is.
 //
-// States of mla are large, and CTAs share the fold of a group in slices: whoever completed it takes
-// one after the other until none is left, and who has nothing else left to do helps with its share.
-// For that a CTA waits at the group of its last item, but not for long, so nobody depends on
-// anybody's running.
+// MLA states are large, so CTAs share the reduction of a group in slices. The CTA that completed
+// the group takes one slice after the other until none is left. Idle CTAs help: a CTA waits at the
+// group of its last item for a bounded time, so progress never depends on co-residency.
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/state.cuh"
 #include "cuda/common/types.cuh"
 #include "cuda/common/work.cuh"
 
 namespace jax_attn {
 
-// What a CTA keeps of the merge groups of an item that it just finished, in shared memory: an
+// Shared memory of a CTA for the merge groups of the item that it just finished: an
 // arrival empties L1.
 struct MergeScratch {
-  static constexpr int kMaxGroups = 192;   // of an item: a tile has up to 192 rows
+  static constexpr int kMaxGroups = 192;   // of an item, as a tile has up to 192 rows
   static constexpr int kMaxKept = 64;      // partials
-  MergeGroup group;                        // the item's, if it has one
-  alignas(16) i32 partial_rows[kMaxKept];  // of it
-  u32 completed[kMaxGroups / kWarpSize];   // a bit each: we came last
-  int slices[2];                           // of mla: taken, by turns
-  i32* counters;                           // LaunchCounters, since the beginning
+  MergeGroup group;                        // the item's only group
+  alignas(16) i32 partial_rows[kMaxKept];  // of that group
+  u32 completed[kMaxGroups / kWarpSize];   // one bit a group: this CTA came last
+  int slices[2];                           // MLA: slices taken, in alternating entries
+  i32* counters;                           // LaunchCounters, from the beginning on
 };
 
-// What a fold of attention reads of the kernel's parameters. Passed by value: a function that is
-// not inlined would read a reference to them from memory, one after the other, each a trip to L2
-// because the arrival before it emptied L1; inlined code has them as constants.
-struct FoldParams {
+// The kernel parameters that a reduction reads. They are passed by value: a function that is not
+// inlined would read them from memory through a reference, one after the other, each with a trip to
+// L2, because the arrival before it emptied L1. In inlined code they are constants.
+struct ReduceParams {
   RowState* partial_states;
   float* partial_o;
   const i32* partial_rows;
@@ -40,7 +39,7 @@ struct FoldParams {
   const float* v_scale;
   i32 num_qo_heads;
 
-  __device__ __forceinline__ FoldParams(const AttentionParams& p)
+  __device__ __forceinline__ ReduceParams(const AttentionParams& p)
       : partial_states(p.partial_states),
         partial_o(p.partial_o),
         partial_rows(p.partial_rows),
@@ -49,7 +48,7 @@ struct FoldParams {
         sinks(p.sinks),
         v_scale(p.v_scale),
         num_qo_heads(p.num_qo_heads) {}
-  // These, and nothing else.
+  // Only these fields are set.
   __device__ __forceinline__ operator AttentionParams() const {
     AttentionParams p;
     p.partial_states = partial_states;
@@ -64,8 +63,8 @@ struct FoldParams {
   }
 };
 
-// The threads that execute an item together, and how they pass parameters to a fold. The portable
-// kernels have no registers left for that: by reference.
+// The threads that execute an item together, and how they pass parameters to a reduction. The
+// portable kernels have no registers left for ReduceParams, so they pass a reference.
 struct WholeCta {
   using Params = const AttentionParams&;
   __device__ static int thread() { return threadIdx.x; }
@@ -80,15 +79,15 @@ __device__ __forceinline__ MergeGroup LoadGroup(const MergeGroup* group) {
           static_cast<i32>(b.z), static_cast<i32>(b.w)};
 }
 
-// The strips of a merge group: of a row the columns that a warp adds up at once, four a lane; those
-// of row 0 from left to right, then row 1's.
+// The strips of a merge group. A strip is the columns of a row that a warp reduces at once, four a
+// lane. Strips of row 0 come first, from left to right, then those of row 1.
 template <class Traits>
-struct FoldStrips {
+struct ReduceStrips {
   static constexpr int kVectors = Traits::kHeadDimVo / 4;
   static constexpr int kOfRow = CeilDiv(kVectors, kWarpSize);
-  int num_heads;  // of the kv head; the last of mla's blocks of heads may not be full
+  int num_heads;  // heads of the kv head; the last block of MLA heads may not be full
 
-  __device__ __forceinline__ FoldStrips(const AttentionParams& p, int kv_head)
+  __device__ __forceinline__ ReduceStrips(const AttentionParams& p, int kv_head)
       : num_heads(Traits::kIsMla
                       ? Min(Traits::kGroupSize, p.num_qo_heads - kv_head * Traits::kGroupSize)
                       : Traits::kGroupSize) {}
@@ -100,23 +99,23 @@ struct FoldStrips {
   __device__ static int Vector(int strip, int lane) { return strip % kOfRow * kWarpSize + lane; }
 };
 
-// A state of a strip, but where there is none. vector: the lane's columns.
+// Loads the state of a strip, or the identity if there is none. vector: the lane's columns.
 template <class Traits>
 __device__ __forceinline__ PartialState LoadState(const AttentionParams& p, bool is_there, i64 row,
                                                   int vector) {
   PartialState state;
   state.row = LoadCoherentIf(is_there, p.partial_states + row, {-Infinity(), 0.0f});
-  state.o = LoadCoherent16If(is_there && vector < FoldStrips<Traits>::kVectors,
+  state.o = LoadCoherent16If(is_there && vector < ReduceStrips<Traits>::kVectors,
                              p.partial_o + row * Traits::kHeadDimVo + 4 * vector);
   return state;
 }
 
-// Stores what all states of a strip come to, in o and lse or at row `partial_row` of the workspace.
+// Stores the reduced state of a strip: to o and lse, or at row `partial_row` of the workspace.
 template <class Traits>
 __device__ __forceinline__ void WriteStrip(const AttentionParams& p, bool is_final, int qo_begin,
                                            int kv_head, i64 partial_row, int strip,
                                            int row_in_group, int lane, PartialState& all) {
-  using Strips = FoldStrips<Traits>;
+  using Strips = ReduceStrips<Traits>;
   constexpr int kDim = Traits::kHeadDimVo;
   const RowMap<Traits::kGroupSize> map(p, qo_begin, kv_head);
   const i64 row = is_final ? map.Index(row_in_group) : partial_row;
@@ -132,16 +131,16 @@ __device__ __forceinline__ void WriteStrip(const AttentionParams& p, bool is_fin
   }
 }
 
-// How strips of MLA are found and what they come to is stored, see FoldSlice: row by row.
+// The strips of ReduceSlice, row by row: where their states are, and where the result goes.
 template <class Traits>
-struct RowStrips : FoldStrips<Traits> {
-  using FoldStrips<Traits>::FoldStrips;
-  __device__ int Row(int strip, int) const { return FoldStrips<Traits>::Row(strip); }
+struct RowStrips : ReduceStrips<Traits> {
+  using ReduceStrips<Traits>::ReduceStrips;
+  __device__ int Row(int strip, int) const { return ReduceStrips<Traits>::Row(strip); }
   __device__ int At(int strip, int lane) const {
     return Row(strip, lane) * Traits::kHeadDimVo + 4 * this->Vector(strip, lane);
   }
   __device__ bool Has(int strip, int lane) const {
-    return this->Vector(strip, lane) < FoldStrips<Traits>::kVectors;
+    return this->Vector(strip, lane) < ReduceStrips<Traits>::kVectors;
   }
   __device__ __forceinline__ void Store(const AttentionParams& p, const MergeGroup& group,
                                         int strip, int lane, PartialState& all) const {
@@ -150,20 +149,20 @@ struct RowStrips : FoldStrips<Traits> {
   }
 };
 
-// Folds an item's only group, whose states are one batch and make the result, by the whole team:
-// what decodes of few requests wait for. Until the states are asked for, every instruction counts.
+// Reduces an item's only group, if its states are one batch and make the final result, with the
+// whole team. Decodes of few requests wait for this, so every instruction before the loads counts.
 template <class Traits, class Team>
-__device__ __forceinline__ void FoldOneBatchHere(const AttentionParams& p,
-                                                 const MergeScratch& scratch) {
-  using Strips = FoldStrips<Traits>;
+__device__ __forceinline__ void ReduceOneBatchInline(const AttentionParams& p,
+                                                     const MergeScratch& scratch) {
+  using Strips = ReduceStrips<Traits>;
   const MergeGroup& group = scratch.group;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
   const int num_partials = Uniform(group.num_partials);
   const Strips strips(p, group.kv_head);
   const int num_strips = Uniform(strips.Count(group.qo_len));
-  int first_rows[kFoldBatch];  // anything beyond num_partials
+  int first_rows[kReduceBatch];  // anything behind num_partials
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; i += 4) {
+  for (int i = 0; i < kReduceBatch; i += 4) {
     const uint4 four = *reinterpret_cast<const uint4*>(scratch.partial_rows + i);
     first_rows[i] = static_cast<int>(four.x);
     first_rows[i + 1] = static_cast<int>(four.y);
@@ -173,12 +172,12 @@ __device__ __forceinline__ void FoldOneBatchHere(const AttentionParams& p,
 #pragma unroll 1
   for (int strip = Uniform(Team::thread() / kWarpSize); strip < num_strips; strip += num_warps) {
     const int row = strips.Row(strip), vector = Strips::Vector(strip, lane);
-    // Anew: one multiplication makes the address of a state, which the compiler would share out.
-    const char* const columns = Anew(reinterpret_cast<const char*>(p.partial_o + 4 * vector));
-    // The batch's other places, wherever they are, have the identity.
-    PartialState batch[kFoldBatch];
+    // Opaque: the address of a state is one multiplication, which the compiler would split up.
+    const char* const columns = Opaque(reinterpret_cast<const char*>(p.partial_o + 4 * vector));
+    // Missing states of the batch are the identity, wherever they are.
+    PartialState batch[kReduceBatch];
 #pragma unroll
-    for (int i = 0; i < kFoldBatch; ++i) {
+    for (int i = 0; i < kReduceBatch; ++i) {
       const bool is_there = i < num_partials;
       const i64 at = first_rows[i] + row;
       batch[i].row = LoadCoherentIf(is_there, p.partial_states + at, {-Infinity(), 0.0f});
@@ -186,45 +185,45 @@ __device__ __forceinline__ void FoldOneBatchHere(const AttentionParams& p,
           LoadCoherent16If(is_there && vector < Strips::kVectors,
                            reinterpret_cast<const float*>(columns + at * (4 * Traits::kHeadDimVo)));
     }
-    __syncwarp();  // or ptxas would ask for half of them behind the first answers
+    __syncwarp();  // else ptxas would issue half of the loads behind the first answers
     PartialState all = SumOfStates(batch, num_partials <= kFewStates);
     WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, row, lane, all);
   }
 }
-// Not inlined: one copy serves all tile heights, where there are several.
+// Not inlined: one copy of the code serves all tile sizes.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldOneBatch(typename Team::Params params,
-                                          const MergeScratch& scratch) {
-  FoldOneBatchHere<Traits, Team>(params, scratch);
+__device__ __noinline__ void ReduceOneBatch(typename Team::Params params,
+                                            const MergeScratch& scratch) {
+  ReduceOneBatchInline<Traits, Team>(params, scratch);
 }
 
 // A batch of the states of a strip.
-struct FoldPlace {
-  int group;  // the lane that knows it; kWarpSize: none is left
+struct ReduceCursor {
+  int group;  // the lane that holds the group; kWarpSize: none is left
   int strip;
   int row;
-  int first;  // place of the first state
+  int first;  // offset of the first state
 };
 
-// Folds merge groups by the whole team: of 32 groups those that `completed` has a bit of. They have
-// a kv head in common, and a parent only where they are one. Their strips are dealt to the warps in
-// turn, because a group of a decode has fewer rows than there are warps, and an item may complete
-// 32 such groups. A warp takes kFoldBatch states at a time, and the next batch is on its way while
-// one is added up: a multiprocessor gets up to 64 bytes a clock from L2, and an answer takes 600 to
-// 800 clocks, of which 8 warps with 4 KB each and nothing else to do use half. Not inlined: one
-// copy serves all tile heights.
-// only: has the group that is an item's only one; else null.
+// Reduces merge groups with the whole team: those of 32 groups whose bit `completed` has. They have
+// the same kv head; only a single group may have a parent. Their strips are dealt to the warps one
+// by one, as a group of a decode has fewer rows than there are warps, and an item may complete 32
+// such groups. A warp takes kReduceBatch states at a time, and loads the next batch while it adds
+// one up. A multiprocessor gets up to 64 bytes a clock from L2, and an answer takes 600 to 800
+// clocks; 8 warps with 4 KB in flight each use half of that. Not inlined: one copy of the code
+// serves all tile sizes. only: has the group if it is an item's only one; else null.
 template <class Traits, class Team>
-__device__ __noinline__ void FoldMergeGroups(typename Team::Params params, const MergeGroup* groups,
-                                             u32 completed, const MergeScratch* only) {
+__device__ __noinline__ void ReduceMergeGroups(typename Team::Params params,
+                                               const MergeGroup* groups, u32 completed,
+                                               const MergeScratch* only) {
   const AttentionParams& p = params;
-  using Strips = FoldStrips<Traits>;
-  // Strips that a warp takes before others have their turn: a result that goes where one of the
-  // row's states lies has to wait for the whole row.
+  using Strips = ReduceStrips<Traits>;
+  // Strips that a warp takes in a row: a result may overwrite one of the row's states, so it has to
+  // wait for the whole row.
   constexpr int kRun = Strips::kOfRow;
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
   const bool kept = only != nullptr && only->group.num_partials <= MergeScratch::kMaxKept;
-  MergeGroup mine = {};  // that of the lane
+  MergeGroup mine = {};  // the lane's group
   if (only != nullptr) {
     mine = only->group;
   } else if ((completed >> lane & 1) != 0) {
@@ -233,7 +232,7 @@ __device__ __noinline__ void FoldMergeGroups(typename Team::Params params, const
   auto of = [](int x, int group) { return __shfl_sync(kFullWarp, x, group); };
   const int first_group = __ffs(completed) - 1;
   const int kv_head = of(mine.kv_head, first_group);
-  const int first_place = of(mine.first_place, first_group);
+  const int first_offset = of(mine.first_offset, first_group);
   const int group_step = of(mine.partials_step, first_group);
   const bool is_parent = group_step > 1;
   const bool is_final = of(mine.parent, first_group) < 0;
@@ -242,92 +241,94 @@ __device__ __noinline__ void FoldMergeGroups(typename Team::Params params, const
     return kept ? only->partial_rows : p.partial_rows + of(mine.partials_begin, group);
   };
   const Strips strips(p, kv_head);
-  // To what lies place.strip strips behind the begin of place.group.
-  auto settle = [&](FoldPlace& place) {
+  // Moves a cursor that is cursor.strip strips behind the beginning of cursor.group to the group it
+  // falls into.
+  auto settle = [&](ReduceCursor& cursor) {
 #pragma unroll 1
-    while (place.group < kWarpSize) {
-      const int count = strips.Count(of(mine.qo_len, place.group));
-      if (place.strip < count) break;
-      place.strip -= count;
-      const u32 left = completed >> place.group >> 1;
-      place.group = left == 0 ? kWarpSize : place.group + __ffs(left);
+    while (cursor.group < kWarpSize) {
+      const int count = strips.Count(of(mine.qo_len, cursor.group));
+      if (cursor.strip < count) break;
+      cursor.strip -= count;
+      const u32 left = completed >> cursor.group >> 1;
+      cursor.group = left == 0 ? kWarpSize : cursor.group + __ffs(left);
     }
-    place.row = strips.Row(place.strip);
+    cursor.row = strips.Row(cursor.strip);
   };
   const int warp = Team::thread() / kWarpSize;
-  FoldPlace next = {first_group, warp * kRun, 0, -kFoldBatch};  // of nothing
+  ReduceCursor next = {first_group, warp * kRun, 0, -kReduceBatch};  // before the first batch
   settle(next);
   if (next.group == kWarpSize) return;
   const i32* partial_rows = rows_of(next.group);
   PartialState all = IdentityState();
-  // Asks for the batch behind the one at `next`, and adds that up; false: it is the last.
-  auto turn = [&](const PartialState(&batch)[kFoldBatch], PartialState(&ahead)[kFoldBatch]) {
-    const FoldPlace at = next;
-    const int num_places = of(mine.num_partials, at.group) + first_place;
-    const bool last_batch = at.first + kFoldBatch >= num_places;
-    next.first = last_batch ? 0 : at.first + kFoldBatch;
+  // Loads the batch behind the one at `next`, and adds up the loaded one. false: it was the last.
+  auto advance = [&](const PartialState(&batch)[kReduceBatch], PartialState(&ahead)[kReduceBatch]) {
+    const ReduceCursor at = next;
+    const int end_offset = of(mine.num_partials, at.group) + first_offset;
+    const bool last_batch = at.first + kReduceBatch >= end_offset;
+    next.first = last_batch ? 0 : at.first + kReduceBatch;
     if (last_batch) {
       ++next.strip;
       if (next.strip % kRun == 0) next.strip += (num_warps - 1) * kRun;
       settle(next);
     }
     const bool more = next.group < kWarpSize;
-    const int next_places = more ? of(mine.num_partials, next.group) + first_place : 0;
+    const int next_end = more ? of(mine.num_partials, next.group) + first_offset : 0;
     if (more && next.group != at.group) partial_rows = rows_of(next.group);
     const int next_vector = Strips::Vector(next.strip, lane);
     auto load = [&](int i) {
-      const int place = next.first + i;
-      const bool is_there = place >= first_place && place < next_places;
-      const i64 row = partial_rows[is_there ? (place - first_place) * step : 0] + i64{next.row};
+      const int offset = next.first + i;
+      const bool is_there = offset >= first_offset && offset < next_end;
+      const i64 row = partial_rows[is_there ? (offset - first_offset) * step : 0] + i64{next.row};
       ahead[i] = LoadState<Traits>(p, is_there, row, next_vector);
     };
 #pragma unroll
     for (int i = 0; i < kFewStates; ++i) load(i);
-    if (next_places > kFewStates) {
+    if (next_end > kFewStates) {
 #pragma unroll
-      for (int i = kFewStates; i < kFoldBatch; ++i) load(i);
+      for (int i = kFewStates; i < kReduceBatch; ++i) load(i);
     }
     if (is_parent) {
 #pragma unroll
-      for (int i = 0; i < kFoldBatch; ++i) Combine(all, batch[i]);
+      for (int i = 0; i < kReduceBatch; ++i) Combine(all, batch[i]);
     } else {
-      Combine(all, SumOfStates(batch, num_places <= kFewStates));
+      Combine(all, SumOfStates(batch, end_offset <= kFewStates));
     }
     if (last_batch) {
-      // The whole warp has read the row's states, one of which may lie where this one goes.
+      // The whole warp has read the row's states, one of which the result may overwrite.
       __syncwarp();
-      // What is not final is the only group.
+      // Only a single group is not final.
       WriteStrip<Traits>(p, is_final, of(mine.qo_begin, at.group), kv_head,
                          partial_rows[0] + i64{at.row}, at.strip, at.row, lane, all);
       all = IdentityState();
     }
     return more;
   };
-  // By turns, because a copy of what is on its way would wait for it.
-  PartialState even[kFoldBatch], odd[kFoldBatch];
+  // Two buffers in alternation: copying states in flight would wait for them.
+  PartialState even[kReduceBatch], odd[kReduceBatch];
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; ++i) even[i] = odd[i] = IdentityState();
+  for (int i = 0; i < kReduceBatch; ++i) even[i] = odd[i] = IdentityState();
 #pragma unroll 1
-  while (turn(even, odd) && turn(odd, even)) {
+  while (advance(even, odd) && advance(odd, even)) {
   }
 }
 
-// Folds strips [begin, end) of a merge group of MLA by the whole team, a strip a warp, a batch of
-// states at a time; the next batch is on its way while one is added up.
-// Strips: as RowStrips. partial_rows: those of the group.
+// Reduces strips [begin, end) of an MLA merge group with the whole team: a strip a warp, a batch of
+// states at a time; the next batch is loaded while one is added up. Strips: as RowStrips.
+// partial_rows: those of the group.
 template <class Traits, class Team, class Strips>
-__device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeGroup& group,
-                                          const i32* partial_rows, int begin, int end) {
+__device__ __forceinline__ void ReduceSlice(const AttentionParams& p, const MergeGroup& group,
+                                            const i32* partial_rows, int begin, int end) {
   const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
-  const int first_place = Uniform(group.first_place);
-  const int num_places = first_place + Uniform(group.num_partials);
+  const int first_offset = Uniform(group.first_offset);
+  const int end_offset = first_offset + Uniform(group.num_partials);
   const Strips strips(p, group.kv_head);
   end = Uniform(Min(end, strips.Count(group.qo_len)));
-  int strip = Uniform(begin + Team::thread() / kWarpSize), first = -kFoldBatch;  // of nothing
+  int strip = Uniform(begin + Team::thread() / kWarpSize),
+      first = -kReduceBatch;  // before the first batch
   if (strip >= end) return;
   const RowState* const row_states = p.partial_states;
   const float* const columns = p.partial_o;
-  int row, at;  // the lane's of the strip, in a state that begins at row 0
+  int row, at;  // the strip's row and offset for this lane, in a state that begins at row 0
   bool has_columns;
   auto find = [&] {
     row = strips.Row(strip, lane);
@@ -336,22 +337,22 @@ __device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeG
   };
   find();
   PartialState all = IdentityState();
-  // Asks for the batch behind the one at `first`, and adds that up; false: it is the last.
-  auto turn = [&](const PartialState(&batch)[kFoldBatch], PartialState(&ahead)[kFoldBatch]) {
+  // Loads the batch behind the one at `first`, and adds up the loaded one. false: it was the last.
+  auto advance = [&](const PartialState(&batch)[kReduceBatch], PartialState(&ahead)[kReduceBatch]) {
     const int folded = strip;
-    const bool last_batch = first + kFoldBatch >= num_places;
-    first = last_batch ? 0 : first + kFoldBatch;
+    const bool last_batch = first + kReduceBatch >= end_offset;
+    first = last_batch ? 0 : first + kReduceBatch;
     if (last_batch) {
       strip += num_warps;
       find();
     }
     const bool more = strip < end;
-    const int places_ahead = more ? num_places : 0;
+    const int end_ahead = more ? end_offset : 0;
 #pragma unroll
-    for (int i = 0; i < kFoldBatch; ++i) {
-      const int place = first + i;
-      const bool is_there = place >= first_place && place < places_ahead;
-      const i64 first_row = partial_rows[is_there ? place - first_place : 0];
+    for (int i = 0; i < kReduceBatch; ++i) {
+      const int offset = first + i;
+      const bool is_there = offset >= first_offset && offset < end_ahead;
+      const i64 first_row = partial_rows[is_there ? offset - first_offset : 0];
       ahead[i].row = LoadCoherentIf(is_there, row_states + (first_row + row), {-Infinity(), 0.0f});
       ahead[i].o = LoadCoherent16If(is_there && has_columns,
                                     columns + (first_row * Traits::kHeadDimVo + at));
@@ -363,27 +364,27 @@ __device__ __forceinline__ void FoldSlice(const AttentionParams& p, const MergeG
     }
     return more;
   };
-  // By turns, because a copy of what is on its way would wait for it.
-  PartialState even[kFoldBatch], odd[kFoldBatch];
+  // Two buffers in alternation: copying states in flight would wait for them.
+  PartialState even[kReduceBatch], odd[kReduceBatch];
 #pragma unroll
-  for (int i = 0; i < kFoldBatch; ++i) even[i] = odd[i] = IdentityState();
+  for (int i = 0; i < kReduceBatch; ++i) even[i] = odd[i] = IdentityState();
 #pragma unroll 1
-  while (turn(even, odd) && turn(odd, even)) {
+  while (advance(even, odd) && advance(odd, even)) {
   }
 }
 
-// The slices of a merge group of MLA, taken from its counter, which goes on from arrivals to
-// slices: whoever makes the last arrival has slice 0.
+// The slices of an MLA merge group, taken from its counter, which counts first arrivals and then
+// slices. The last one to arrive has slice 0.
 struct SliceCounter {
   i32* counter;
   int num_partials, num_slices;
 
-  // The next one; num_slices: none is left.
+  // Takes the next slice; num_slices: none is left.
   __device__ int Take() const {
     const int slice = AddAcquireRelease(counter, 1) - num_partials + 1;
     return slice >= 1 && slice < num_slices ? slice : num_slices;
   }
-  // Whether the group is complete, or will be within some 50 us, and slices may be left.
+  // Whether the group is complete, or becomes so within some 50 us, and slices may be left.
   __device__ bool IsCompleteSoon() const {
 #pragma unroll 1
     for (int naps = 0; naps < 256; ++naps) {
@@ -395,15 +396,15 @@ struct SliceCounter {
   }
 };
 
-// Folds what others leave of a merge group of MLA, by the whole team, which completed it or else
-// waits for that. is_only: scratch has the group, which is an item's only one.
+// Reduces slices of an MLA merge group with the whole team, which completed the group or else waits
+// for it. is_only: scratch has the group, which is an item's only one.
 template <class Traits, class Team, class Strips>
-__device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx, bool completed,
-                                        bool is_only, MergeScratch& scratch) {
-  // Slices of fewer bytes take as long to take as to fold, and eight warps have a strip each. They
-  // go by the group alone, so that all say the same.
+__device__ __noinline__ void ReduceSlices(const AttentionParams& p, int merge_idx, bool completed,
+                                          bool is_only, MergeScratch& scratch) {
+  // Smaller slices would take longer to take than to reduce, and eight warps have a strip each. The
+  // size depends on the group alone, so that all CTAs agree.
   constexpr int kBytes = 64 << 10, kStrips = 8;
-  constexpr int kMost = kBytes / (4 * Traits::kHeadDimVo / FoldStrips<Traits>::kOfRow);
+  constexpr int kMost = kBytes / (4 * Traits::kHeadDimVo / ReduceStrips<Traits>::kOfRow);
   int (&slices)[2] = scratch.slices;
   const MergeGroup group = is_only ? scratch.group : LoadGroup(p.merge_groups + merge_idx);
   const bool kept = is_only && group.num_partials <= MergeScratch::kMaxKept;
@@ -415,25 +416,26 @@ __device__ __noinline__ void FoldSlices(const AttentionParams& p, int merge_idx,
   const bool is_first_thread = Team::thread() == 0;
   if (!completed && counter.num_slices == 1) return;
   int slice = completed ? 0 : -1;
-  // Whoever completed the group takes all that nobody else does.
+  // The CTA that completed the group takes all slices that no other takes.
   int share = completed ? counter.num_slices : CeilDiv(counter.num_slices, group.num_partials);
 #pragma unroll 1
-  for (int turn = 0;; ++turn) {
+  for (int round = 0;; ++round) {
     if (slice >= 0) {
-      FoldSlice<Traits, Team, Strips>(p, group, partial_rows, slice * length, (slice + 1) * length);
+      ReduceSlice<Traits, Team, Strips>(p, group, partial_rows, slice * length,
+                                        (slice + 1) * length);
       if (--share == 0) break;
     }
     if (is_first_thread) {
       const bool is_complete = slice >= 0 || counter.IsCompleteSoon();
-      slices[turn % 2] = is_complete ? counter.Take() : counter.num_slices;
+      slices[round % 2] = is_complete ? counter.Take() : counter.num_slices;
     }
     Team::Sync();
-    slice = slices[turn % 2];
+    slice = slices[round % 2];
     if (slice >= counter.num_slices) break;
   }
 }
 
-// Keeps what a fold of a merge group begins with, by one warp.
+// Keeps what the reduction of a merge group needs first, by one warp.
 __device__ __forceinline__ void KeepGroup(const AttentionParams& p, int merge_idx, int lane,
                                           MergeScratch& scratch) {
   const MergeGroup group = LoadGroup(p.merge_groups + merge_idx);
@@ -447,8 +449,9 @@ __device__ __forceinline__ void KeepGroup(const AttentionParams& p, int merge_id
   }
 }
 
-// Called by the whole team after it wrote the state of item `index`, of groups [merge_idx,
-// merge_idx + num_groups), which have a parent only where they are one. scratch: shared memory.
+// Call it with the whole team after it wrote the state of item `index`, which belongs to groups
+// [merge_idx, merge_idx + num_groups). Only a single group may have a parent. scratch: shared
+// memory.
 template <class Traits, class Team = WholeCta>
 __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int index, int merge_idx,
                                                int num_groups, MergeScratch& scratch) {
@@ -461,10 +464,10 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
   for (;;) {
     const MergeGroup* groups = p.merge_groups + merge_idx;
     i32* const counters = scratch.counters + merge_idx;
-    // One thread a group arrives for all: the barrier before it makes their writes part of what it
-    // releases, the barrier after it makes what it acquired theirs. The others wait for no fence,
-    // and neither do their loads for the next item. An arrival takes a trip to L2 and more;
-    // meanwhile the second warp brings what a fold begins with.
+    // One thread a group arrives for all threads: the barrier before it includes their writes in
+    // what it releases, and the barrier after it shows them what it acquired. The other threads
+    // issue no fence, so their loads for the next item do not wait. An arrival takes a trip to L2
+    // or more. Meanwhile the second warp loads what a reduction needs first.
     Team::Sync();
     if (thread / kWarpSize != 1 || num_groups > 1) {
 #pragma unroll 1
@@ -486,22 +489,22 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
     const bool completed = scratch.completed[0] != 0;
     if constexpr (Traits::kIsMla) {
       if (completed || index + 1 == QueueEnd(p)) {
-        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx, completed, true, scratch);
+        ReduceSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx, completed, true, scratch);
       }
       return;
     } else {
       if (!completed) return;
       const MergeGroup& group = scratch.group;
-      if (group.first_place + group.num_partials <= kFoldBatch && group.parent < 0 &&
+      if (group.first_offset + group.num_partials <= kReduceBatch && group.parent < 0 &&
           !IsParent(group)) {
         if constexpr (Traits::kNumTiles == 1) {
-          FoldOneBatchHere<Traits, Team>(p, scratch);
+          ReduceOneBatchInline<Traits, Team>(p, scratch);
         } else {
-          FoldOneBatch<Traits, Team>(p, scratch);
+          ReduceOneBatch<Traits, Team>(p, scratch);
         }
         return;
       }
-      FoldMergeGroups<Traits, Team>(p, groups, 1, &scratch);
+      ReduceMergeGroups<Traits, Team>(p, groups, 1, &scratch);
       merge_idx = group.parent;
       if (merge_idx < 0) return;
     }
@@ -512,12 +515,12 @@ __device__ __forceinline__ void ArriveAndMerge(const AttentionParams& p, int ind
     if constexpr (Traits::kIsMla) {
 #pragma unroll 1
       for (; completed != 0; completed &= completed - 1) {
-        FoldSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx + first + __ffs(completed) - 1,
-                                                    true, false, scratch);
-        Team::Sync();  // the next one takes slices anew
+        ReduceSlices<Traits, Team, RowStrips<Traits>>(p, merge_idx + first + __ffs(completed) - 1,
+                                                      true, false, scratch);
+        Team::Sync();  // before the next group's slices are taken
       }
     } else if (completed != 0) {
-      FoldMergeGroups<Traits, Team>(p, p.merge_groups + merge_idx + first, completed, nullptr);
+      ReduceMergeGroups<Traits, Team>(p, p.merge_groups + merge_idx + first, completed, nullptr);
     }
   }
 }

@@ -1,6 +1,6 @@
-// One function a PTX instruction. Everything else in csrc/cuda is CUDA C++ without headers, which a
-// host compiler understands, too: tests/csrc/emulation/cuda_emulation.h takes the place of this
-// file there, hence a guard with a name.
+// One function for each PTX instruction. All other files of csrc/cuda are CUDA C++ without headers,
+// which a host compiler also understands: tests/csrc/emulation/cuda_emulation.h replaces this file
+// there, so the include guard has a name.
 #ifndef JAX_ATTN_CUDA_COMMON_PTX_CUH_
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 
@@ -16,17 +16,17 @@ __device__ __forceinline__ u32 SharedAddress(const void* shared) {
   return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
 
-// x, which the compiler takes for a new value at every call: what is derived from it is computed
-// where it is used, instead of being kept in registers that a loop needs.
-__device__ __forceinline__ int Anew(int x) {
+// Makes x opaque: the compiler takes it for a new value at every call. What is derived from it is
+// computed where it is used, instead of staying in registers that a loop needs.
+__device__ __forceinline__ int Opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-__device__ __forceinline__ const char* Anew(const char* x) {
+__device__ __forceinline__ const char* Opaque(const char* x) {
   asm volatile("" : "+l"(x));
   return x;
 }
-__device__ __forceinline__ uint4 Anew(uint4 x) {
+__device__ __forceinline__ uint4 Opaque(uint4 x) {
   asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
   return x;
 }
@@ -41,8 +41,7 @@ __device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool
                : "memory");
 }
 
-// The same with a hint to L2: to drop, before anything else, what nobody else is going to read; or
-// none after all.
+// The same with a hint to L2: EvictFirst for data that is not read again, EvictNormal for no hint.
 __device__ __forceinline__ u64 EvictFirst() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -75,8 +74,8 @@ __device__ __forceinline__ void WaitCopies() {
 
 // --- matrix fragments ---
 
-// Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 and
-// receives, of each matrix, elements 2 * (l % 4) and the next of row l / 4.
+// Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l /
+// 8, and receives elements 2 * (l % 4) and the next of row l / 4 of each matrix.
 __device__ __forceinline__ void LoadMatrix4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -107,7 +106,7 @@ __device__ __forceinline__ void MmaF16(float (&c)[4], const u32 (&a)[4], u32 b0,
 
 // --- time ---
 
-// ns, the same clock for all multiprocessors; it ticks every 32 ns or more rarely.
+// ns; the same clock on all multiprocessors. It ticks every 32 ns or more rarely.
 __device__ __forceinline__ i64 GlobalTimer() {
   i64 time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");
@@ -126,8 +125,8 @@ __device__ __forceinline__ u32 PackF16(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
-// Four e4m3, the first one in the lowest byte: the nearest, ties to even; what is beyond 448
-// becomes that, NaN stays NaN. From sm_89 on.
+// Packs four e4m3, the first one in the lowest byte: rounded to nearest, ties to even; magnitudes
+// above 448 become 448, NaN stays NaN. From sm_89 on.
 __device__ __forceinline__ u32 PackE4m3(float a, float b, float c, float d) {
   u32 packed;
   asm("{\n"
@@ -140,14 +139,14 @@ __device__ __forceinline__ u32 PackE4m3(float a, float b, float c, float d) {
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return packed;
 }
-// Two e4m3, the low byte first. From sm_89 on.
-__device__ __forceinline__ u32 E4m3ToF16x2(u16 codes) {
+// Converts two e4m3, the low byte first. From sm_89 on.
+__device__ __forceinline__ u32 E4m3ToF16x2(u16 quantized) {
   u32 x;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(codes));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"(quantized));
   return x;
 }
-// Of the high half: a shift would be an instruction of its own.
-__device__ __forceinline__ u32 E4m3HighToF16x2(u32 codes) {
+// Converts the high half; a shift would be an instruction more.
+__device__ __forceinline__ u32 E4m3HighToF16x2(u32 quantized) {
   u32 x;
   asm("{\n"
       ".reg .b16 low, high;\n"
@@ -155,7 +154,7 @@ __device__ __forceinline__ u32 E4m3HighToF16x2(u32 codes) {
       "cvt.rn.f16x2.e4m3x2 %0, high;\n"
       "}\n"
       : "=r"(x)
-      : "r"(codes));
+      : "r"(quantized));
   return x;
 }
 __device__ __forceinline__ float F16ToFloat(u16 bits) {
@@ -200,14 +199,14 @@ __device__ __forceinline__ float Quotient(float x, float y) {  // 2 ulp
   asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
-// Truncated, the nearest i32 of what is beyond, 0 of NaN.
+// Truncates; saturates to i32; NaN becomes 0.
 __device__ __forceinline__ int SaturatedInt(float x) {
   int y;
   asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 
-// Over a warp; every lane gets the result.
+// Reductions over a warp; every lane gets the result.
 __device__ __forceinline__ u32 WarpMin(u32 x) {
   u32 y;
   asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
@@ -226,14 +225,14 @@ __device__ __forceinline__ u32 WarpSum(u32 x) {
 
 // --- named barriers: num_threads of the CTA meet at barrier `id` (0 is __syncthreads) ---
 //
-// Who waits does so at one place in the code, as bar.sync, which is barrier.sync.aligned, promises.
-// Threads that come from another place arrive.
+// bar.sync is barrier.sync.aligned: all threads that wait must do so at one place in the code.
+// Threads that come from another place use ArriveNamed.
 
 __device__ __forceinline__ void SyncNamed(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// The same, and whether x holds for any of them.
+// Meets, and returns whether x holds for any of the threads.
 __device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
   u32 any;
   asm volatile(
@@ -249,14 +248,14 @@ __device__ __forceinline__ bool SyncNamedOr(int id, int num_threads, bool x) {
   return any != 0;
 }
 
-// Counts as having met, without waiting for the others.
+// Counts as having met, but does not wait for the others.
 __device__ __forceinline__ void ArriveNamed(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 // --- global memory ---
 
-// Reads of what nothing writes during the kernel.
+// Reads memory that nothing writes during the kernel.
 __device__ __forceinline__ i32 LoadConstant(const i32* global) {
   i32 x;
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(global));
@@ -270,7 +269,7 @@ __device__ __forceinline__ uint4 LoadConstant16(const void* global) {
   return v;
 }
 
-// The same past L1, or zeros that read nothing.
+// The same past L1. Without `loads` it returns zeros and reads nothing.
 __device__ __forceinline__ uint4 LoadRow16If(bool loads, const void* global) {
   uint4 v = make_uint4(0, 0, 0, 0);
   asm volatile(
@@ -284,7 +283,7 @@ __device__ __forceinline__ uint4 LoadRow16If(bool loads, const void* global) {
   return v;
 }
 
-// Likewise of 32, 16 and 8 bits, when and as often as the compiler likes.
+// The same for 32, 16 and 8 bits; the compiler may move and repeat these reads.
 __device__ __forceinline__ u32 LoadOperand32(const void* global) {
   u32 x;
   asm("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(global));
@@ -301,8 +300,8 @@ __device__ __forceinline__ u32 LoadOperand8(const void* global) {
   return x;
 }
 
-// Writes 16 or 8 bytes at once. (Of a uint4 whose words were packed just before, the compiler makes
-// four stores.)
+// Writes 16 or 8 bytes at once. (The compiler would split the store of a uint4 whose words were
+// just packed into four.)
 __device__ __forceinline__ void StoreVector(void* global, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w));
@@ -311,24 +310,24 @@ __device__ __forceinline__ void StoreVector(void* global, uint2 x) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(x.x), "r"(x.y));
 }
 
-// Brings a line into L2.
+// Prefetches a line into L2.
 __device__ __forceinline__ void PrefetchL2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// Reads past L1, which is not coherent: of what other CTAs wrote during this launch.
+// Reads past L1, which is not coherent: what other CTAs wrote during this launch.
 __device__ __forceinline__ i32 LoadCoherent(const i32* global) {
   i32 x;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(global));
   return x;
 }
-// The same, and what was written before by whoever added to it with AddAcquireRelease is visible.
+// The same with acquire order: it sees what other CTAs wrote before their AddAcquireRelease.
 __device__ __forceinline__ i32 LoadAcquire(const i32* counter) {
   i32 x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
   return x;
 }
-// `otherwise` and zeros where it is not to be loaded.
+// Reads past L1. Without `loads` it returns `otherwise`, or zeros, and reads nothing.
 __device__ __forceinline__ RowState LoadCoherentIf(bool loads, const RowState* global,
                                                    RowState otherwise) {
   RowState x = otherwise;
@@ -355,12 +354,12 @@ __device__ __forceinline__ float4 LoadCoherent16If(bool loads, const float* glob
   return v;
 }
 
-// Raises a word of the whole device, seen as unsigned, to at least x.
+// Raises a word of global memory, as unsigned, to at least x.
 __device__ __forceinline__ void MaxRelaxed(i32* global, u32 x) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
-// Likewise of 64 bits.
+// The same for 64 bits.
 __device__ __forceinline__ void MaxRelaxed(i64* global, i64 x) {
   asm volatile("red.relaxed.gpu.global.max.s64 [%0], %1;" ::"l"(global), "l"(x) : "memory");
 }
@@ -368,8 +367,8 @@ __device__ __forceinline__ void AddRelaxed(i64* global, i64 x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(global), "l"(x) : "memory");
 }
 
-// Adds to a counter of the whole device and returns what it was. What this thread wrote, or saw
-// written, before is visible to whoever sees the sum.
+// Adds to a counter in global memory and returns what it was. Whoever sees the sum also sees what
+// this thread wrote, or saw written, before.
 __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
   i32 before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -379,7 +378,7 @@ __device__ __forceinline__ i32 AddAcquireRelease(i32* counter, i32 x) {
   return before;
 }
 
-// The same without a word about anything else that is written.
+// The same without ordering other accesses.
 __device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
   i32 before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
@@ -389,11 +388,11 @@ __device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
   return before;
 }
 
-// Some 100 to 200 ns of doing nothing.
+// Sleeps some 100 to 200 ns.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
-// Whoever waits for what another CTA is about to finish, in microseconds, waits no longer: some 0.1
-// s. Then the plan, or a counter, is not what it should be, and a result of NaN is better than a
-// device that hangs. Naps and no clock: a device shared with other processes stops both CTAs.
+// Limit, some 0.1 s, of a wait for another CTA that needs only microseconds. If it is reached, the
+// plan or a counter is wrong, and a NaN result is better than a device that hangs. It counts naps
+// and not time: on a device shared with other processes both CTAs may be suspended.
 inline constexpr int kMostNaps = 1 << 20;
 
 }  // namespace jax_attn

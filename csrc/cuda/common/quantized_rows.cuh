@@ -1,37 +1,38 @@
-// Rows of codes in shared memory: they come as they are, by asynchronous copies of the 16-byte
-// vectors that hold them, and a step of them becomes rows of the kernel's 16-bit type, in the
-// layout of plain keys and values. All that multiplies them is what plain ones have, so the bits
-// are, too. (e4m3 only in mla.cuh.)
+// Rows of quantized keys and values in shared memory. cp.async copies the 16-byte vectors that hold
+// them as they are. Then a step of them is dequantized to the kernel's 16-bit type, in the layout
+// of 16-bit keys and values. The loops multiply the same tiles as for 16-bit rows, so bits are the
+// same. (e4m3 comes this way only in sm80/mla.cuh.)
 #pragma once
 
 #include "cuda/common/codec.cuh"
-#include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
 
-// A row begins anywhere in its first vector, unless rows are whole vectors.
+// A quantized row begins anywhere in its first vector, unless rows are whole vectors.
 template <int kFormat, int kHeadDim>
-struct CodeRowLayout {
-  static constexpr int kRowBytes = static_cast<int>(CodeRowBytes(kFormat, kHeadDim));
-  static constexpr int kAlignment = PowerOfTwoDivisor(kRowBytes, 16);       // of rows in memory
-  static constexpr int kChunks = CeilDiv(kRowBytes + 16 - kAlignment, 16);  // of 16 bytes, copied
+struct QuantizedRowLayout {
+  static constexpr int kRowBytes = static_cast<int>(QuantizedRowBytes(kFormat, kHeadDim));
+  static constexpr int kAlignment =
+      PowerOfTwoDivisor(kRowBytes, 16);  // alignment of rows in memory
+  static constexpr int kChunks = CeilDiv(kRowBytes + 16 - kAlignment, 16);  // vectors of 16 bytes
+                                                                            // that are copied
   static constexpr int kPitch = 16 * (kChunks | 1);                         // bytes
-  static constexpr int kCodeBytes = kHeadDim * FormatOf(kFormat).bits / 8;
+  static constexpr int kQuantizedBytes = kHeadDim * FormatOf(kFormat).bits / 8;
 
-  // Whether the chunk-th of the vectors holds anything of the row at address `row`. The last one
-  // may not, and may then be behind the pool.
+  // Whether the chunk-th vector holds anything of the row at address `row`. The last one may hold
+  // nothing, and may then lie behind the pool.
   __device__ __forceinline__ static bool Holds(u64 row, int chunk) {
     constexpr bool kAll = 16 * (kChunks - 1) < kRowBytes;
     return kAll || 16 * chunk < static_cast<int>(row % 16) + kRowBytes;
   }
 };
 
-// What a layer's rows of one kv head have in common: where in a 16-byte vector the row of a kv
-// position begins. Pages are whole vectors.
+// Where in a 16-byte vector the row of a kv position begins, for one kv head of a layer. Pages are
+// whole vectors.
 template <class Layout>
-class CodeRowOffsets {
+class QuantizedRowOffsets {
  public:
-  __device__ __forceinline__ CodeRowOffsets(const AttentionParams& p, int kv_head)
+  __device__ __forceinline__ QuantizedRowOffsets(const AttentionParams& p, int kv_head)
       : head_bytes_(kv_head * Layout::kRowBytes),
         token_bytes_(p.num_kv_heads * Layout::kRowBytes) {}
   __device__ __forceinline__ int At(int position) const {
@@ -45,55 +46,55 @@ class CodeRowOffsets {
 
 // Four bytes from an address that is a multiple of kAlignment.
 template <int kAlignment>
-__device__ __forceinline__ u32 LoadCodes4(const unsigned char* from) {
+__device__ __forceinline__ u32 LoadBytes4(const unsigned char* from) {
   if constexpr (kAlignment >= 4) return *reinterpret_cast<const u32*>(from);
   const int shift = static_cast<int>(reinterpret_cast<u64>(from) % 4);
   const u32* words = reinterpret_cast<const u32*>(from - shift);
   return __byte_perm(words[0], words[1], 0x3210u + 0x1111u * static_cast<u32>(shift));
 }
 
-// Eight bytes of codes, the unit-th of a row, and the scales of what they become: a vector of 16
-// bytes of the decoded row, or two of codes of four bits.
+// Eight bytes of quantized values, the unit-th of a row, with their scales. Dequantized they are
+// one 16-byte vector of the row, or two with values of four bits.
 template <class Traits, int kHeadDim>
-class CodeUnit {
+class QuantizedUnit {
   static constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
   static constexpr bool kHasNibbles = FormatOf(kFormat).bits == 4;
-  using Layout = CodeRowLayout<kFormat, kHeadDim>;
+  using Layout = QuantizedRowLayout<kFormat, kHeadDim>;
 
  public:
   static constexpr int kVectors = kHasNibbles ? 2 : 1;
-  static constexpr int kUnits = Layout::kCodeBytes / 8;  // of a row
+  static constexpr int kUnits = Layout::kQuantizedBytes / 8;  // in a row
   using Vectors = uint4[kVectors];
 
-  CodeUnit() = default;
-  __device__ __forceinline__ CodeUnit(const unsigned char* row, int unit)
-      : low_(LoadCodes4<Layout::kAlignment>(row + 8 * unit)),
-        high_(LoadCodes4<Layout::kAlignment>(row + 8 * unit + 4)) {
-    const unsigned char* scales = row + Layout::kCodeBytes;
+  QuantizedUnit() = default;
+  __device__ __forceinline__ QuantizedUnit(const unsigned char* row, int unit)
+      : low_(LoadBytes4<Layout::kAlignment>(row + 8 * unit)),
+        high_(LoadBytes4<Layout::kAlignment>(row + 8 * unit + 4)) {
+    const unsigned char* scales = row + Layout::kQuantizedBytes;
     if constexpr (kHasNibbles) {
       constexpr int kBlock = FormatOf(kFormat).block;
-      scales_ = LoadBlockScales<kFormat>(scales, Place(unit, 0) * 8 / kBlock,
-                                         Place(unit, 1) * 8 / kBlock);
+      scales_ = LoadBlockScales<kFormat>(scales, VectorIndex(unit, 0) * 8 / kBlock,
+                                         VectorIndex(unit, 1) * 8 / kBlock);
     } else if constexpr (kFormat == kInt8Format) {
       scales_ = *reinterpret_cast<const u32*>(scales);
     }
   }
 
-  // Which vector of the row the unit's v-th one is.
-  __device__ static int Place(int unit, int v) {
+  // The index in the dequantized row of the unit's v-th vector.
+  __device__ static int VectorIndex(int unit, int v) {
     if constexpr (!kHasNibbles) return unit;
     constexpr int kSpan = FormatOf(kFormat).span;
     const int begin = unit / (kSpan / 16) * kSpan, half = Min(kSpan, kHeadDim - begin) / 2;
     return (begin + unit % (kSpan / 16) * 8 + v * half) / 8;
   }
 
-  __device__ __forceinline__ void Decode(Vectors& vectors) const {
+  __device__ __forceinline__ void Dequantize(Vectors& vectors) const {
     if constexpr (kHasNibbles) {
-      DecodeNibbles<kFormat, kDtype>(low_, high_, scales_, vectors[0], vectors[1]);
+      DequantizeNibbles<kFormat, kDtype>(low_, high_, scales_, vectors[0], vectors[1]);
     } else if constexpr (kFormat == kInt8Format) {
-      vectors[0] = DecodeInt8<kDtype>(low_, high_, __uint_as_float(scales_));
+      vectors[0] = DequantizeInt8<kDtype>(low_, high_, __uint_as_float(scales_));
     } else {
-      vectors[0] = DecodeFloat8<Traits>(low_, high_);
+      vectors[0] = DequantizeFloat8<Traits>(low_, high_);
     }
   }
 
@@ -101,43 +102,21 @@ class CodeUnit {
   u32 low_, high_, scales_;
 };
 
-// Row `from` of k_new or v_new becomes what append_kv makes of it, by a warp. scale: of its head,
-// where the format has it.
+// Quantizes row `from` of k_new or v_new as append_kv does, by one warp. scale: of its head, where
+// the format has one.
 template <class Traits, int kHeadDim>
-__device__ __forceinline__ void EncodeFreshRow(const u16* from, float scale, unsigned char* to) {
+__device__ __forceinline__ void QuantizeFreshRow(const u16* from, float scale, unsigned char* to) {
   constexpr int kFormat = Traits::kKvFormat, kDtype = Traits::kDtype;
   const int first = threadIdx.x % kWarpSize * 8;
   uint4 bits = make_uint4(0, 0, 0, 0);
   if (first < kHeadDim) bits = LoadConstant16(from + first);
   if constexpr (FormatOf(kFormat).scale_bytes == 0) {
-    const uint2 codes = EncodeEight<kFormat, kDtype>(bits, scale);
-    if (first < kHeadDim) *reinterpret_cast<uint2*>(to + first) = codes;
+    const uint2 quantized = QuantizeEight<kFormat, kDtype>(bits, scale);
+    if (first < kHeadDim) *reinterpret_cast<uint2*>(to + first) = quantized;
   } else {
     float x[8];
     EightElements<kDtype>(bits, x);
-    EncodeRow<kFormat, kDtype>(x, kHeadDim, scale, to);
-  }
-}
-
-// Decodes num_rows rows, that of kv position `position` first, by a warp.
-template <class Traits, int kHeadDim, int kNumRows>
-__device__ __forceinline__ void DecodeCodeRows(
-    const unsigned char* codes,
-    const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>>& offsets, int position,
-    int lane, unsigned char* to) {
-  using Layout = CodeRowLayout<Traits::kKvFormat, kHeadDim>;
-  static_assert(kHeadDim % 16 == 0, "rows without padding, and whole units of 16 codes");
-  using Unit = CodeUnit<Traits, kHeadDim>;
-  constexpr int kUnits = Unit::kUnits;
-#pragma unroll 2
-  for (int i = lane; i < kNumRows * kUnits; i += kWarpSize) {
-    const int row = i / kUnits;
-    const int unit = (kWarpSize % kUnits == 0 ? lane : i) % kUnits;  // often one for all rows
-    typename Unit::Vectors vectors;
-    Unit(codes + row * Layout::kPitch + offsets.At(position + row), unit).Decode(vectors);
-    uint4* elements = reinterpret_cast<uint4*>(to + row * RowLayout<kHeadDim>::kPitch);
-#pragma unroll
-    for (int v = 0; v < Unit::kVectors; ++v) elements[Unit::Place(unit, v)] = vectors[v];
+    QuantizeRowByWarp<kFormat, kDtype>(x, kHeadDim, scale, to);
   }
 }
 

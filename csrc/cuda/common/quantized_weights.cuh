@@ -1,31 +1,31 @@
-// Weights as codes (models/quantized.py), decoded in registers to the 16-bit type of x, two rows of
-// a column at a time: an operand of mma.sync.
+// Quantized weights of a matmul (models/quantized.py), dequantized in registers to the 16-bit type
+// of x, two rows of a column at a time: an operand of mma.sync.
 //
-// A decoded weight is (code - zero) * scale, rounded once to f16. To bf16 it is rounded once from a
-// product that is off by a 2^-14th at most: a scale of f32 is multiplied as the sum of two numbers
-// of bf16. Codes of e4m3 that are NaN count as 480 and -480, as they do in XLA's product.
+// A weight is (quantized - zero) * scale, rounded once to f16. For bf16 it is rounded once from a
+// product with an error of at most 2^-14: a f32 scale is multiplied as the sum of two bf16. e4m3
+// NaN count as 480 and -480, as in XLA's matmul.
 #pragma once
 
 #include "cuda/common/e4m3.cuh"
 
 namespace jax_attn {
 
-// Codes of one column in both halves of a word: row k in the low one, row k + 1 in the high one,
-// each with what its neighbours left in other bits. `a` and `b` have four columns.
+// Quantized values of one column in both halves of a word: row k in the low one, row k + 1 in the
+// high one. Other bits hold their neighbours. `a` and `b` have four columns.
 __device__ __forceinline__ u32 ColumnOf(u32 a, u32 b, int column) {
   return __byte_perm(a, b, 0x4400u + 0x1111u * static_cast<u32>(column));
 }
 
-// Where a format's codes lie in the halves, how they become numbers of the 16-bit type, and what
-// these are times.
+// Where a format's quantized values lie in the halves, how they become 16-bit numbers, and the
+// factor of these.
 template <int kFormat, int kDtype>
-struct WeightCodes;
+struct WeightBits;
 
 template <int kDtype>
-struct WeightCodes<kInt4Weights, kDtype> {
+struct WeightBits<kInt4Weights, kDtype> {
   static constexpr int kPerByte = 2;
-  // n as the bits of a number is n times the smallest subnormal one, 2^-133 or 2^-24. Times the
-  // factor that is n / 2^6 or n / 2^9, and the rest of the power is the scale's.
+  // n as the bits of a 16-bit number is n times the smallest subnormal, 2^-133 or 2^-24. Times the
+  // factor that is n / 2^6 or n / 2^9; the scale has the rest of the power.
   static constexpr bool kIsBf16 = kDtype == kElementBf16;
   static constexpr u32 kFactor = kIsBf16 ? 0x7f00 : 0x7800;  // 2^127, 2^15
   static constexpr float kUnit = kIsBf16 ? 0x1p-6f : 0x1p-9f, kScaleFactor = 1 / kUnit;
@@ -35,9 +35,9 @@ struct WeightCodes<kInt4Weights, kDtype> {
 };
 
 template <int kDtype>
-struct WeightCodes<kE2m1Weights, kDtype> {
+struct WeightBits<kE2m1Weights, kDtype> {
   static constexpr int kPerByte = 2;
-  // As of e4m3 (E4m3Bits): exponent and mantissa at the bits of the type's own.
+  // As E4m3Bits: exponent and mantissa are shifted to those of the type.
   static constexpr int kShift = kDtype == kElementBf16 ? 6 : 3;  // from the highest bits of 16
   static constexpr u32 kMagnitude = 0x7000 >> kShift;
   static constexpr u32 kFactor = kDtype == kElementBf16 ? 0x7e80 : 0x7400;  // 2^126, 2^14
@@ -49,10 +49,10 @@ struct WeightCodes<kE2m1Weights, kDtype> {
 };
 
 template <int kDtype>
-struct WeightCodes<kE4m3Weights, kDtype> : E4m3Bits<kDtype> {
+struct WeightBits<kE4m3Weights, kDtype> : E4m3Bits<kDtype> {
   using Base = E4m3Bits<kDtype>;
   static constexpr int kPerByte = 1;
-  // f16: the factor is the scale's, which is f32.
+  // f16: the factor goes into the scale, which is f32.
   static constexpr float kScaleFactor = kDtype == kElementBf16 ? 1.0f : 0x1p8f;
 
   __device__ static u32 Bits(u32 halves) {
@@ -61,26 +61,26 @@ struct WeightCodes<kE4m3Weights, kDtype> : E4m3Bits<kDtype> {
   }
 };
 
-// What the weights of a column and group are times, and what is subtracted before.
+// Factors of the weights of one column and group, and the zero that is subtracted first.
 template <int kFormat, int kDtype>
 class WeightFactors {
  public:
-  using Codes = WeightCodes<kFormat, kDtype>;
+  using Quantized = WeightBits<kFormat, kDtype>;
   using E = Element<kDtype>;
 
-  // scale: the bits of an f32, or of kE2m1Weights an exponent. zero: of kInt4Weights, else 0.
+  // scale: bits of an f32; kE2m1Weights: an exponent. zero: of kInt4Weights, else 0.
   __device__ __forceinline__ void Set(u32 scale, u32 zero) {
     if constexpr (kFormat == kE2m1Weights) {
-      // f16, with the factor: no subnormal number, as 2^-127 is.
+      // f16: the sum with the factor's exponent is no subnormal, as 2^-127 would be.
       const u32 of_bf16 = InBothHalves(scale == 0 ? 0x40 : scale << 7);
       first_ = kDtype == kElementF16 ? (scale + 14) << 23 : of_bf16;
     } else {
       if constexpr (kFormat == kInt4Weights) {
-        const float less = -Codes::kUnit * static_cast<float>(static_cast<int>(zero));
+        const float less = -Quantized::kUnit * static_cast<float>(static_cast<int>(zero));
         minus_zeros_ = E::Pack(less, less);
       }
-      // By a power of two: exact.
-      const float factor = __uint_as_float(scale) * Codes::kScaleFactor;
+      // A power of two: exact.
+      const float factor = __uint_as_float(scale) * Quantized::kScaleFactor;
       first_ = __float_as_uint(factor);
       if constexpr (kDtype == kElementBf16) {
         first_ = __byte_perm(first_, 0, 0x3232);
@@ -90,14 +90,14 @@ class WeightFactors {
     }
   }
 
-  // Two weights from the codes in the halves.
-  __device__ __forceinline__ u32 Decode(u32 halves) const {
+  // Dequantizes the two values in the halves.
+  __device__ __forceinline__ u32 Dequantize(u32 halves) const {
     const u32 minus_zero = InBothHalves(0x8000);
-    u32 x = Codes::Bits(halves);
+    u32 x = Quantized::Bits(halves);
     if constexpr (kFormat == kInt4Weights) {
-      x = E::FmaX2(x, InBothHalves(Codes::kFactor), minus_zeros_);
+      x = E::FmaX2(x, InBothHalves(Quantized::kFactor), minus_zeros_);
     } else if constexpr (kDtype == kElementBf16) {
-      x = E::FmaX2(x, InBothHalves(Codes::kFactor), minus_zero);
+      x = E::FmaX2(x, InBothHalves(Quantized::kFactor), minus_zero);
     }
     if constexpr (kDtype == kElementF16) {
       const float factor = __uint_as_float(first_);
@@ -111,7 +111,7 @@ class WeightFactors {
   }
 
  private:
-  // Of both halves, but f16's first_, which is an f32.
+  // In both halves of the word, except f16's first_, which is an f32.
   u32 first_ = 0, rest_ = 0, minus_zeros_ = 0;
 };
 

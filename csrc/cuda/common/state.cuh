@@ -1,22 +1,22 @@
-// Attention states: how a row's (max, sum, o) becomes a result, and how states of one row become
-// one. Everything is in base 2 here; lse leaves in natural log.
+// Attention states: turns a row's (max, sum, o) into a result, and reduces several states of a row
+// to one. Everything is in base 2 here; lse leaves in natural log.
 #pragma once
 
 #include "cuda/common/math.cuh"
 
 namespace jax_attn {
 
-// A row's result: o = o_scale * (o that is not normalised).
+// A row's result: o = o_scale * (unnormalised o).
 struct RowResult {
   float o_scale;
   float lse_log2;
 };
 
-// Direct items and merges both end in it. The sink is one more logit without a value; -inf: none. A
-// row that saw no key is (0, -inf) and gets no sink. NaN passes through.
+// Used by final items and by merges. The sink is one more logit without a value; -inf: none. A row
+// that saw no key becomes (0, -inf) and gets no sink. NaN passes through.
 __device__ __forceinline__ RowResult FinishRow(RowState state, float sink_log2) {
   const bool sees = state.sum != 0.0f;
-  if (sink_log2 == -Infinity()) {  // choices, not branches: they stand at the end of every item
+  if (sink_log2 == -Infinity()) {  // selects, not branches: they run at the end of every item
     return {sees ? Reciprocal(state.sum) : 0.0f,
             sees ? state.max_log2 + Log2(state.sum) : -Infinity()};
   }
@@ -27,7 +27,7 @@ __device__ __forceinline__ RowResult FinishRow(RowState state, float sink_log2) 
   return {own * Reciprocal(sum), max_log2 + Log2(sum)};
 }
 
-// The same of a row of attention. Without a softmax o is what it is, and lse has no meaning.
+// The same for a row of attention. Without softmax o stays as it is, and lse has no meaning.
 template <class Traits>
 __device__ __forceinline__ RowResult FinishAttentionRow(RowState state, float sink_log2) {
   if constexpr (!Traits::Variant::kNormalizes) return {1.0f, 0.0f};
@@ -38,14 +38,13 @@ __device__ __forceinline__ float SinkLog2(const AttentionParams& p, int qo_head)
   return p.sinks != nullptr ? p.sinks[qo_head] * kLog2E : -Infinity();
 }
 
-// Stores what an item knows of a row besides o, and returns what o is to be multiplied by: a final
-// row (at: its index in lse) gets its result, another one (at: its row of the workspace) keeps its
-// state as it is.
+// Stores lse of a final row (at: index in lse), or the state of another row (at: row of the
+// workspace). Returns the factor that o must be multiplied by.
 template <class Traits>
 __device__ __forceinline__ float WriteState(const AttentionParams& p, bool final, i64 at,
                                             int qo_head, bool writes, RowState state) {
   if (!final) {
-    // Without a softmax states weigh 1, so that folds add.
+    // Without softmax all states have weight 1, so that merges add them.
     if constexpr (!Traits::Variant::kNormalizes) state = {0.0f, 1.0f};
     if (writes) p.partial_states[at] = state;
     return 1.0f;
@@ -55,7 +54,7 @@ __device__ __forceinline__ float WriteState(const AttentionParams& p, bool final
   return result.o_scale;
 }
 
-// The weight of a state in a sum of states with reference `max_log2`.
+// The weight of a state in a sum of states with maximum `max_log2`.
 __device__ __forceinline__ float StateWeight(float state_max_log2, float max_log2) {
   return Exp2(state_max_log2 - FiniteMax(max_log2));
 }
@@ -74,7 +73,7 @@ __device__ __forceinline__ void Accumulate(float4& sum, float weight, float4 x) 
   sum.w = fmaf(weight, x.w, sum.w);
 }
 
-// What softmax knows of a row, and four columns of its o, not normalised.
+// A row's (max, sum), and four columns of its unnormalised o.
 struct PartialState {
   RowState row;
   float4 o;
@@ -84,11 +83,11 @@ __device__ __forceinline__ PartialState IdentityState() {
   return {{-Infinity(), 0.0f}, make_float4(0, 0, 0, 0)};
 }
 
-// A fold of many states is one of batches: the states of a batch become one, all at once, and these
-// are added one after the other. Both are exact where a state is the identity. kFoldBatch:
-// params.h. few: all but the first kFewStates are the identity.
+// Reduces one batch of states to a single state, all at once. Many states are reduced batch by
+// batch (kReduceBatch in params.h), and the results are added one after the other. Both are exact
+// where a state is the identity. few: all but the first kFewStates are the identity.
 inline constexpr int kFewStates = 4;
-__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kFoldBatch],
+__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kReduceBatch],
                                                     bool few) {
   PartialState sum = IdentityState();
   auto take_max = [&](const PartialState& state) {
@@ -103,13 +102,13 @@ __device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)
   for (int i = 0; i < kFewStates; ++i) take_max(states[i]);
   if (!few) {
 #pragma unroll
-    for (int i = kFewStates; i < kFoldBatch; ++i) take_max(states[i]);
+    for (int i = kFewStates; i < kReduceBatch; ++i) take_max(states[i]);
   }
 #pragma unroll
   for (int i = 0; i < kFewStates; ++i) add(states[i]);
   if (!few) {
 #pragma unroll
-    for (int i = kFewStates; i < kFoldBatch; ++i) add(states[i]);
+    for (int i = kFewStates; i < kReduceBatch; ++i) add(states[i]);
   }
   return sum;
 }

@@ -1,28 +1,31 @@
-// What a generated variant (jit/variant_source.cc) is made of: its operations, what it may ask
-// about a logit, and where its operands are. As variant/program.h says, but that f32 functions have
-// errors of some 2^-21, as the softmax itself has.
+// The parts of a generated variant (jit/variant_source.cc): its operations, what it may ask about a
+// logit, and its operands. The meaning is that of variant/program.h, except that f32 functions have
+// errors of some 2^-21, like the softmax itself.
 #pragma once
 
 #include "cuda/common/work.cuh"
 
 namespace jax_attn {
 
-// A row's bias of the logits of a tile: term + slope * place in the tile.
+// A row's bias in a tile: term + slope * (key's offset in the tile).
 struct BiasLine {
   float term, slope;
 };
 
-// No user functions.
+// The variant without user functions.
 struct NoVariant {
   struct Row {};
   static constexpr bool kHasLogits = false, kHasMask = false;
   static constexpr bool kLogitsFollowKeys = false;  // logits have terms of their keys
-  static constexpr bool kNormalizes = true;         // else weights are logits, and o is their sum
-  static constexpr bool kMayShowAll = false;        // the mask says so of some ranges of keys
-  static constexpr bool kIsAffine = true;           // of the score; then these are its parts
+  static constexpr bool kNormalizes = true;         // false: softmax weights are the logits, and o
+                                                    // is their sum
+  static constexpr bool kMayShowAll = false;        // for some ranges of keys the mask is known to
+                                                    // show all
+  static constexpr bool kIsAffine = true;           // logits are affine in the score; these are the
+                                                    // parts
   static constexpr float kFactor = 1.0f;
   static constexpr bool kHasFactor = false, kHasTerm = false, kHasSlope = false, kHasRest = false;
-  static constexpr int kNumElements = 0;  // of operands, that have derivatives
+  static constexpr int kNumElements = 0;  // elements of operands that have derivatives
 };
 
 namespace variant {
@@ -140,8 +143,8 @@ __device__ __forceinline__ int Dim(const AttentionParams& p, int axis) {
   return p.variant_operands[kOperand].dims[axis];
 }
 
-// What an index of an axis adds to an element's place; an index outside counts as the nearest one
-// inside. The last axis is less than 2^31 long, others are so many elements apart.
+// The amount that an index of an axis adds to an element's offset. An index outside counts as the
+// nearest one inside. Elements of the last axis, which is less than 2^31 long, lie side by side.
 template <int kOperand>
 __device__ __forceinline__ int InLastAxis(const AttentionParams& p, int axis, int index) {
   const int length = Dim<kOperand>(p, axis);
@@ -149,15 +152,15 @@ __device__ __forceinline__ int InLastAxis(const AttentionParams& p, int axis, in
 }
 template <int kOperand, int kRank>
 __device__ __forceinline__ i64 InAxis(const AttentionParams& p, int axis, int index) {
-  i64 place = InLastAxis<kOperand>(p, axis, index);
+  i64 offset = InLastAxis<kOperand>(p, axis, index);
 #pragma unroll
   for (int a = 1; a < kRank; ++a) {
-    if (a > axis) place *= Dim<kOperand>(p, a);
+    if (a > axis) offset *= Dim<kOperand>(p, a);
   }
-  return place;
+  return offset;
 }
 
-// Elements of each OperandType.
+// Loads an element of each OperandType.
 struct OfF32 {
   static constexpr int kBytes = 4;
   __device__ static float Load(const void* at) { return __uint_as_float(LoadOperand32(at)); }
@@ -186,26 +189,27 @@ struct OfBool {
 };
 
 template <int kOperand, class Element>
-__device__ __forceinline__ const char* Elements(const AttentionParams& p, i64 place) {
-  return static_cast<const char*>(p.variant_operands[kOperand].data) + place * Element::kBytes;
+__device__ __forceinline__ const char* Elements(const AttentionParams& p, i64 offset) {
+  return static_cast<const char*>(p.variant_operands[kOperand].data) + offset * Element::kBytes;
 }
 template <class Element>
-__device__ __forceinline__ auto Load(const char* elements, i64 place) {
-  return Element::Load(elements + place * Element::kBytes);
+__device__ __forceinline__ auto Load(const char* elements, i64 offset) {
+  return Element::Load(elements + offset * Element::kBytes);
 }
 template <class Element>
-__device__ __forceinline__ auto Load(const char* elements, int place) {
-  return Element::Load(elements + static_cast<i64>(place) * Element::kBytes);
+__device__ __forceinline__ auto Load(const char* elements, int offset) {
+  return Element::Load(elements + static_cast<i64>(offset) * Element::kBytes);
 }
 
 // --- what a program may ask ---
 
-// A field of an item, or of its request, which is read where and as often as the compiler likes.
+// A field of an item, or of its request. The compiler may read it anywhere and repeatedly.
 __device__ __forceinline__ int Field(const i32* field) {
   return static_cast<int>(LoadOperand32(field));
 }
 
-// About a row of an item. Of a shared item the head alone is asked for.
+// Facts that a program may ask about a row of an item. In a shared item only the head may be asked
+// for.
 template <class Traits>
 class RowFacts {
  public:
@@ -231,12 +235,12 @@ class RowFacts {
 
   const AttentionParams& p_;
   const WorkItem* item_;
-  const u32 row_;  // so that divisions are cheap
+  const u32 row_;  // unsigned, which makes divisions cheap
 };
 
-// About a key: the one `offset` behind kv position `first`. Where loops over logits are unrolled
-// offset is known at compile time. eight: where the eight keys begin, at a multiple of 8, that it
-// is of.
+// Facts that a program may ask about a key, the one `offset` behind kv position `first`. In
+// unrolled loops over logits offset is known at compile time. eight: kv position, a multiple of 8,
+// where the key's group of eight begins.
 template <class Traits>
 class KeyFacts {
  public:
@@ -246,11 +250,12 @@ class KeyFacts {
 
   __device__ int offset() const { return offset_; }
   __device__ int kv_pos() const { return first_ + offset_; }
-  // In pages where there are any, fresh_kv or not. 0 behind the item's last page.
+  // The key's row in pages, if there are pages, with or without fresh_kv. 0 behind the item's last
+  // page.
   __device__ int kv_row() const {
     constexpr int kPage = Traits::kPageSize;
     if constexpr (kPage == 0) return Field(&item_->kv_base) + kv_pos();
-    // Keys of the same page are seen to be so.
+    // The compiler sees that keys of one group of eight are in the same page.
     const int pos = kv_pos(), in_page = kPage % 8 == 0 ? eight_ : pos;
     const u32 entry = static_cast<u32>(in_page) / jax_attn::Max(kPage, 1);
     const i32* page = p_.page_indices + (Field(&item_->kv_base) + static_cast<i64>(entry));

@@ -1,5 +1,5 @@
-// What every attention kernel does with a plan: see whether it is one, read records of its queue,
-// find rows of the kv pool, and blank the padding rows of the results.
+// Plan access that every attention kernel needs: check the plan, read the items of its queue, find
+// rows of the kv pool, and fill the padding rows of the results.
 #pragma once
 
 #include "cuda/common/header.cuh"
@@ -11,7 +11,7 @@ namespace jax_attn {
 class ItemRecord {
  public:
   __device__ __forceinline__ ItemRecord(const AttentionParams& p, int index)
-      : item_(p.items + Anew(index)) {}
+      : item_(p.items + Opaque(index)) {}
 
   __device__ int first_token() const { return LoadConstant(&item_->first_token); }
   __device__ int qo_len() const { return LoadConstant(&item_->qo_len); }
@@ -31,7 +31,7 @@ class ItemRecord {
   const WorkItem* item_;
 };
 
-// The same in registers, which fields that nobody reads do not take.
+// A work item in registers. Fields that are not read take none.
 class ItemCopy {
  public:
   ItemCopy() = default;
@@ -56,7 +56,8 @@ __device__ __forceinline__ int QueueEnd(const AttentionParams& p) {
   return LoadConstant(p.queue_indptr + blockIdx.x + 1);
 }
 
-// The first one; where there is no plan, or the queue is not of its items, QueueEnd.
+// The first item of this CTA's queue. QueueEnd if there is no plan, or the queue is not one of its
+// items.
 __device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
   const int begin = LoadConstant(p.queue_indptr + blockIdx.x), end = QueueEnd(p);
   const HeaderCounts plan(p.header, p);
@@ -65,7 +66,7 @@ __device__ __forceinline__ int QueueBegin(const AttentionParams& p) {
   return plan.is_plan && is_queue ? begin : end;
 }
 
-// Where the result rows of an item, which is not shared, or of a merge group are.
+// Result rows of a merge group, or of an item that is not shared.
 template <int kGroupSize>
 struct RowMap {
   int qo_begin;       // a row of q
@@ -82,11 +83,11 @@ struct RowMap {
   }
 };
 
-// Where the rows of an item are in q.
+// Rows of an item in q.
 template <int kGroupSize>
 struct QueryRows {
-  const i32* qo_indices;   // of the item's tokens; null: they are consecutive
-  RowMap<kGroupSize> map;  // of consecutive ones
+  const i32* qo_indices;   // of the item's tokens; null: they are consecutive rows
+  RowMap<kGroupSize> map;  // if they are consecutive
 
   __device__ QueryRows(const AttentionParams& p, int first_token, int kv_head, bool is_shared)
       : qo_indices(is_shared ? p.qo_indices + first_token : nullptr),
@@ -100,14 +101,14 @@ struct QueryRows {
   }
 };
 
-// The kv positions that the rows of an item, or of a part of it, may see.
+// The kv positions that the rows of an item, or of some of its tokens, may see.
 struct VisibleSpan {
-  int any_begin, any_end;  // outside of it no row sees anything
-  int all_begin, all_end;  // inside of it every row sees everything
+  int any_begin, any_end;  // outside it no row sees anything
+  int all_begin, all_end;  // inside it every row sees everything
 };
 
-// Span of the rows of tokens [first_token, last_token] of an item. Positions are below 2^30, which
-// the planner checks, so that sums of two stay in range.
+// The span of the rows of tokens [first_token, last_token] of an item. The planner checks that
+// positions are below 2^30, so sums of two stay in range.
 template <class Traits>
 __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, int kv_begin,
                                                     int kv_end, int q_pos, int first_token,
@@ -127,8 +128,8 @@ __device__ __forceinline__ VisibleSpan SpanOfTokens(const AttentionParams& p, in
   return span;
 }
 
-// Where an item's main-loop steps of kStep keys begin, a place: they are at absolute multiples of
-// kStep, from the first that its span touches.
+// The kv offset of an item's first main-loop step of kStep keys. Steps lie at absolute multiples of
+// kStep, from the first one that the item's span touches.
 template <int kStep, class Item>
 __device__ __forceinline__ int FirstStep(const Item& item) {
   return item.kv_begin() / kStep * kStep;
@@ -145,7 +146,7 @@ __device__ __forceinline__ int EndOfItem(const AttentionParams& p, const Item& i
   return item.kv_end();
 }
 
-// Of all rows of an item. What a mask of the user's hides counts as visible.
+// The span of all rows of an item. Keys that a user's mask hides count as visible.
 template <class Traits>
 __device__ __forceinline__ VisibleSpan SpanOfItem(const AttentionParams& p,
                                                   const ItemRecord& item) {
@@ -153,18 +154,18 @@ __device__ __forceinline__ VisibleSpan SpanOfItem(const AttentionParams& p,
                               item.q_pos(), 0, item.qo_len() - 1);
 }
 
-// A main-loop step of an item, from its place: without step lists its kv position, with them what
-// the entry there says.
+// A main-loop step of an item at a kv offset. Without step lists that is its kv position; with them
+// the list's entry there tells.
 template <class Traits>
 class KvStep {
  public:
   KvStep() = default;
-  // end: of the item's places; behind it is a step that nobody sees.
-  __device__ __forceinline__ KvStep(const AttentionParams& p, int place, int end) : word_(place) {
+  // end: end of the item's offsets. Behind it is a step that no row sees.
+  __device__ __forceinline__ KvStep(const AttentionParams& p, int offset, int end) : word_(offset) {
     if constexpr (Traits::kHasSteps) {
       constexpr int kFar = 1 << 30;
-      word_ = place < end ? LoadConstant(p.steps + static_cast<u32>(place) / Traits::kTileKv)
-                          : 2 * (kFar / Traits::kTileKv);
+      word_ = offset < end ? LoadConstant(p.steps + static_cast<u32>(offset) / Traits::kTileKv)
+                           : 2 * (kFar / Traits::kTileKv);
     }
   }
   __device__ int begin() const {
@@ -177,10 +178,10 @@ class KvStep {
   int word_;
 };
 
-// The step that a loader is at, which has nothing to know but its place without step lists.
+// The step that a loader is at. Without step lists its offset is enough.
 template <class Traits, bool kHasSteps = Traits::kHasSteps>
 struct ListedStep {
-  __device__ static int Begin(int place) { return place; }
+  __device__ static int Begin(int offset) { return offset; }
 };
 template <class Traits>
 struct ListedStep<Traits, true> {
@@ -189,7 +190,8 @@ struct ListedStep<Traits, true> {
   __device__ int Begin(int) const { return step.begin(); }
 };
 
-// With kRecordsTimes, when an item begins and ends. thread: of those that execute the item.
+// With kRecordsTimes, records when an item begins and ends. thread: index among those that execute
+// the item.
 template <class Traits>
 __device__ __forceinline__ void RecordBegin(const AttentionParams& p, int index, int thread) {
   if constexpr (Traits::kRecordsTimes) {
@@ -204,30 +206,29 @@ __device__ __forceinline__ void RecordEnd(const AttentionParams& p, int index, i
 }
 
 inline constexpr u32 kNoRow = 0xffffffffu;
-inline constexpr u32 kFreshRow = 1u << 31;  // with fresh_kv: added to a row of k_new and v_new
+inline constexpr u32 kFreshRow = 1u << 31;  // with fresh_kv: flag of a row of k_new and v_new
 
-// The page of position `pos` of the request whose pages start at page_indices[kv_base].
+// The page of position `pos` in the request whose page table starts at page_indices[kv_base].
 template <int kPageSize>
 __device__ __forceinline__ i32 LoadPage(const AttentionParams& p, int kv_base, int pos) {
   return LoadConstant(p.page_indices +
                       (kv_base + static_cast<i64>(static_cast<u32>(pos) / kPageSize)));
 }
 
-// Row of the kv pool (of one layer) of position `pos`, which lies in page `page`. A pool has fewer
-// than 2^32 - 1 rows a layer, with fresh_kv at most 2^31, which the host checks; bytes are counted
-// in 64 bits.
+// The row in a layer's kv pool of position `pos`, which lies in page `page`. The host checks that a
+// layer has fewer than 2^32 - 1 rows, with fresh_kv at most 2^31. Bytes are counted in 64 bits.
 template <int kPageSize>
 __device__ __forceinline__ u32 PoolRow(i32 page, int pos) {
   return static_cast<u32>(page) * kPageSize + static_cast<u32>(pos) % kPageSize;
 }
 
-// The layer that this call reads; 0 where there is one.
+// The layer that this call reads; 0 if there is only one.
 template <class Traits>
 __device__ __forceinline__ int LoadLayer(const AttentionParams& p) {
   return Traits::kPageSize > 0 && p.layer != nullptr ? LoadConstant(p.layer) : 0;
 }
 
-// k and v of a layer, row 0, head 0.
+// k and v of a layer: row 0, head 0.
 struct KvPools {
   const char *k, *v;
 };
@@ -255,7 +256,7 @@ __device__ __forceinline__ KvPools FindPools(const AttentionParams& p) {
 // The tokens of a request whose k and v come from k_new and v_new: positions from `begin` on.
 struct FreshTokens {
   int begin;
-  int first_row;  // where position 0 would be, perhaps before row 0
+  int first_row;  // row of position 0; may be negative
 
   __device__ __forceinline__ FreshTokens(const AttentionParams& p, int request) {
     const int qo_begin = LoadConstant(p.qo_indptr + request);
@@ -267,30 +268,30 @@ struct FreshTokens {
   __device__ u32 Row(int pos) const { return static_cast<u32>(first_row + pos); }
 };
 
-// Where this launch counts arrivals.
+// The counters in which this launch counts arrivals.
 __device__ __forceinline__ i32* LaunchCounters(const AttentionParams& p) {
-  if (p.counter_turns == nullptr) return p.merge_counters;
+  if (p.counter_parity == nullptr) return p.merge_counters;
   return p.merge_counters +
-         (LoadConstant(p.counter_turns + blockIdx.x) != 0 ? p.max_merge_groups : 0);
+         (LoadConstant(p.counter_parity + blockIdx.x) != 0 ? p.max_merge_groups : 0);
 }
-// Makes the counters of the next launch zero and passes it the turn; by a warp of every CTA, once
-// nobody of the CTA asks for LaunchCounters any more.
+// Zeroes the counters of the next launch and makes it use them. One warp of every CTA calls it,
+// once no thread of the CTA needs LaunchCounters any more.
 __device__ __forceinline__ void PassCounters(const AttentionParams& p, int lane) {
-  if (p.counter_turns == nullptr) return;
-  i32* turn = p.counter_turns + blockIdx.x;
-  const bool second = LoadConstant(turn) != 0;
+  if (p.counter_parity == nullptr) return;
+  i32* parity = p.counter_parity + blockIdx.x;
+  const bool second = LoadConstant(parity) != 0;
   i32* next = p.merge_counters + (second ? 0 : p.max_merge_groups);
 #pragma unroll 1
   for (int i = blockIdx.x * kWarpSize + lane; i < p.max_merge_groups; i += gridDim.x * kWarpSize) {
     next[i] = 0;
   }
-  __syncwarp();  // all lanes know whose turn it was
-  if (lane == 0) *turn = second ? 0 : 1;
+  __syncwarp();  // all lanes have read it
+  if (lane == 0) *parity = second ? 0 : 1;
 }
 
-// What is left to do for a launch besides its items, by num_threads threads of every CTA:
-// PassCounters, and o = 0 and lse = -inf in rows [nnz_qo, max_qo_tokens). NaN, and in all rows, if
-// there is no plan: a device planner could not make it, or it is not one for these parameters.
+// Does what a launch does besides its items, with num_threads threads of every CTA: PassCounters,
+// and o = 0 and lse = -inf in padding rows [nnz_qo, max_qo_tokens). Without a plan all rows become
+// NaN: a device planner could not make it, or it does not belong to these parameters.
 template <class Traits, int kElementBytes>
 __device__ __forceinline__ void FinishLaunch(const AttentionParams& p, u32 thread,
                                              u32 num_threads) {

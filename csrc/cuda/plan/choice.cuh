@@ -1,5 +1,5 @@
-// The device planner decides on a schedule, as WriteSchedule in plan/schedule.cc does. Takes tiles;
-// gives a schedule, and the tiles that it is of.
+// The device planner chooses a schedule, as WriteSchedule in plan/schedule.cc does. Input: tiles.
+// Output: a schedule, and the tiles that it cuts.
 #pragma once
 
 #include "cuda/plan/context.cuh"
@@ -13,7 +13,7 @@
 
 namespace jax_attn {
 
-// By a team.
+// Called by a team.
 template <class Context>
 __device__ __forceinline__ void DealTrial(Context& c, i32 r) {
   const PlanTrial& t = c.shared.trials[r];
@@ -21,7 +21,7 @@ __device__ __forceinline__ void DealTrial(Context& c, i32 r) {
   if (c.thread() % Context::kTeamThreads == 0) c.shared.makespan[r] = makespan;
 }
 
-// Of the trials up to the first that is balanced or has too many splits.
+// Considers the trials up to the first one that is balanced or has too many splits.
 template <class Context>
 __device__ __forceinline__ i32 ChooseTrial(const Context& c, i32 num_trials) {
   const auto& shared = c.shared;
@@ -35,10 +35,10 @@ __device__ __forceinline__ i32 ChooseTrial(const Context& c, i32 num_trials) {
   return best;
 }
 
-// Of tiles that share nothing, as WriteSchedule and Rebalance in plan/schedule.cc decide: the first
-// trial if it will do, else ranges, or all retries of Algorithm 1 at once, a team each. prepare(),
-// by all, and record(first, step), by threads that have nothing to deal, for what is in `schedule`:
-// for the first trial, and again for another one.
+// Chooses for tiles that share nothing, as WriteSchedule and Rebalance in plan/schedule.cc do: the
+// first trial if it is good enough; otherwise ranges, or all retries of Algorithm 1 at once, a team
+// each. All threads call prepare(); threads that do not deal call record(first, step) for what is
+// in `schedule`: for the first trial, and again for another one.
 template <class Context, class Prepare, class Record>
 __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Context::Tiles& tiles,
                                                 PlanSchedule* schedule, Prepare prepare,
@@ -46,7 +46,7 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
   constexpr i32 kTeamThreads = Context::kTeamThreads, kNumTeams = Context::kNumTeams;
   const PlanRules& rules = c.rules;
   const int thread = c.thread();
-  i32 first = 0, num_trials = 1;  // trials to be made; none: one is chosen
+  i32 first = 0, num_trials = 1;  // trials to make; 0: one is chosen
 #pragma unroll 1
   while (true) {
 #pragma unroll 1
@@ -69,7 +69,7 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
       if (rules.schedule != kBalanced || IsBalanced(makespan, total_cost, rules.num_queues)) {
         return {};
       }
-      if (rules.num_units == 1 && !tiles.several_heights) {
+      if (rules.num_units == 1 && !tiles.several_tile_sizes) {
         if (!TryRanges(c, tiles, makespan, schedule)) return {};
         first = num_trials;
         continue;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void TryFewerSplits(Context& c, const typename Contex
 
 // --- shared prefixes, as WriteSchedule in plan/schedule.cc decides ---
 
-// found: whether any trial is a plan.
+// found: whether any trial is a valid plan.
 template <class Context>
 __device__ __forceinline__ PlanFault ChooseShared(Context& c, const typename Context::Tiles& tiles,
                                                   PlanSchedule* schedule, bool* found) {
@@ -123,11 +123,11 @@ __device__ __forceinline__ PlanFault ChooseShared(Context& c, const typename Con
   }
   *found = best >= 0;
   if (*found) *schedule = ScheduleOf(c, best);
-  __syncthreads();  // the trials of a flat schedule come to the same place
+  __syncthreads();  // the trials of a flat schedule use the same memory
   return {};
 }
 
-// The tiles of a tiling of `flat`.
+// The tiles of a tiling, or `flat`.
 template <class Tiles>
 __device__ __forceinline__ Tiles SharedTilesOf(const SharedTiling& tiling, const Tiles& flat) {
   Tiles tiles = flat;
@@ -139,8 +139,8 @@ __device__ __forceinline__ Tiles SharedTilesOf(const SharedTiling& tiling, const
   return tiles;
 }
 
-// tiles: those of the batch, then those of the schedule, which are of the tiling if they share. The
-// lists of both have been taken then, if there are lists.
+// tiles: in, those of the batch; out, those of the schedule, which belong to the tiling if they
+// share. If there are step lists, those of both have been made before.
 template <class Context>
 __device__ __forceinline__ PlanFault ChooseGeneral(Context& c, typename Context::Tiles* tiles,
                                                    SharedTiling* tiling, PlanSchedule* schedule) {

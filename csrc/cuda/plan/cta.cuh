@@ -1,4 +1,4 @@
-// What the planner of cuda/plan/plan.cuh does by a whole CTA: memory, sums, sorting.
+// Functions of the device planner for a whole CTA: memory, sums, sorting.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -6,29 +6,29 @@
 
 namespace jax_attn {
 
-// One object a thread; every function is called by all threads of the CTA, with the same arguments
-// but for what is said to be a thread's own.
-// kOnce: what is used at many places is in the code once. Else the object stays in registers.
+// Each thread has one object. All threads of the CTA call every function, with the same arguments
+// except those described as a thread's own. kOnce: functions with many callers exist once in the
+// code. Otherwise the object stays in registers.
 template <int kThreads, bool kOnce>
 class PlanCta {
  public:
   static constexpr int kNumThreads = kThreads;
   static constexpr int kNumWarps = kNumThreads / kWarpSize;
-  // Sums, and the largest of three numbers, over threads.
+  // Sums, and the largest, of three numbers over threads.
   struct Totals {
     i64 sum;
     u32 most[3];
   };
   using WarpTotals = Totals[2][kNumWarps];  // in shared memory
 
-  // arena: shared memory to be handed out; scratch: as in PlanParams.
+  // arena: shared memory to be handed out. scratch: as in PlanParams.
   __device__ PlanCta(unsigned char* arena, int arena_bytes, unsigned char* scratch,
                      WarpTotals& warp_totals)
       : thread_(threadIdx.x), memory_{arena, arena_bytes, scratch}, warp_totals_(warp_totals) {}
 
   __device__ int thread() const { return thread_; }
 
-  // Shared memory as long as there is some, then scratch. The same for every thread.
+  // Takes shared memory while there is some, then scratch. The same for every thread.
   template <class T>
   __device__ T* Take(i64 count) {
     const i64 bytes = (count * static_cast<i64>(sizeof(T)) + 15) & ~15ll;
@@ -44,7 +44,7 @@ class PlanCta {
     return total;
   }
 
-  // The same, but for a barrier before `sums` is read by other threads.
+  // The same without the barrier behind which other threads may read `sums`.
   template <class T, class Of>
   __device__ i64 StartPrefix(i32 n, T* sums, Of of) {
     i64 carry = 0;
@@ -59,14 +59,14 @@ class PlanCta {
     return carry;
   }
 
-  // of(0) + ... + of(n - 1); `of` may also do something for each of them.
+  // of(0) + ... + of(n - 1). `of` may also do something for each index.
   template <class Of>
   __device__ i64 Sum(i32 n, Of of) {
     return Total(n, [&](i32 i, Totals* mine) { mine->sum += of(i); }).sum;
   }
 
-  // add(i, mine) for i in [0, n) puts something into a thread's own totals; returns those of all.
-  // What `add` writes is visible to all threads then.
+  // Calls add(i, mine) for i in [0, n), which adds to a thread's own totals, and returns the totals
+  // of all threads. Afterwards all threads see what `add` wrote.
   template <class Add>
   __device__ Totals Total(i32 n, Add add) {
     Totals mine = {};
@@ -76,7 +76,7 @@ class PlanCta {
     return TotalOfThreads(mine, warp_totals_[phase_]);
   }
 
-  // The size of an array of keys that Sort takes.
+  // The array size that Sort needs.
   __device__ static i32 SortSize(i32 num_keys) {
     i32 size = 4;
 #pragma unroll 1
@@ -84,10 +84,10 @@ class PlanCta {
     return size;
   }
 
-  // The place of a key among keys in order, no two of them alike: the number of smaller ones. Of
-  // key thread_, if there are so many threads. Where there are twice as many, two share a key's
-  // comparisons. keys: whole 16 bytes, filled up with what is not smaller than any; those of 32
-  // bits have 31. counts: [num_keys]. Meets at a barrier between reading the keys and returning.
+  // The rank of a key among distinct keys: the number of smaller ones. Key thread_ is compared, if
+  // there are so many threads; with twice as many threads, two share a key's comparisons. keys:
+  // whole 16 bytes, filled up with keys that are not smaller than any; 32-bit keys use 31 bits.
+  // counts: [num_keys]. A barrier lies between reading the keys and returning.
   template <class Key>
   __device__ i32 PlaceOf(const Key* keys, i32 num_keys, i32* counts) {
     constexpr int kKeys = 16 / sizeof(Key);
@@ -117,8 +117,8 @@ class PlanCta {
     return static_cast<i32>(place);
   }
 
-  // Ascending, bitonic. size: a power of two, at least 2. Strides of up to 32 stay within the 64
-  // keys of a warp.
+  // Sorts in ascending order, bitonic. size: a power of two, at least 2. Strides of up to 32 stay
+  // within the 64 keys of a warp.
   __device__ void Sort(u64* keys, int size) {
 #pragma unroll 1
     for (int run = 2; run <= size; run *= 2) {
@@ -144,7 +144,7 @@ class PlanCta {
     __syncthreads();
   }
 
-  // The largest x >= 0 of all threads.
+  // The largest x >= 0 over all threads.
   __device__ i64 MostOf(i64 x) {
     phase_ ^= 1;  // as in Scan
     Totals* warps = warp_totals_[phase_];
@@ -154,11 +154,12 @@ class PlanCta {
     return WarpMax64(thread_ % kWarpSize < kNumWarps ? warps[thread_ % kWarpSize].sum : 0);
   }
 
-  // Of those of(0), ..., of(n - 1), and `fault`, which every thread has.
+  // The first fault of of(0), ..., of(n - 1) and `fault`, which every thread has.
   template <class Of>
   __device__ PlanFault FirstFault(i32 n, Of of, PlanFault fault = {}) {
 #pragma unroll 1
-    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all find the first
+    for (int every = kNumThreads;; every = 1) {  // if one thread finds a fault, all look for the
+                                                 // first one
 #pragma unroll 1
       for (i32 i = every > 1 ? thread_ : 0; i < n; i += every) {
         const PlanFault f = of(i);
@@ -168,7 +169,7 @@ class PlanCta {
     }
   }
 
-  // The largest x >= 0 of a warp.
+  // The largest x >= 0 over a warp.
   __device__ static i64 WarpMax64(i64 x) {
     const u64 bits = static_cast<u64>(x);
     const u32 high = WarpMax(static_cast<u32>(bits >> 32));
@@ -176,7 +177,7 @@ class PlanCta {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
   }
 
-  // The sum of x >= 0 of a warp; 32 numbers of 27 bits have 32.
+  // The sum of x >= 0 over a warp; 32 numbers of 27 bits have 32 bits.
   __device__ static i64 WarpSum64(i64 x) {
     constexpr u32 kMask = (1u << 27) - 1;
     const u64 bits = static_cast<u64>(x);
@@ -196,7 +197,7 @@ class PlanCta {
     return TakeInline(m, bytes);
   }
   __device__ static unsigned char* TakeInline(Memory& m, i64 bytes) {
-    if (bytes <= m.arena_bytes) {  // from the end
+    if (bytes <= m.arena_bytes) {  // from the end of the arena
       m.arena_bytes -= static_cast<i32>(bytes);
       return m.arena + m.arena_bytes;
     }
@@ -206,10 +207,10 @@ class PlanCta {
   }
 
   struct Sums {
-    i64 before, total;  // over the threads before this one, over all of them
+    i64 before, total;  // over the threads before this one; over all threads
   };
 
-  // Called by every thread. Not inlined: code is read from memory, too, and most of it runs once.
+  // Every thread calls it. Not inlined: code is read from memory, too, and most of it runs once.
   __device__ __noinline__ static Sums ScanThreads(i64 x, Totals* warps) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     i64 sum = x;
@@ -240,7 +241,8 @@ class PlanCta {
   }
 
   __device__ Sums Scan(i64 x) {
-    phase_ ^= 1;  // whoever writes these sums again has met a barrier after all have read them
+    phase_ ^= 1;  // before these sums are written again, all threads meet a barrier behind their
+                  // reads
     return ScanThreads(x, warp_totals_[phase_]);
   }
 

@@ -1,5 +1,5 @@
-// The device planner hands out the chunks of a trial: each goes to the queue that has the least
-// then. Takes keys, costs and weights; gives slots and what each queue is filled with.
+// The device planner deals the chunks of a trial: each goes to the queue with the least load.
+// Input: keys, costs and weights. Output: slots, and the number of chunks of each queue.
 #pragma once
 
 #include "cuda/plan/context.cuh"
@@ -24,20 +24,22 @@ __device__ __forceinline__ u32 SumOfTeam(const u32* counts) {
   return sum;
 }
 
-// Every warp has all queues: a lane those of lane, lane + 32, ... as load << bits | queue, so
-// that the least key is the queue that takes the next chunk. Many take theirs at once: with the
-// queues in order, one that has less than every queue would have after taking a chunk (the first
-// the first, the second the second, ...) takes its own whatever the others do. Where few do, one
-// after the other. For places in that order each warp counts a part of the queues below.
+// Every warp holds all queues: a lane has queues lane, lane + 32, ... as load << bits | queue, so
+// the smallest key is the queue that gets the next chunk. Many queues take chunks at once. In the
+// order of queues, a queue whose load is below what every queue would have after taking a chunk
+// (the first queue takes the first chunk, the second the second, ...) takes its chunk whatever the
+// others do. If only few can, chunks are dealt one by one. For ranks in that order each warp counts
+// a part of the smaller keys.
 template <int kQueues, class Context>
 __device__ __forceinline__ i64 DealInRegisters(Context& c, const PlanTrial& t) {
   constexpr bool kGeneral = Context::kGeneral;
   constexpr int kTeamWarps = Context::kTeamWarps;
   constexpr i32 kFew = 4, kAlone = 16;
-  constexpr u32 kClosed = 0x7fffffff;  // above all keys: a queue that takes no more
+  constexpr u32 kClosed = 0x7fffffff;  // above all keys: the queue takes no more
   constexpr int kShare = kWarpSize / kTeamWarps;
-  constexpr int kWords = (kQueues + 1) / 2;       // counts of two queues each
-  const int lane = Anew(c.thread() % kWarpSize);  // what follows from it is not kept by all warps
+  constexpr int kWords = (kQueues + 1) / 2;         // each holds counts of two queues
+  const int lane = Opaque(c.thread() % kWarpSize);  // Opaque: not all warps keep what follows from
+                                                    // it
   const int warp = Uniform(c.thread() / kWarpSize % kTeamWarps);
   const PlanRules& rules = c.rules;
   const PlanChunks chunks = t.chunks;
@@ -56,7 +58,7 @@ __device__ __forceinline__ i64 DealInRegisters(Context& c, const PlanTrial& t) {
     filled[j] += takes;
     keys[j] += takes ? cost : 0;
   };
-  // [2, kWords, 32, kTeamWarps]: while this round's counts are read, the next one's are written.
+  // [2, kWords, 32, kTeamWarps]: the next round's counts are written while this round's are read.
   u32* counts = chunks.counts + lane * kTeamWarps;
   i32 other_counts = kWords * kWarpSize * kTeamWarps;
   i32 next = 0, num_open = num_queues;
@@ -77,7 +79,7 @@ __device__ __forceinline__ i64 DealInRegisters(Context& c, const PlanTrial& t) {
 #pragma unroll
     for (int j = 0; j < kQueues; ++j) others[j] = keys[j];
 #pragma unroll(kQueues == 2 ? 2 : 1)
-    for (int j = 0; j < kQueues; ++j) {  // queues j * 32 and on, which are in others[0] then
+    for (int j = 0; j < kQueues; ++j) {  // then others[0] has queues j * 32 and up
       const i32 count = Min(kWarpSize, num_queues - j * kWarpSize);
       const auto compare = [&](i32 owner) {
         const u32 other = __shfl_sync(kFullWarp, others[0], owner);
@@ -158,7 +160,7 @@ __device__ __forceinline__ i64 DealInRegisters(Context& c, const PlanTrial& t) {
   return WarpMax(fullest) >> bits;
 }
 
-// Any loads, any number of queues.
+// The same for any loads and any number of queues.
 template <class Context>
 __device__ __forceinline__ i64 DealInMemory(Context& c, const PlanTrial& t) {
   constexpr bool kGeneral = Context::kGeneral;
@@ -220,8 +222,8 @@ template <class Context>
 __device__ __noinline__ i64 DealOnce(Context& c, const PlanTrial& t) {
   return DealInline(c, t);
 }
-// By one team: every chunk, once for each unit, goes to the least loaded queue, the first of equal
-// ones. Returns, to the first warp, the load of the fullest.
+// Called by one team. Every chunk, once for each unit, goes to the least loaded queue, the first
+// one of equal ones. Returns the load of the fullest queue to the first warp.
 template <class Context>
 __device__ __forceinline__ i64 Deal(Context& c, const PlanTrial& t) {
   if constexpr (Context::kGeneral) return DealOnce(c, t);

@@ -1,4 +1,4 @@
-// The page ids of a plan inside the graph: checked, and copied into it.
+// The device planner checks page ids and copies them into the plan.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -6,39 +6,41 @@
 
 namespace jax_attn {
 
-// The request that entry `at` of page_indices belongs to.
+// The request whose page table has entry `at` of page_indices.
 __device__ __forceinline__ i32 RequestOfPage(const PlanInputs& in, i32 at) {
   return LastAtMost(in.kv_indptr, static_cast<i32>(in.batch_size), at);
 }
 
 __device__ __forceinline__ bool HasLevels(const PlanParams& p) { return p.levels.num_levels > 0; }
 
-// CommonPagesOf, of levels that need not be right.
+// CommonPagesOf, for levels that may be wrong.
 __device__ __noinline__ CommonPages CommonPagesWithin(const PlanParams& p, i32 request) {
   if (!HasLevels(p)) return {0, 0};
   return CommonPagesOf(p.rules, p.inputs, p.levels, request);
 }
 
-// What CTAs 1 and on find.
+// Results of CTAs 1 and up.
 struct PageFindings {
-  i32 largest;      // counts from 1
-  i32 first_bad;    // complement of the first entry that is out of range; 0: none
-  i32 first_other;  // likewise, with levels, not the same as in the request before
+  i32 largest;      // largest id + 1
+  i32 first_bad;    // complement of the first entry out of range; 0: none
+  i32 first_other;  // with levels: the same for entries that differ from the request before
 };
 
-// Words of the header mean something else until the last CTA writes it. All are 0 at entry.
+// Words of the header have other meanings until the last CTA writes it. All are 0 at entry.
 struct UnwrittenHeader {
-  __device__ static i32* NumDone(PlanHeader* h) { return &h->magic; }  // CTAs
+  __device__ static i32* NumDone(PlanHeader* h) {
+    return &h->magic;
+  }  // number of CTAs that are done
   // PageFindings.
   __device__ static i32* Largest(PlanHeader* h) { return &h->max_page_id; }
   __device__ static i32* FirstBad(PlanHeader* h) { return &h->version; }
   __device__ static i32* FirstOther(PlanHeader* h) { return &h->num_steps; }
 };
 
-// The number of steps goes the way of the fault where there is none.
+// The number of steps is returned in the fault's place if there is none.
 __device__ __forceinline__ i32& NumSteps(PlanFault& no_fault) { return no_fault.got; }
 
-// When they are all done.
+// Called when all of them are done.
 template <bool kGeneral>
 __device__ __forceinline__ PageFindings FindingsOf(const PlanParams& p) {
   using Words = UnwrittenHeader;
@@ -46,7 +48,7 @@ __device__ __forceinline__ PageFindings FindingsOf(const PlanParams& p) {
           kGeneral ? LoadCoherent(Words::FirstOther(p.header)) : 0};
 }
 
-// The first fault of pages and `fault`.
+// The first fault, of pages and `fault`.
 template <bool kGeneral>
 __device__ __forceinline__ PlanFault FirstFaultOf(const PlanParams& p, const PageFindings& found,
                                                   PlanFault fault) {

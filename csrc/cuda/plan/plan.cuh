@@ -1,29 +1,29 @@
-// The planner inside the graph. Follows plan/rules/ and writes the bits that plan/schedule.cc
-// does.
+// The planner inside the graph. It follows plan/rules/ and writes the same bits as
+// plan/schedule.cc.
 //
-// CTA 0 schedules; the others check page ids and copy them into the plan, which is most of its
-// bytes. The CTA that finishes last writes the header, mostly CTA 0, which has seen the others done
-// before. A batch that the host planner would refuse leaves a faulty plan: kFaultyPlanMagic, no
-// items, and the fault in the header.
+// CTA 0 schedules. The others check page ids and copy them into the plan, which is most of its
+// bytes. The CTA that finishes last writes the header; mostly that is CTA 0, which has seen the
+// others done before. A batch that the host planner would refuse leaves a faulty plan:
+// kFaultyPlanMagic, no items, and the fault in the header.
 //
-// Scheduling is in stages. What they take and give is in plan_context: the context (the CTA,
-// memory, the rules, the batch), tiles, trials, schedules. A file each, in the order in which they
-// run:
-//   plan_tiles    lengths checked                 -> tiles
-//   plan_steps    tiles                           -> step lists, and tiles whose spans are of lists
-//   prefix        tiles                           -> a tiling with shared prefixes
-//   plan_choice   tiles                           -> a schedule, the best of what it tries:
-//     plan_trials   tiles, the longest chunk      -> a trial: chunks in the order of queues
-//     plan_deal     a trial                       -> the queues of its chunks
-//     plan_ranges   tiles                         -> a schedule by ranges, stream-K
-//   plan_results  a schedule and its tiles        -> counts, merge groups, items
-// Below them is plan_cta, what a whole CTA does at once: memory, sums, sorting. Beside them are
-// plan_pages, what the other CTAs do.
+// Scheduling has stages. context.cuh has what they pass to each other: the context (the CTA,
+// memory, the rules, the batch), tiles, trials, schedules. Each stage is a file, here in the order
+// in which they run:
+//   tiles     checked lengths          -> tiles
+//   steps     tiles                    -> step lists, and tiles whose spans are ranges of lists
+//   prefix    tiles                    -> a tiling with shared prefixes
+//   choice    tiles                    -> a schedule, the best of what it tries:
+//     trials    tiles, longest chunk   -> a trial: chunks in the order of queues
+//     deal      a trial                -> the queues of its chunks
+//     ranges    tiles                  -> a schedule by ranges, stream-K
+//   results   a schedule, its tiles    -> counts, merge groups, items
+// cta.cuh has what a whole CTA does at once: memory, sums, sorting. pages.cuh has what the other
+// CTAs do.
 //
-// Everything is done by all threads at once but one thing: each chunk goes to the queue that has
-// the least then. All kv heads have the same lengths, so that is a few hundred chunks for the 33
-// queues of a head (H200), held in the registers of four warps, while the others prepare the items
-// but for their places.
+// All threads work at once, except when chunks are dealt: each chunk goes to the queue with the
+// least load. All kv heads have the same lengths, so that is a few hundred chunks for the 33 queues
+// of a head (H200). Four warps hold them in registers, while the others prepare the items without
+// their positions.
 #pragma once
 
 #include "cuda/plan/choice.cuh"
@@ -43,8 +43,7 @@ struct PlanTotals {
   i32 num_shared_tokens;
 };
 
-// The stages, by CTA 0. Returns the fault, and, of a batch without one, in its `got` the number of
-// steps.
+// Runs the stages in CTA 0. Returns the fault; without one, its `got` is the number of steps.
 template <class Context>
 __device__ __forceinline__ PlanFault MakePlan(Context& c, PlanTotals* totals) {
   PlanFault fault = CheckLengths(c);
@@ -90,8 +89,8 @@ __device__ __forceinline__ PlanFault MakePlan(Context& c, PlanTotals* totals) {
   return fault;
 }
 
-// Writes everything but the header's magic, version, max_page_id and num_steps. Returns what
-// MakePlan does, and whether the other CTAs were seen done, and what they found.
+// Writes everything except the header's magic, version, max_page_id and num_steps. Returns the
+// result of MakePlan, whether the other CTAs were seen done, and what they found.
 struct PlanEnd {
   PlanFault fault;
   bool others_done;

@@ -1,5 +1,5 @@
-// Shared prefixes inside the graph: what plan/prefix.cc does with levels that the user tells, by
-// one CTA at once.
+// Shared prefixes inside the graph: what plan/prefix.cc does with levels that the user gives, by
+// one CTA.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -10,14 +10,14 @@ namespace jax_attn {
 
 // The tiles of a batch with shared prefixes, as in plan/schedule.h.
 struct SharedTiling {
-  i32 num_tiles;                    // those of the batch, then the shared ones
+  i32 num_tiles;                    // tiles of the batch, then shared tiles
   QueryTile* tiles;                 // [num_tiles]
   const TileSharing* sharing;       // [num_tiles]
-  i64 span_cost, shared_span_cost;  // of own and of shared tiles
+  i64 span_cost, shared_span_cost;  // of tiles that are not shared, and of shared ones
   i32 num_units, num_levels;
   const i32* unit_tiles;  // [num_units]
-  // Where the states of a unit's tokens are among those of a shared tile; tile -1: at this level
-  // it has none.
+  // Where the states of a unit's tokens are among those of a shared tile. tile -1: the unit has
+  // none at this level.
   struct Place {
     i32 tile, token;
   };
@@ -43,7 +43,8 @@ class PrefixForest {
         seen_ends_(seen_ends),
         thread_(threadIdx.x) {}
 
-  // first_tile: [batch_size + 1] of each request. False: nothing to gain.
+  // first_tile: [batch_size + 1] first tile of each request. Returns false if sharing gains
+  // nothing.
   __device__ bool Share(const i32* first_tile, SharedTiling* out) {
     num_nodes_ = levels_.num_levels * levels_.num_prefixes;
     if (num_nodes_ == 0) return false;
@@ -57,18 +58,18 @@ class PrefixForest {
   }
 
  private:
-  // The prefix of a level that has candidates [begin, end) and ends at kv_end, which is not before
-  // that of its parent, the prefix of the level before around it.
+  // A prefix of a level, with candidates [begin, end). It ends at kv_end, not before its parent,
+  // the prefix around it of the level before.
   struct Node {
     i32 begin, end;
     i32 kv_end;
     i32 shared;
     i32 num_tiles;
     i64 kv_cost;  // sum over its tiles
-    i64 fixed;    // likewise, what they cost whatever their length
+    i64 fixed;    // sum of what they cost whatever their length
   };
 
-  // Calls fn(i) for i in [0, n), a thread each, and waits for all.
+  // Calls fn(i) for i in [0, n), one thread each, and waits for all.
   template <class Fn>
   __device__ void ForAll(i32 n, Fn fn) {
 #pragma unroll 1
@@ -83,7 +84,7 @@ class PrefixForest {
   __device__ bool IsEmpty(i32 level, i32 i) const {
     return BordersOf(levels_, level)[i] == BordersOf(levels_, level)[i + 1];
   }
-  // Around prefix i of a deeper level.
+  // The prefix of `level` around prefix i of a deeper level.
   __device__ __noinline__ const Node& Ancestor(i32 level, i32 deeper, i32 i) const {
     return NodeAt(level, PrefixOf(levels_, level, BordersOf(levels_, deeper)[i]));
   }
@@ -93,7 +94,7 @@ class PrefixForest {
     return seen_ends_ == nullptr ? limit : Least(limit, seen_ends_[tile]);
   }
 
-  // Not inlined: each runs once, and code is read from memory, too.
+  // Not inlined, like the following: each runs once, and code is read from memory, too.
   __device__ __noinline__ void FindCandidates(const i32* first_tile) {
     const i32 batch_size = static_cast<i32>(in_.batch_size);
     candidates_before_ = threads_.template Take<i32>(batch_size + 1);
@@ -128,7 +129,7 @@ class PrefixForest {
     nodes_ = threads_.template Take<Node>(num_nodes_);
     const i32 num_prefixes = levels_.num_prefixes;
     const int lane = thread_ % kWarpSize;
-    // What all of a node's candidates can share of it; a warp each.
+    // The tokens that all of a node's candidates can share; one warp a node.
 #pragma unroll 1
     for (i32 n = thread_ / kWarpSize; n < num_nodes_; n += kNumWarps) {
       const i32 level = n / num_prefixes, i = n % num_prefixes;
@@ -195,7 +196,7 @@ class PrefixForest {
   __device__ __noinline__ void Choose() {
     SumUnits();
     const i32 num_prefixes = levels_.num_prefixes, stride = levels_.num_levels + 1;
-    i64* costs = threads_.template Take<i64>(num_nodes_ * stride);  // [node, border] at their best
+    i64* costs = threads_.template Take<i64>(num_nodes_ * stride);  // [node, border] lowest costs
     i32* pays = threads_.template Take<i32>(num_nodes_ * stride);
     const auto at = [&](i32 level, i32 i, i32 border) {
       return (level * num_prefixes + i) * stride + border;
@@ -203,7 +204,7 @@ class PrefixForest {
 #pragma unroll 1
     for (i32 level = levels_.num_levels - 1; level >= 0; --level) {
       const i32 num_borders = level + 2;
-      // If the node itself is not shared, or, at the last border, what is left below it.
+      // The cost if the node itself is not shared; at the last border, of what is left below it.
       ForAll(num_prefixes * num_borders, [&](i32 task) {
         const i32 i = task / num_borders, border = task % num_borders;
         const i32 kv_begin = PositionOf(level, i, border);
@@ -240,7 +241,7 @@ class PrefixForest {
     }
   }
 
-  // Level of the nearest shared ancestor; -1: none.
+  // The level of the nearest shared ancestor; -1: none.
   __device__ i32 SharedAncestor(i32 level, i32 i) const {
     if (IsEmpty(level, i)) return -1;
     i32 outer = level - 1;
@@ -252,7 +253,7 @@ class PrefixForest {
     return PositionOf(level, i, SharedAncestor(level, i) + 1);
   }
 
-  // False if nothing is left.
+  // Returns false if nothing is left.
   __device__ __noinline__ bool DropBeyondLimits() {
     const auto num_tiles = [&](i32 n) {
       return nodes_[n].shared ? static_cast<i64>(nodes_[n].num_tiles) : 0ll;
@@ -349,7 +350,7 @@ class PrefixForest {
         threads_.Sum(num_shared_tiles, [&](i32 i) { return SpanCost(tiles[num_flat_ + i]); });
   }
 
-  // Shared tiles of several requests begin at an entry of qo_indices.
+  // Gives shared tiles of several requests their first entry of qo_indices.
   __device__ void PlaceTokens(QueryTile* tiles, const TileSharing* sharing, i32 num_shared_tiles) {
     i32* tokens_before = threads_.template Take<i32>(num_shared_tiles + 1);
     threads_.Prefix(num_shared_tiles, tokens_before, [&](i32 i) {
@@ -372,12 +373,12 @@ class PrefixForest {
   int thread_;
 
   i32 num_candidates_ = 0, num_nodes_ = 0;
-  i32* candidates_before_ = nullptr;  // [batch_size + 1] of each request
+  i32* candidates_before_ = nullptr;  // [batch_size + 1] candidates before each request
   i32* candidates_ = nullptr;         // [num_candidates] their tiles
   Node* nodes_ = nullptr;             // [num_levels, num_prefixes]
-  // Sums over the candidates before each.
-  i64* whole_ = nullptr;    // [num_candidates + 1] cost of all of it, by itself
-  i64* partial_ = nullptr;  // [num_candidates + 1] as a unit
+  // Sums over the candidates before each one.
+  i64* whole_ = nullptr;    // [num_candidates + 1] cost of the whole candidate by itself
+  i64* partial_ = nullptr;  // [num_candidates + 1] cost as a unit
   i64* kv_cost_ = nullptr;  // [num_candidates + 1]
 };
 

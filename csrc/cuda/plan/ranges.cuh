@@ -1,4 +1,4 @@
-// Stream-K in the device planner: all tiles in one line, cut into equal ranges, one a queue.
+// Stream-K in the device planner: all tiles in one line, cut into equal ranges, one for each queue.
 #pragma once
 
 #include "cuda/plan/trials.cuh"
@@ -7,7 +7,7 @@
 
 namespace jax_attn {
 
-// Borders of a chunk of a schedule by ranges.
+// Borders of a chunk in a schedule by ranges.
 __device__ __forceinline__ i32 RangeBegin(const PlanChunks& chunks, const i32* inner,
                                           const QueryTile& t, i32 i, i32 split) {
   return split == 0 ? t.kv_begin : inner[chunks.chunk_base[i] - i + split - 1];
@@ -17,8 +17,8 @@ __device__ __forceinline__ i32 RangeEnd(const PlanChunks& chunks, const i32* inn
   return split + 1 == splits ? t.kv_end : inner[chunks.chunk_base[i] - i + split];
 }
 
-// Stream-K, of tiles of one height that share nothing. Replaces the schedule if the fullest queue
-// has less than `makespan`, and says so.
+// Stream-K for tiles of one size that share nothing. If the fullest queue has less than `makespan`,
+// it replaces the schedule and returns true.
 template <class Context>
 __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Tiles& tiles,
                                           i64 makespan, PlanSchedule* schedule) {
@@ -33,15 +33,15 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     return ItemCost(rules, t, t.kv_end - t.kv_begin, false);
   });
   const RangeCut ranges = MakeRangeCut(rules, tiles.tiles[0], line);
-  // Borders, 1 to num_ranges - 1, are entries 0 to n - 1 here.
+  // Borders 1 to num_ranges - 1 are entries 0 to n - 1 here.
   const i32 n = ranges.num_ranges - 1;
-  i32* tile_of = c.template Take<i32>(n + 1);  // of each border
+  i32* tile_of = c.template Take<i32>(n + 1);  // tile of each border
   i32* positions = c.template Take<i32>(n + 1);
   i32* cut_tiles = c.template Take<i32>(n + 1);
   i32* num_inner = c.template Take<i32>(n + 1);
   i32* inner = c.template Take<i32>(n + 1);
 
-  // First guess: every border in a tile of its own. Then with the tiles of the first guess.
+  // First guess: every border has a tile of its own. Then it uses the tiles of the first guess.
 #pragma unroll 1
   for (i32 b = thread; b <= n; b += kNumThreads) cut_tiles[b] = b;
   __syncthreads();
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     const i32 all_cut_tiles = cut_tiles[n];
 #pragma unroll 1
     for (i32 b = thread; b < n; b += kNumThreads) {
-      const i64 place = BorderPlace(ranges, b + 1, cut_tiles[b + 1], all_cut_tiles);
+      const i64 place = BorderOffset(ranges, b + 1, cut_tiles[b + 1], all_cut_tiles);
       tile_of[b] = LastAtMost(places, num_tiles, place);
       positions[b] = BorderPosition(rules, tiles.tiles[tile_of[b]], places[tile_of[b]], place);
     }
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     c.cta.Prefix(n, cut_tiles,
                  [&](i32 b) { return static_cast<i64>(b == 0 || tile_of[b] != tile_of[b - 1]); });
   }
-  // Those that cut a tile, each once.
+  // Borders that cut a tile, each once.
   auto is_inner = [&](i32 b) {
     const QueryTile& t = tiles.tiles[tile_of[b]];
     if (positions[b] <= t.kv_begin || positions[b] >= t.kv_end) return false;
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
   const i32 num_chunks = chunks.chunk_base[num_tiles];
   TakeChunkArrays(c, num_chunks, &chunks);
 
-  // Queue of a chunk: the borders at or before its begin.
+  // The queue of a chunk: the number of borders at or before its beginning.
   const i64 num_split = c.cta.Sum(num_chunks, [&](i32 k) {
     const i32 i = TileOfChunk(tiles, chunks, num_chunks, k);
     const i32 split = k - chunks.chunk_base[i];
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
 #pragma unroll 1
   for (i32 q = thread; q < rules.num_queues; q += kNumThreads) chunks.filled[q] = 0;
   __syncthreads();
-  // The first chunk of a queue, kept in `loads` for the others.
+  // The first chunk of each queue, kept in `loads` for the others.
 #pragma unroll 1
   for (i32 k = thread; k < num_chunks; k += kNumThreads) {
     const i32 queue = chunks.slots[k].queue;

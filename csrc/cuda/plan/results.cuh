@@ -10,8 +10,8 @@
 
 namespace jax_attn {
 
-// Takes a schedule, its tiles, and the tiling that these are of if they share; gives the sections
-// of the plan that hold it. Count comes first, then MakeRecords, then Write.
+// Input: a schedule, its tiles, and the tiling if these share. Output: the sections of the plan.
+// Call Count first, then MakeRecords, then Write.
 template <class Context>
 class PlanResults {
   static constexpr i32 kNumThreads = Context::kNumThreads;
@@ -27,7 +27,7 @@ class PlanResults {
         schedule_(schedule),
         chunks_(schedule.chunks) {}
 
-  // Also numbers, for one kv head, the merge groups and partial states that come before a tile.
+  // Also numbers, for one kv head, the merge groups and partial states in front of each tile.
   __device__ PlanCounts Count() {
     PlanCounts n = {};
     n.num_items = num_chunks() * i64{rules_.num_kv_heads};
@@ -40,7 +40,7 @@ class PlanResults {
     return n;
   }
 
-  // What the chunks become, whichever queues they go to: those of keys first, first + step, ...
+  // Makes what chunks become, whichever queues they go to: those of keys first, first + step, ...
   __device__ void MakeRecords(i32 first, i32 step) {
     if (c_.thread() == kNumThreads - 1) LookAtPages();
 #pragma unroll 1
@@ -62,7 +62,7 @@ class PlanResults {
       const i32 num_rows = t.qo_len * rules_.group_size;
       i32 first_row = 0, first_group = 0;
       i32 group_step = 1, num_units = 1;
-      // In 64 bits: whether capacities hold them is checked when all else is known.
+      // 64 bits: whether the capacities hold them is checked when all else is known.
       const auto row_of = [&] {
         return static_cast<i32>(rules_.num_kv_heads * rows_before_[i] + i64{split} * num_rows);
       };
@@ -71,7 +71,7 @@ class PlanResults {
         group_step = NumMergeGroups(rules_, t, splits);
         first_group = rules_.num_kv_heads * GroupsBefore(i) + MergeGroupOfSplit(group_step, split);
       }
-      // With shared prefixes: partial states of units, which may be of tiles that are not cut.
+      // Shared prefixes: partial states of units, which may be in tiles that are not cut.
       bool partial = splits > 1;
       const TileSharing sharing = tiles_.SharingOf(i);
       if (sharing.partial()) {
@@ -95,11 +95,11 @@ class PlanResults {
     }
   }
 
-  // Behind records of all chunks.
+  // Call it after MakeRecords of all chunks.
   __device__ void Write(const PlanCounts& counts) {
     if (tiles_.shares()) WriteUnits();
     if (counts.num_merge_groups > 0) WriteMergeGroups();
-    // Those of the queues before.
+    // Chunks of the queues before.
     i32* chunks_before = c_.template Take<i32>(rules_.num_queues + 1);
     c_.cta.Prefix(rules_.num_queues, chunks_before,
                   [&](i32 q) { return static_cast<i64>(chunks_.filled[q]); });
@@ -110,15 +110,15 @@ class PlanResults {
     WriteItems(chunks_before);
   }
 
-  // Query tokens of shared tiles of several requests. Of Count.
+  // Query tokens of shared tiles of several requests; after Count.
   __device__ i32 num_shared_tokens() const { return num_shared_tokens_; }
 
  private:
   __device__ i32 num_chunks() const { return schedule_.num_chunks; }
   __device__ i32 num_tiles() const { return tiles_.num_tiles; }
 
-  // Whether the other CTAs are done, which they mostly are long before this one: then they need not
-  // be met.
+  // Looks whether the other CTAs are done, as they mostly are long before this one. Then they need
+  // not be waited for.
   __device__ void LookAtPages() {
     c_.shared.others_done =
         LoadAcquire(UnwrittenHeader::NumDone(p_.header)) == static_cast<i32>(gridDim.x) - 1;
@@ -127,7 +127,7 @@ class PlanResults {
 
   // --- counts ---
 
-  // parts(i): the merge groups and partial states of a tile but for those of units.
+  // parts(i): merge groups and partial states of a tile, without those of units.
   template <class PartsOf>
   __device__ void CountParts(PlanCounts* n, PartsOf parts) {
     const i64 heads = rules_.num_kv_heads;
@@ -141,7 +141,7 @@ class PlanResults {
     });
   }
 
-  // Merge groups and partial states, fewer than kMaxChunks each, in one number.
+  // Merge groups and partial states, each fewer than kMaxChunks, in one number.
   __device__ static i64 Parts(i64 groups, i64 partials) { return groups << 32 | partials; }
   __device__ static i32 GroupsIn(i64 parts) { return static_cast<i32>(parts >> 32); }
   __device__ static i32 PartialsIn(i64 parts) { return static_cast<i32>(parts); }
@@ -154,8 +154,7 @@ class PlanResults {
     return splits > 0 ? NumMergeGroups(rules_, tiles_.tiles[i], splits) : 0;
   }
 
-  // Likewise with shared prefixes. Merge groups of units come before all others, their partial
-  // states after all others.
+  // The same with shared prefixes. Merge groups of units come first, their partial states last.
   __device__ void CountShared(PlanCounts* n) {
     const i64 heads = rules_.num_kv_heads;
     const i32 num_units = tiling_.num_units;
@@ -186,7 +185,7 @@ class PlanResults {
     return rules_.heads_per_unit * (p == 0 ? before : before + p * chunks_.filled[q]);
   }
 
-  // Merge groups of units, and the rows of q of shared tiles.
+  // Writes merge groups of units, and the rows of q of shared tiles.
   __device__ void WriteUnits() {
     const i32 heads = rules_.num_kv_heads, num_units = tiling_.num_units;
     const i32 all_partials = unit_partials_before_[num_units];
@@ -197,7 +196,7 @@ class PlanResults {
       const i32 begin =
           heads * PartialsBefore(num_tiles()) + head * all_partials + unit_partials_before_[u];
       i32 end = begin;
-      // Those of tile i, whose states have the unit's rows from query token `token` on.
+      // Adds tile i, whose states have the unit's rows from query token `token` on.
       const auto add = [&](i32 i, i32 token) {
         const i32 splits = static_cast<i32>(NumStates(tiles_, chunks_, i));
         const i32 rows = tiles_.tiles[i].qo_len * rules_.group_size;
@@ -231,7 +230,7 @@ class PlanResults {
     }
   }
 
-  // Merge groups that come before those of tiles: of units.
+  // Merge groups of units, which come before those of tiles.
   __device__ i32 NumUnitGroups() const {
     return tiles_.shares() ? rules_.num_kv_heads * tiling_.num_units : 0;
   }
@@ -248,14 +247,14 @@ class PlanResults {
       const i32 num_groups = NumMergeGroups(rules_, t, splits);
       const i32 first_group = NumUnitGroups() + heads * GroupsBefore(i) + head * num_groups;
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + first_group);
-      const i32 step = num_groups > 1 ? kFoldBatch : 1;
+      const i32 step = num_groups > 1 ? kReduceBatch : 1;
       group[0] = Words(t.first_token, t.qo_len, head, (splits + step - 1) / step);
-      group[1] = Words(partials_begin, step, -1, FirstFoldPlace(rules_, t));
+      group[1] = Words(partials_begin, step, -1, FirstReduceOffset(rules_, t));
 #pragma unroll 1
       for (i32 g = 1; g < num_groups; ++g) {
-        const i32 s = (g - 1) * kFoldBatch;
+        const i32 s = (g - 1) * kReduceBatch;
         group += sizeof(MergeGroup) / sizeof(uint4);
-        group[0] = Words(t.first_token, t.qo_len, head, Min(kFoldBatch, splits - s));
+        group[0] = Words(t.first_token, t.qo_len, head, Min(kReduceBatch, splits - s));
         group[1] = Words(partials_begin + s, 1, first_group, 0);
       }
       const i32 rows = t.qo_len * rules_.group_size;
@@ -270,10 +269,10 @@ class PlanResults {
                       static_cast<u32>(w));
   }
 
-  // Items are 48 bytes, which warps write 16 a lane, whole lines at a time: first which chunk and
-  // head each is of.
+  // Writes items of 48 bytes, 16 a lane, so that warps write whole lines. First it finds which
+  // chunk and head each word belongs to.
   __device__ void WriteItems(const i32* chunks_before) {
-    const bool both_ends = tiles_.several_heights && !tiles_.shares();
+    const bool both_ends = tiles_.several_tile_sizes && !tiles_.shares();
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
     const i32 num_items = num_chunks() * rules_.num_kv_heads;
     ItemSource* sources = c_.template Take<ItemSource>(num_items);
@@ -332,13 +331,13 @@ class PlanResults {
   const PlanSchedule& schedule_;
   const PlanChunks& chunks_;
 
-  // [4, num_chunks] in the order of keys: the three parts of an item of the first head, and what
-  // row and group grow by from head to head.
+  // [4, num_chunks] in the order of keys: the three parts of an item of the first head, and the
+  // increments of row and group from head to head.
   uint4* records_ = nullptr;
 
-  i64* parts_before_ = nullptr;          // [num_tiles + 1], these two for one kv head
+  i64* parts_before_ = nullptr;          // [num_tiles + 1] this and the next for one kv head
   i64* rows_before_ = nullptr;           // [num_tiles + 1]
-  i32* unit_partials_before_ = nullptr;  // [num_units + 1], likewise, with levels only
+  i32* unit_partials_before_ = nullptr;  // [num_units + 1] the same; only with levels
   i32 num_shared_tokens_ = 0;
 };
 

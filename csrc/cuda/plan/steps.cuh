@@ -1,6 +1,5 @@
-// Step lists of the device planner: as MakeLists in plan/plan.cc makes them. They stay in shared
-// memory, those of the batch's tiles and those of a shared tiling, until it is known which are
-// written.
+// Step lists of the device planner, as MakeLists in plan/plan.cc makes them. Those of the batch's
+// tiles and those of a shared tiling stay in shared memory until it is known which are written.
 #pragma once
 
 #include "cuda/plan/context.cuh"
@@ -10,7 +9,7 @@
 
 namespace jax_attn {
 
-// OR over the blocks of the tile's rows and a step's columns.
+// OR of the classes of the blocks of the tile's rows and a step's columns.
 __device__ __forceinline__ u32 ClassesOf(const PlanRules& rules, const BlockMap& map,
                                          const QueryTile& t, i32 step) {
   const MapColumns columns = ColumnsOf(rules, map, t, step);
@@ -24,15 +23,15 @@ __device__ __forceinline__ u32 ClassesOf(const PlanRules& rules, const BlockMap&
   return found;
 }
 
-// The lists number `which`, of tiles with spans; returns the number of their entries.
+// Makes lists number `which`, for tiles with spans, and returns the number of their entries.
 // sharing: as in SharedTiling, or null.
 template <class Context>
 __device__ __noinline__ i64 FindSteps(Context& c, const QueryTile* tiles, i32 num_tiles,
                                       const TileSharing* sharing, i32 which) {
   const PlanRules& rules = c.rules;
   const int thread = c.thread();
-  // Words of all tiles in one line, so that one long tile keeps as many warps busy as many short
-  // ones.
+  // The words of all tiles are in one line, so that one long tile keeps as many warps busy as many
+  // short ones.
   i32* first_word = c.template Take<i32>(num_tiles + 1);
   const i32 num_words = static_cast<i32>(c.cta.Prefix(num_tiles, first_word, [&](i32 i) {
     const StepSpan span = StepsOf(rules, tiles[i]);
@@ -76,13 +75,13 @@ __device__ __forceinline__ void TakeListsOf(Context& c, QueryTile* tiles, i32 nu
   __syncthreads();
 }
 
-// Finds the steps of the tiles, without regard to shared prefixes. They keep their spans.
+// Finds the steps of the tiles, ignoring shared prefixes. The tiles keep their spans.
 template <class Context>
 __device__ __noinline__ PlanFault ListSteps(Context& c, const typename Context::Tiles& flat) {
   const BlockMap& map = c.p.block_map;
   PlanFault fault = c.cta.FirstFault(flat.num_tiles, [&](i32 i) {
     PlanFault f = CheckMapColumns(map, flat.tiles[i]);
-    f.at = i;  // tiles of a request may have different ones
+    f.at = i;  // tiles of a request may have different errors
     return f;
   });
   if (fault.code != kNoFault) {
@@ -92,8 +91,8 @@ __device__ __noinline__ PlanFault ListSteps(Context& c, const typename Context::
   return CheckSteps(c.rules, FindSteps(c, flat.tiles, flat.num_tiles, nullptr, 0));
 }
 
-// Behind ListSteps. [num_tiles] Where those steps end, from position 0 on, that the map shows in
-// full to the tile.
+// Call it after ListSteps. [num_tiles] the end of the steps, from position 0 on, that the map shows
+// in full to the tile.
 template <class Context>
 __device__ __noinline__ const i32* SeenEnds(Context& c, const typename Context::Tiles& flat) {
   const PlanRules& rules = c.rules;
@@ -107,7 +106,7 @@ __device__ __noinline__ const i32* SeenEnds(Context& c, const typename Context::
     for (i32 w = lists.first_word[i]; w < lists.first_word[i + 1]; ++w) {
       const StepWord word = lists.words[w];
       const u32 others = ~(word.listed & ~word.masked);
-      const i32 first_other = __ffs(others) - 1;  // -1: none; perhaps behind the tile's steps
+      const i32 first_other = __ffs(others) - 1;  // -1: none; may lie behind the tile's steps
       if (first_other < 0) continue;
       end = Min(end, (word.first + first_other) * rules.tile_kv);
       break;
@@ -118,7 +117,7 @@ __device__ __noinline__ const i32* SeenEnds(Context& c, const typename Context::
   return ends;
 }
 
-// Replaces the spans of tiles by ranges of the lists. shares: of those of the tiling, too.
+// Replaces the spans of tiles by ranges of the lists. shares: also those of the tiling.
 template <class Context>
 __device__ __noinline__ void TakeLists(Context& c, bool shares, typename Context::Tiles* flat,
                                        SharedTiling* tiling) {
@@ -140,8 +139,8 @@ __device__ __noinline__ void TakeLists(Context& c, bool shares, typename Context
   flat->longest_span_cost = c.cta.MostOf(longest);
 }
 
-// Entries of the lists of the tiles that were chosen, which are those with shared prefixes if
-// `shares`; returns how many there are.
+// Writes the list entries of the chosen tiles, which are those with shared prefixes if `shares`.
+// Returns their number.
 template <class Context>
 __device__ __noinline__ i32 WriteSteps(Context& c, bool shares) {
   const int thread = c.thread();

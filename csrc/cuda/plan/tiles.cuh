@@ -1,4 +1,4 @@
-// The device planner's first stage: a batch, checked, becomes query tiles.
+// The first stage of the device planner: checks a batch and makes query tiles.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -7,8 +7,8 @@
 
 namespace jax_attn {
 
-// Lengths, on their way into the plan, come from memory all at once; what is checked and used after
-// that is near.
+// Loads all lengths at once, on their way into the plan. What is checked and used later is then
+// near.
 template <class Context>
 __device__ __forceinline__ void CopyLengths(Context& c) {
   const PlanInputs& in = c.in;
@@ -43,7 +43,7 @@ __device__ __forceinline__ PlanFault CheckLevels(Context& c) {
                           [&](i32 r) { return CheckPrefixLens(c.in, levels, r); });
 }
 
-// The tiles of the batch, behind the checks above.
+// The tiles of the batch, after the checks above.
 template <class Context>
 __device__ __forceinline__ PlanFault MakeTiles(Context& c, typename Context::Tiles* out) {
   using Totals = typename Context::Cta::Totals;
@@ -57,7 +57,7 @@ __device__ __forceinline__ PlanFault MakeTiles(Context& c, typename Context::Til
   const i32 num_tiles = static_cast<i32>(all_tiles);
   QueryTile* tiles = c.template Take<QueryTile>(num_tiles);
   const Totals totals = c.cta.Total(num_tiles, [&](i32 i, Totals* mine) {
-    i32 request = i;  // where every request before has one tile
+    i32 request = i;  // if every request before it has one tile
     if (i >= batch_size || first_tile[i] != i || first_tile[i + 1] == i) {
       request = LastAtMost(first_tile, batch_size, i);
     }
@@ -75,7 +75,7 @@ __device__ __forceinline__ PlanFault MakeTiles(Context& c, typename Context::Til
   out->first_tile = first_tile;
   out->span_cost = totals.sum;
   out->longest_span_cost = totals.most[0];
-  out->several_heights = num_tiles > 0 && totals.most[1] + totals.most[2] != kMaxTiles;
+  out->several_tile_sizes = num_tiles > 0 && totals.most[1] + totals.most[2] != kMaxTiles;
   if (!MayCostTooMuch(rules, num_tiles, totals.most[0])) return {};
   i64 longest = 0;
   const i64 coarse_cost = c.cta.Sum(num_tiles, [&](i32 i) {

@@ -1,5 +1,5 @@
 // Ways to cut the tiles of the device planner: chunks, sorted in the order in which queues take
-// them. A trial of tiles goes to its place in shared memory, to be dealt.
+// them. A trial of tiles is written to its place in shared memory and then dealt.
 #pragma once
 
 #include "cuda/plan/context.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ i32 TileOfChunk(const Tiles& tiles, const PlanChunks&
                                        : LastAtMost(chunks.chunk_base, tiles.num_tiles, chunk);
 }
 
-// The slots of key k: `first` is for head unit 0, those of the other units follow, `step` apart.
+// The slots of key k: `first` is for head unit 0; those of the other units follow, `step` apart.
 struct SlotsOfKey {
   i32 first, step;
 };
@@ -110,13 +110,13 @@ __device__ __forceinline__ i64 CutInline(Context& c, const typename Context::Til
     return static_cast<i64>(cut.num_splits);
   });
 }
-// Code is read from memory, too: once for flat schedules and for those that share.
+// Code is read from memory, too: one copy serves flat schedules and schedules that share.
 template <class Context>
 __device__ __noinline__ i64 CutOnce(Context& c, const typename Context::Tiles& tiles,
                                     i64 longest_cost, const PlanChunks& chunks) {
   return CutInline(c, tiles, longest_cost, chunks);
 }
-// Cuts of all tiles, and their first chunks; returns the number of chunks.
+// Cuts all tiles and finds their first chunks. Returns the number of chunks.
 template <class Context>
 __device__ __forceinline__ i64 CutByLength(Context& c, const typename Context::Tiles& tiles,
                                            i64 longest_cost, const PlanChunks& chunks) {
@@ -130,7 +130,7 @@ template <class Context>
 __device__ __forceinline__ void SortInline(Context& c, const typename Context::Tiles& tiles,
                                            PlanTrial* t) {
   constexpr i32 kNumThreads = Context::kNumThreads;
-  // Short keys: 31 bits.
+  // Short keys have 31 bits.
   constexpr i32 kShortChunkBits = 9;
   constexpr u32 kShortCosts = 1u << (31 - kShortChunkBits), kNoShortKey = 0x7fffffff;
   static_assert(kNumThreads <= 1 << kShortChunkBits, "a short key holds a chunk");
@@ -139,8 +139,8 @@ __device__ __forceinline__ void SortInline(Context& c, const typename Context::T
   const int thread = c.thread();
   const PlanChunks& chunks = t->chunks;
   const i32 num_chunks = t->num_chunks, size = Context::Cta::SortSize(num_chunks);
-  // Slots are not yet: in their place, short keys if every thread has a chunk at most, else
-  // costs.
+  // Slots do not exist yet. Their memory holds short keys, if every thread has at most one chunk,
+  // else costs.
   const bool few = num_chunks <= kNumThreads;
   u32* short_keys = reinterpret_cast<u32*>(chunks.slots);
   i64* unsorted = reinterpret_cast<i64*>(chunks.slots);
@@ -168,19 +168,19 @@ __device__ __forceinline__ void SortInline(Context& c, const typename Context::T
       unsorted[k] = cost;
       return;
     }
-    // In the same order, as long as there are neither sections, nor shared chunks, nor high
+    // Short keys have the same order as long as there are no sections, no shared chunks and no high
     // costs.
     const bool fits = tile.section == 0 && !shared && word < kShortCosts;
     mine->most[1] |= !fits;
     short_keys[k] = (kShortCosts - 1 - word) << kShortChunkBits | static_cast<u32>(k);
   });
   t->cost = totals.sum * rules.num_units;
-  const i64 longest = totals.most[0];  // clamped, it is too large for a key all the same
+  const i64 longest = totals.most[0];  // if it is clamped, it is still too large for a key
   if (few) {
     i32* counts = reinterpret_cast<i32*>(chunks.weights);
     const i32 place = totals.most[1] == 0 ? c.cta.PlaceOf(short_keys, num_chunks, counts)
                                           : c.cta.PlaceOf(chunks.keys, num_chunks, counts);
-    if (thread < num_chunks) {  // the chunk that the thread still has
+    if (thread < num_chunks) {  // the chunk that the thread still holds
       chunks.keys[place] = key;
       chunks.costs[place] = cost;
     }
@@ -192,8 +192,8 @@ __device__ __forceinline__ void SortInline(Context& c, const typename Context::T
     }
   }
   __syncthreads();
-  // A queue that takes a chunk had no more than the mean; another one may be asked what it would
-  // have. A key holds a load and a queue.
+  // A queue that takes a chunk had at most the mean before; for another one it is asked what it
+  // would have. A key holds a load and a queue.
   const i64 queues = rules.num_queues;
   i32 bits = 0;
 #pragma unroll 1
@@ -217,7 +217,7 @@ __device__ __noinline__ void SortOnce(Context& c, const typename Context::Tiles&
                                       PlanTrial* t) {
   SortInline(c, tiles, t);
 }
-// The chunks of t, cut by length, become sorted slots, heaviest first.
+// Cuts t by length and sorts its chunks into slots, heaviest first.
 template <class Context>
 __device__ __forceinline__ void SortChunks(Context& c, const typename Context::Tiles& tiles,
                                            PlanTrial* t) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ i64 LongestCostOf(const PlanRules& rules, const Tiles
   return FirstLongestCost(rules, tiles.num_tiles, tiles.longest_span_cost, longest_cost);
 }
 
-// Trial r of Algorithm 1, of tiles that share nothing: the first cut, or retry r - 1.
+// Trial r of Algorithm 1, for tiles that share nothing: the first cut, or retry r - 1.
 template <class Context>
 __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Context::Tiles& tiles,
                                                i32 r) {
@@ -253,7 +253,8 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
   t.leaves_empty_from = kNoSlot;
   t.chunks = TakeTileArrays(c, tiles.num_tiles);
   const i64 num_chunks = CutByLength(c, tiles, LongestCostOf(rules, tiles, r), t.chunks);
-  // Of balanced ones scratch holds any first cut (LongestChunkCost), and retries are counted.
+  // In balanced schedules scratch can hold any first cut (LongestChunkCost), and retries are
+  // counted.
   if (rules.schedule != kBalanced) {
     if (num_chunks >= kMaxChunks) return MakeFault(kFaultChunks, 0, num_chunks);
     const i64 num_items = num_chunks * rules.num_kv_heads;
@@ -271,7 +272,7 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
   return {};
 }
 
-// kSharedTrials[r], of tiles with shared prefixes.
+// kSharedTrials[r], for tiles with shared prefixes.
 template <class Context>
 __device__ __forceinline__ PlanFault MakeSharedTrial(Context& c,
                                                      const typename Context::Tiles& tiles, i32 r) {
@@ -307,7 +308,7 @@ __device__ __forceinline__ PlanFault MakeSharedTrial(Context& c,
   return {};
 }
 
-// Trial r of fewer splits, of tiles that share nothing.
+// Trial r of fewer splits, for tiles that share nothing.
 template <class Context>
 __device__ __forceinline__ void MakeTrialOfFewer(Context& c, const typename Context::Tiles& tiles,
                                                  i32 r) {
@@ -321,7 +322,7 @@ __device__ __forceinline__ void MakeTrialOfFewer(Context& c, const typename Cont
   Publish(c, r, t);
 }
 
-// Trial r, which has been dealt.
+// Trial r after it was dealt.
 template <class Context>
 __device__ __forceinline__ PlanSchedule ScheduleOf(const Context& c, i32 r) {
   const PlanTrial& t = c.shared.trials[r];

@@ -1,18 +1,19 @@
 // Attention on tensor cores, for every architecture from sm_80 on: mma.sync, ldmatrix, cp.async.
 //
-// A persistent CTA executes the work items of its queue. Each item names its tile height, and the
-// kernel holds one TilePath a height. There are two arrangements of the warps:
-//   split kv (up to 32 rows)  every warp has all rows and its own 16 tokens of each kv step. A warp
-//                             loads exactly the tokens that it multiplies, so the main loop has no
-//                             CTA barrier; the warps' states are combined at the end of the item.
-//   split q (64 rows and up)  every warp has its own 16 or 32 rows and all tokens of the step,
-//                             which the warps load together.
+// A persistent CTA executes the work items of its queue. Each item names its tile M, and the kernel
+// has one TilePath for each. There are two arrangements of the warps:
+//   split kv (up to 32 rows): every warp has all rows and its own 16 tokens of each kv step. A warp
+//   loads exactly the tokens that it multiplies, so the main loop has no CTA barrier. The warps'
+//   states are combined at the end of the item.
+//   split q (64 rows and more): every warp has its own 16 or 32 rows and all tokens of the step,
+//   which the warps load together.
 //
-// kv steps start at absolute multiples of the step, so that a row meets the same steps in any chunk
-// or batch and its bits depend on neither. What a step holds beyond the item's span is zero-filled,
-// never read, and masked.
+// kv steps start at absolute multiples of kStep. So a row meets the same steps in any chunk or
+// batch, and its bits depend on neither. Slots outside the item's span are zero-filled, never read,
+// and masked.
 //
-// e4m3 keys and values: see e4m3.cuh. Those of other codes: see code_rows.cuh.
+// quantized_kv.cuh has the e4m3 products. Other quantized formats are dequantized in shared memory
+// first (common/quantized_rows.cuh).
 //
 // K and V rows run through one ring of slots, alternating, kSlots - 1 loads ahead of the arithmetic
 // and across the borders of items: while one item is finished, the next one's rows are on their
@@ -38,26 +39,27 @@ class TilePath {
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
   static constexpr bool kE4m3 = Traits::kKvFormat == kE4m3Format;
-  static constexpr bool kDecodes = DecodesRows(Traits::kKvFormat);
-  static constexpr bool kEncodes = Traits::kHasFreshKv && Traits::kKvFormat != kPlainFormat;
+  static constexpr bool kDequantizes = DequantizesRows(Traits::kKvFormat);
+  static constexpr bool kQuantizes = Traits::kHasFreshKv && Traits::kKvFormat != kPlainFormat;
   static constexpr bool kHeadScales = FormatOf(Traits::kKvFormat).has_head_scale;
-  // Of one head's row of K or V in memory.
+  // Bytes of one head's row of K or V in memory.
   static constexpr int RowBytes(int head_dim) {
     return Traits::kKvFormat == kPlainFormat
                ? head_dim * E::kBytes
-               : static_cast<int>(CodeRowBytes(Traits::kKvFormat, head_dim));
+               : static_cast<int>(QuantizedRowBytes(Traits::kKvFormat, head_dim));
   }
   template <int kHeadDim>
-  using KvLayout = typename Choose<kE4m3, E4m3RowLayout<kHeadDim>, RowLayout<kHeadDim>>::Type;
+  using KvLayout = typename Conditional<kE4m3, E4m3RowLayout<kHeadDim>, RowLayout<kHeadDim>>::Type;
   // Rows of q, of K, and of V.
-  using Qk = typename Choose<kE4m3, E4m3QueryLayout<Traits::kHeadDimQk>,
-                             RowLayout<Traits::kHeadDimQk>>::Type;
+  using Qk = typename Conditional<kE4m3, E4m3QueryLayout<Traits::kHeadDimQk>,
+                                  RowLayout<Traits::kHeadDimQk>>::Type;
   using Kk = KvLayout<Traits::kHeadDimQk>;
   using Vo = KvLayout<Traits::kHeadDimVo>;
-  // Rows of K and of V as they come.
+  // Rows of K and of V as they are copied.
   template <int kHeadDim>
-  using CopyLayout = typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, kHeadDim>,
-                                     KvLayout<kHeadDim>>::Type;
+  using CopyLayout =
+      typename Conditional<kDequantizes, QuantizedRowLayout<Traits::kKvFormat, kHeadDim>,
+                           KvLayout<kHeadDim>>::Type;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -70,12 +72,13 @@ class TilePath {
   static constexpr int kWarpRows = kSplitKv ? kTileQ : kTileQ / kWarps;
   static constexpr int kMTiles = kWarpRows / 16;
   static constexpr int kStep = kSplitKv ? 16 * kWarps : Traits::kTileKv;  // kv tokens
-  static constexpr int kWarpTokens = kSplitKv ? 16 : kStep;  // of a step, that a warp multiplies
-  static constexpr int kSlice = kStep / kWarps;              // of a step, that a warp loads
+  static constexpr int kWarpTokens = kSplitKv ? 16 : kStep;  // tokens of a step that a warp
+                                                             // multiplies
+  static constexpr int kSlice = kStep / kWarps;              // tokens of a step that a warp loads
   static constexpr int kSTiles = kWarpTokens / 8;
   static constexpr int kOTiles = Vo::kPadded / 8;
   static constexpr int kQkSteps = Qk::kPadded / 16;
-  // Split kv: one q for all steps of the item, unless o needs the registers.
+  // Split kv: q stays in registers for all steps of the item, unless o needs them.
   static constexpr bool kQInRegisters = kSplitKv && kMTiles * kQkSteps <= 8;
   static_assert(kWarpRows % 16 == 0 && kWarpRows > 0, "whole 16-row tiles a warp");
   static_assert(kSlice >= 8 && kSlice <= kWarpSize, "one lane finds the row of one token");
@@ -86,9 +89,9 @@ class TilePath {
       Max(CopyLayout<Traits::kHeadDimQk>::kPitch, CopyLayout<Traits::kHeadDimVo>::kPitch);
   static constexpr int kSlotBytes = kStep * kCopyPitch;
   static constexpr int kQBytes = kTileQ * Qk::kPitch;
-  static constexpr int kQVectors = CeilDiv(kTileQ * Qk::kChunks, kThreads);  // a thread
+  static constexpr int kQVectors = CeilDiv(kTileQ * Qk::kChunks, kThreads);  // for each thread
 
-  // Split kv: the states of the warps, exchanged kColumns columns at a time.
+  // Split kv: the warps' states, exchanged kColumns columns at a time.
   template <int kExchangeColumns>
   struct ExchangeOf {
     float o[kWarps][kTileQ][kExchangeColumns + 8];  // + 8: rows start in different banks
@@ -97,57 +100,57 @@ class TilePath {
   };
   struct NoExchange {};
 
-  // Factors of the logits of each warp's rows, see PutLogitScales; in registers they spill.
+  // Factors of the logits of each warp's rows, see PutLogitScales. In registers they would spill.
   struct HeadScales {
     float scales[kWarps][kWarpRows];
   };
   struct NoScales {};
 
-  // The step that is multiplied, decoded.
-  struct DecodedStep {
-    alignas(16) unsigned char decoded[kStep * kMaxPitch];
+  // The step that is multiplied, dequantized.
+  struct DequantizedStep {
+    alignas(16) unsigned char dequantized[kStep * kMaxPitch];
   };
-  struct NoDecodedStep {};
-  using Decoded = typename Choose<kDecodes, DecodedStep, NoDecodedStep>::Type;
-  static constexpr int kDecodedBytes = kDecodes ? static_cast<int>(sizeof(Decoded)) : 0;
+  struct NoDequantizedStep {};
+  using Dequantized = typename Conditional<kDequantizes, DequantizedStep, NoDequantizedStep>::Type;
+  static constexpr int kDequantizedBytes = kDequantizes ? static_cast<int>(sizeof(Dequantized)) : 0;
 
-  struct Small : Choose<kHeadScales, HeadScales, NoScales>::Type {
+  struct ControlSmem : Conditional<kHeadScales, HeadScales, NoScales>::Type {
     KvPools pools;
-    VisibleSpan spans[kWarps];  // StepSpan of the item; registers are short in the main loop
+    VisibleSpan spans[kWarps];  // StepSpan of the item; the main loop has few registers
     MergeScratch merge;
   };
   static constexpr int kRingBudget =
-      kBudget - kQBytes - kDecodedBytes - static_cast<int>(sizeof(Small)) - 16;
-  // Split q has a larger q and no exchange; it takes the slots that fit. Beyond 4 nothing is
-  // gained, 2 is the least that overlaps loads and arithmetic.
+      kBudget - kQBytes - kDequantizedBytes - static_cast<int>(sizeof(ControlSmem)) - 16;
+  // Split q has a larger q and no exchange. It takes the slots that fit: beyond 4 nothing is
+  // gained, and 2 is the least that overlaps loads and arithmetic.
   static constexpr int kSlots =
       kSplitKv ? Traits::kNumStages : Clamp(kRingBudget / kSlotBytes, 2, 4);
   static_assert(kSlots >= 2, "a slot is refilled while the next one is read");
-  // All columns at once if there is room.
-  static constexpr int kRoomForColumns =
+  // All columns at once if they fit.
+  static constexpr int kFreeColumns =
       (kRingBudget - kSlots * kSlotBytes) / (kWarps * kTileQ * 4) - 8 - 2;
-  static constexpr int kColumns = kRoomForColumns >= Vo::kPadded ? Vo::kPadded
-                                  : kRoomForColumns >= 128       ? 128
-                                  : kRoomForColumns >= 64        ? 64
-                                  : kRoomForColumns >= 32        ? 32
-                                                                 : 16;
-  using Exchange = typename Choose<kSplitKv, ExchangeOf<kColumns>, NoExchange>::Type;
+  static constexpr int kColumns = kFreeColumns >= Vo::kPadded ? Vo::kPadded
+                                  : kFreeColumns >= 128       ? 128
+                                  : kFreeColumns >= 64        ? 64
+                                  : kFreeColumns >= 32        ? 32
+                                                              : 16;
+  using Exchange = typename Conditional<kSplitKv, ExchangeOf<kColumns>, NoExchange>::Type;
 
-  struct alignas(16) Shared : Decoded {
-    Small small;
+  struct alignas(16) Shared : Dequantized {
+    ControlSmem control;
     alignas(16) unsigned char q[kQBytes];
     unsigned char ring[kSlots * kSlotBytes];
     Exchange exchange;
   };
 
-  // Executes the items of the queue from `first` on, up to the first one of another tile height.
+  // Executes the items of the queue from `first` on, up to the first one with another tile M.
   // Returns the first item not executed.
   __device__ __forceinline__ static int Run(const AttentionParams& p, unsigned char* smem,
                                             int first) {
     TilePath path(p, *reinterpret_cast<Shared*>(smem), first);
     State state;
-    state.Reset(Stage::NoReference());  // registers without a first value would be live before this
-                                        // path, too
+    state.Reset(Stage::InitialMax());  // registers without a first value would be live before this
+                                       // path, too
     for (;; ++path.index_) {
       const bool mine = path.index_ < QueueEnd(p) && path.Item().tile() == kTile;
       if (mine) path.LoadQ();
@@ -157,31 +160,31 @@ class TilePath {
       path.RunSteps(path.index_ == first, state);
     }
     WaitCopies<0>();
-    __syncthreads();  // the path that comes next lays out shared memory anew
+    __syncthreads();  // the next path lays out shared memory differently
     return path.index_;
   }
 
  private:
   using State = TileState<kMTiles, kOTiles>;
-  using Tile = float[kMTiles][kSTiles][4];  // of logits
+  using Tile = float[kMTiles][kSTiles][4];  // logits
   using LogitLayout = RowMajorLayout<kMTiles, kSTiles>;
-  using Probabilities = u32[kMTiles][kWarpTokens / 16][4];  // operand a of the second product
+  using Probabilities = u32[kMTiles][kWarpTokens / 16][4];  // operand a of P V
   using QFragments = u32[kQInRegisters ? kMTiles : 1][kQInRegisters ? kQkSteps : 1][4];
 
   __device__ __forceinline__ TilePath(const AttentionParams& p, Shared& shared, int first)
       : p_(p),
         shared_(shared),
-        thread_(Anew(threadIdx.x)),
+        thread_(Opaque(threadIdx.x)),
         index_(first),
-        loader_(p, shared.small.pools, thread_, first),
+        loader_(p, shared.control.pools, thread_, first),
         read_slot_(SharedAddress(shared.ring) +
                    (4 * kSlots - 2 * kWarmUpSteps) % kSlots * kSlotBytes),
         q_vectors_{} {
     if (thread_ == 0) {
-      shared.small.pools =
+      shared.control.pools =
           FindPoolsOfRows<Traits, RowBytes(Traits::kHeadDimQk), RowBytes(Traits::kHeadDimVo)>(
               p, LoadLayer<Traits>(p));
-      shared.small.merge.counters = LaunchCounters(p);
+      shared.control.merge.counters = LaunchCounters(p);
     }
     __syncthreads();
   }
@@ -190,14 +193,14 @@ class TilePath {
   __device__ int Warp() const { return thread_ / kWarpSize; }
   __device__ int FirstRow() const { return kSplitKv ? 0 : Warp() * kWarpRows; }  // of this warp
 
-  // Ends the life of what was derived from the thread index, rows and addresses above all, lest it
-  // be kept in registers through a phase that does not use it.
+  // Ends the life of values derived from the thread index, mainly rows and addresses, so that
+  // registers do not keep them through a phase that does not use them.
   __device__ __forceinline__ void ForgetThread() {
-    thread_ = Anew(thread_);
+    thread_ = Opaque(thread_);
     loader_.set_thread(thread_);
   }
 
-  // Split kv shares nothing between warps in the main loop.
+  // With split kv warps share nothing in the main loop.
   __device__ static void SyncReaders() {
     if constexpr (kSplitKv) {
       __syncwarp();
@@ -208,8 +211,8 @@ class TilePath {
 
   // --- load kv ---
 
-  // Runs through the kv steps of the queue ahead of the arithmetic. Page ids are requested one step
-  // before the rows they lead to.
+  // Walks through the kv steps of the queue ahead of the arithmetic. Page ids are requested one
+  // step before the rows that they lead to.
   class KvLoader : ListedStep<Traits> {
    public:
     __device__ __forceinline__ KvLoader(const AttentionParams& p, const KvPools& pools, int thread,
@@ -223,8 +226,8 @@ class TilePath {
           v_row_(0),
           v_slice_(0) {}
 
-    // K rows of the next step, of this warp's slice, into `slot`. The first call loads nothing: it
-    // only finds the first step.
+    // Loads K rows of the next step, this warp's slice, into `slot`. The first call loads nothing;
+    // it only finds the first step.
     __device__ __forceinline__ void LoadK(u32 slot) {
       v_slice_ = 0;
       if (pos_ != kNone) {
@@ -242,7 +245,7 @@ class TilePath {
 
     __device__ __forceinline__ void set_thread(int thread) { thread_ = thread; }
 
-    // V rows of the step whose K rows were loaded last.
+    // Loads V rows of the step whose K rows were loaded last.
     __device__ __forceinline__ void LoadV(u32 slot) {
       if (v_slice_ != 0) CopySlice<Traits::kHeadDimVo>(slot, pools_.v, p_.v_new);
     }
@@ -250,7 +253,7 @@ class TilePath {
    private:
     static constexpr int kNone = 0x7fffffff;
 
-    // Slices start at multiples of their length, so they do not cross pages of this size; but they
+    // Slices start at multiples of their length, so they do not cross pages of this size. But they
     // may cross from pages to fresh tokens.
     static constexpr bool kContiguous = kPageSize % kSlice == 0 && !Traits::kHasFreshKv;
 
@@ -284,7 +287,7 @@ class TilePath {
       }
     }
 
-    // Fills v_row_ and v_slice_ for the step at pos_.
+    // Finds v_row_ and v_slice_ for the step at pos_.
     __device__ __forceinline__ void FindSlice() {
       const ItemRecord item(p_, index_);
       if constexpr (kPageSize > 0) {
@@ -309,14 +312,14 @@ class TilePath {
     template <int kHeadDim>
     __device__ __forceinline__ void CopySlice(u32 slot, const char* pool,
                                               const void* fresh_rows) const {
-      if constexpr (kDecodes) return CopyCodes<kHeadDim>(slot, pool);
+      if constexpr (kDequantizes) return CopyQuantized<kHeadDim>(slot, pool);
       using Layout = KvLayout<kHeadDim>;
       constexpr int kRowBytes = RowBytes(kHeadDim);
       // Neighbouring lanes copy neighbouring chunks of a row, up to 256 bytes.
       constexpr int kWidth = PowerOfTwoDivisor(Layout::kChunks, 16);
       constexpr int kRowsPerCopy = kWarpSize / kWidth;
       const int lane_row = Lane() / kWidth, lane_chunk = Lane() % kWidth;
-      // Split kv: the slice of a warp is its own, whatever the pitch of K and V rows.
+      // Split kv: each warp has its own slice, whatever the pitches of K and V rows.
       const u32 to = slot + Warp() * (kSlice * (kSplitKv ? kMaxPitch : Layout::kPitch)) +
                      lane_row * Layout::kPitch + lane_chunk * 16;
       const int kv_head = v_slice_ >> 16 & 0x7fff;
@@ -333,9 +336,9 @@ class TilePath {
           if (r > 0) from += static_cast<u64>(pitch) * kRowsPerCopy;
         } else {
           const u32 row = __shfl_sync(kFullWarp, v_row_, r + lane_row);
-          in_span = kEncodes ? row < kFreshRow : row != kNoRow;
+          in_span = kQuantizes ? row < kFreshRow : row != kNoRow;
           from = head + static_cast<u64>(row) * pitch;
-          if constexpr (Traits::kHasFreshKv && !kEncodes) {
+          if constexpr (Traits::kHasFreshKv && !kQuantizes) {
             if (row >= kFreshRow) {
               const char* fresh_head = static_cast<const char*>(fresh_rows) + in_row;
               from = fresh_head + static_cast<u64>(row - kFreshRow) * pitch;
@@ -347,7 +350,7 @@ class TilePath {
         for (int c = 0; c < Layout::kChunks; c += kWidth) {
           const bool live =
               Layout::kChunks == Layout::kLiveChunks || c + lane_chunk < Layout::kLiveChunks;
-          // The address of a copy that reads nothing still is one of the pool.
+          // A copy that reads nothing still needs an address within the pool.
           const bool valid = in_span && live;
           if (in_slice) {
             const u32 to_chunk = to + r * Layout::kPitch + c * 16;
@@ -364,12 +367,13 @@ class TilePath {
       }
     }
 
-    // The same of codes: neighbouring lanes copy neighbouring chunks, of all rows of the slice.
+    // The same for quantized rows: neighbouring lanes copy neighbouring chunks of all rows of the
+    // slice.
     template <int kHeadDim>
-    __device__ __forceinline__ void CopyCodes(u32 slot, const char* pool) const {
+    __device__ __forceinline__ void CopyQuantized(u32 slot, const char* pool) const {
       using Layout = CopyLayout<kHeadDim>;
       constexpr int kNumChunks = kSlice * Layout::kChunks;
-      const int thread = Anew(threadIdx.x), lane = thread % kWarpSize;
+      const int thread = Opaque(threadIdx.x), lane = thread % kWarpSize;
       const u32 to =
           slot + thread / kWarpSize * (kSlice * (kSplitKv ? kCopyPitch : Layout::kPitch));
       const char* head = pool + (v_slice_ >> 16 & 0x7fff) * Layout::kRowBytes;
@@ -383,12 +387,12 @@ class TilePath {
         bool in_span = row >= begin && row < end;
         if constexpr (!kContiguous) {
           pool_row = __shfl_sync(kFullWarp, v_row_, row % kWarpSize);
-          in_span = kEncodes ? pool_row < kFreshRow : pool_row != kNoRow;
+          in_span = kQuantizes ? pool_row < kFreshRow : pool_row != kNoRow;
         }
         const u64 at = reinterpret_cast<u64>(head + static_cast<u64>(pool_row) * pitch);
         const char* from = reinterpret_cast<const char*>(at / 16 * 16) + chunk * 16;
         const bool valid = in_span && Layout::Holds(at, chunk);
-        // The address of a copy that reads nothing still is one of the pool.
+        // A copy that reads nothing still needs an address within the pool.
         if (kNumChunks % kWarpSize == 0 || row < kSlice) {
           const u32 to_chunk = to + row * Layout::kPitch + chunk * 16;
           if constexpr (kSplitKv) {
@@ -404,18 +408,19 @@ class TilePath {
     const KvPools& pools_;
     int thread_;
     int index_;  // item of the next step
-    int pos_;    // kv position, or place, of the next step, kNone behind the items of this path
-    i32 page_;   // page of the slice of the next step, or, in lane l, of its token l
+    int pos_;    // kv offset of the next step; kNone behind the items of this path
+    i32 page_;   // page of the next step's slice, or, in lane l, of its token l
     // The slice whose K rows were loaded last. Contiguous: v_row_ is the pool row of token 0, and
-    // tokens [begin, end) are in the item's span; else it is, in lane l, that of token l or kNoRow.
+    // tokens [begin, end) are in the item's span. Otherwise v_row_ in lane l is that of token l, or
+    // kNoRow.
     u32 v_row_;
-    u32 v_slice_;  // 1 << 31 | kv_head << 16 | begin << 8 | end; 0: there is none
+    u32 v_slice_;  // 1 << 31 | kv_head << 16 | begin << 8 | end; 0: no slice
   };
 
-  // Load number n goes to slot n % kSlots; even ones are K. The slot before the one that is read is
-  // free, so the load that is due at a K read has the parity of kSlots - 1. The pipeline fills by
-  // steps without arithmetic before the first one; the loads that come due before number 0, one
-  // call of LoadK and what surrounds it, load nothing.
+  // Load number n goes to slot n % kSlots; even loads are K. The slot before the one that is read
+  // is free, so the load due at a K read has the parity of kSlots - 1. Steps without arithmetic
+  // fill the pipeline before the first one. The loads due before number 0, which are one call of
+  // LoadK and its neighbours, load nothing.
   static constexpr bool kLoadsKAtK = kSlots % 2 == 1;
   static constexpr int kNullLoads = kLoadsKAtK ? 2 : 3;
   static constexpr int kWarmUpSteps = (kNullLoads + kSlots - 1) / 2;
@@ -429,8 +434,7 @@ class TilePath {
     return slot == ring ? ring + (kSlots - 1) * kSlotBytes : slot - kSlotBytes;
   }
 
-  // Makes the load that is due readable, if there is one, and starts the load that its predecessor
-  // made room for.
+  // Makes the load that is due readable, and starts the load into the slot that became free.
   template <bool kAtK>
   __device__ __forceinline__ void NextLoad(bool due) {
     if (due) WaitCopies<kSlots - 2>();
@@ -445,13 +449,13 @@ class TilePath {
 
   // --- load q ---
 
-  // q of the item that comes next. Split kv: into registers, ReceiveQ follows. Split q: a group of
-  // asynchronous copies. q of e4m3 comes here as E.
+  // Loads q of the next item. Split kv: into registers; ReceiveQ follows. Split q: as a group of
+  // asynchronous copies. e4m3 q is converted to E here.
   __device__ __forceinline__ void LoadQ() {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
     const QueryRows<kGroupSize> rows(p_, item.first_token(), item.kv_head(), item.is_shared());
-    const int thread = Anew(threadIdx.x);
+    const int thread = Opaque(threadIdx.x);
 #pragma unroll(kSplitKv ? kQVectors : 1)
     for (int i = 0; i < kQVectors; ++i) {
       const int at = thread + i * kThreads;
@@ -462,10 +466,10 @@ class TilePath {
         uint4 q = make_uint4(0, 0, 0, 0);
         if (live) {
           const i64 first = rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
-          const uint2 codes =
+          const uint2 quantized =
               *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(p_.q) + first);
-          UnpackE4m3<Traits>(codes.x, q.x, q.y);
-          UnpackE4m3<Traits>(codes.y, q.z, q.w);
+          UnpackE4m3<Traits>(quantized.x, q.x, q.y);
+          UnpackE4m3<Traits>(quantized.y, q.z, q.w);
         }
         if constexpr (kSplitKv) {
           q_vectors_[i] = q;
@@ -487,7 +491,7 @@ class TilePath {
     if constexpr (!kSplitKv) CommitCopies();
   }
 
-  // Makes q of the item that begins readable.
+  // Makes q of the beginning item readable.
   __device__ __forceinline__ void ReceiveQ(QFragments& q_fragments) {
     if constexpr (kSplitKv) {
 #pragma unroll
@@ -511,59 +515,61 @@ class TilePath {
     }
   }
 
-  // Row and chunk of a 16 x 16 block that this lane addresses for LoadMatrix4: of q, as operand a,
-  // and of V, transposed, as operand b ...
+  // The offset that this lane addresses in a 16 x 16 block for LoadMatrix4: of q as operand a, and
+  // of V, transposed, as operand b.
   __device__ u32 RowMajorOffset(int pitch) const {
     return (Lane() % 16) * pitch + (Lane() / 16) * 16;
   }
-  // ... and of K as operand b, whose 8 x 8 matrices come in the order of the k dimension first.
+  // The same for K as operand b, whose 8 x 8 matrices come with the k dimension first.
   __device__ u32 KMajorOffset(int pitch) const {
     return (Lane() % 8 + Lane() / 16 * 8) * pitch + (Lane() / 8 % 2) * 16;
   }
 
-  // Where the tokens that a warp multiplies start within a slot.
+  // Offset in a slot of the tokens that a warp multiplies.
   __device__ u32 WarpSliceOffset() const { return kSplitKv ? Warp() * (kSlice * kMaxPitch) : 0; }
-  // Rows of the step as they are multiplied, and those of the tokens of this warp.
+  // Rows of the step as they are multiplied; WarpRows: those of this warp's tokens.
   __device__ __forceinline__ unsigned char* StepRows() const {
-    if constexpr (kDecodes) return shared_.decoded;
+    if constexpr (kDequantizes) return shared_.dequantized;
     return shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
   }
   __device__ __forceinline__ u32 WarpRows() const {
-    if constexpr (kDecodes) return SharedAddress(shared_.decoded) + WarpSliceOffset();
+    if constexpr (kDequantizes) return SharedAddress(shared_.dequantized) + WarpSliceOffset();
     return read_slot_ + WarpSliceOffset();
   }
 
-  // The slice that this warp loaded of the step at kv position `begin`, which is in the slot that
-  // is read, becomes StepRows for all.
+  // Dequantizes the slice that this warp loaded, of the step at kv position `begin` in the slot
+  // that is read, into StepRows for all warps.
   template <int kHeadDim>
-  __device__ __forceinline__ void DecodeSlice(int begin) {
+  __device__ __forceinline__ void DequantizeSlice(int begin) {
     using Layout = CopyLayout<kHeadDim>;
-    const int thread = Anew(threadIdx.x);
-    const int first = thread / kWarpSize * kSlice;  // row of the slice
-    const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
-                                 first * (kSplitKv ? kCopyPitch : Layout::kPitch);
+    const int thread = Opaque(threadIdx.x);
+    const int first = thread / kWarpSize * kSlice;  // the slice's first row
+    const unsigned char* quantized = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
+                                     first * (kSplitKv ? kCopyPitch : Layout::kPitch);
     unsigned char* rows =
-        shared_.decoded + first * (kSplitKv ? kMaxPitch : RowLayout<kHeadDim>::kPitch);
-    const CodeRowOffsets<Layout> offsets(p_, Item().kv_head());
-    DecodeCodeRows<Traits, kHeadDim, kSlice>(codes, offsets, begin + first, thread % kWarpSize,
+        shared_.dequantized + first * (kSplitKv ? kMaxPitch : RowLayout<kHeadDim>::kPitch);
+    const QuantizedRowOffsets<Layout> offsets(p_, Item().kv_head());
+    DequantizeRows<Traits, kHeadDim, kSlice>(quantized, offsets, begin + first, thread % kWarpSize,
                                              rows);
     SyncReaders();
   }
 
-  // Fresh rows of the slice that this warp loaded of the step at kv position `begin`: codes in the
-  // slot that is read, as append_kv makes them of `rows`, which are k_new or v_new. Copies left
-  // zeros there.
+  // Quantizes fresh rows of the slice that this warp loaded, of the step at kv position `begin`,
+  // into the slot that is read, as append_kv does. rows: k_new or v_new. The copies left zeros
+  // there.
   template <int kHeadDim>
-  __device__ __forceinline__ void EncodeFreshRows(int begin, const void* rows,
-                                                  const float* scales) {
+  __device__ __forceinline__ void QuantizeFreshRows(int begin, const void* rows,
+                                                    const float* scales) {
     using Layout = CopyLayout<kHeadDim>;
-    if constexpr (kDecodes) ForgetThread();  // else it makes spills, not fewer
-    const ItemRecord item(p_, kDecodes ? Anew(index_) : index_);
+    if constexpr (kDequantizes)
+      ForgetThread();  // here it avoids spills; without kDequantizes it
+                       // causes them
+    const ItemRecord item(p_, kDequantizes ? Opaque(index_) : index_);
     const FreshTokens fresh(p_, item.request());
     const int first_fresh = Max(fresh.begin, FirstOfItem<Traits>(item));
     const int end = EndOfItem<Traits>(p_, item);
-    if (first_fresh >= Min(end, begin + kStep)) return;  // of the whole step
-    const int first = static_cast<int>(Anew(threadIdx.x)) / kWarpSize * kSlice;
+    if (first_fresh >= Min(end, begin + kStep)) return;  // no fresh row in the whole step
+    const int first = static_cast<int>(Opaque(threadIdx.x)) / kWarpSize * kSlice;
     unsigned char* slice = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
                            first * (kSplitKv ? kCopyPitch : Layout::kPitch);
     float scale = 1.0f;
@@ -572,11 +578,11 @@ class TilePath {
     for (int pos = Max(begin + first, first_fresh); pos < Min(end, begin + first + kSlice); ++pos) {
       const u64 row = static_cast<u64>(fresh.Row(pos)) * p_.num_kv_heads + item.kv_head();
       unsigned char* to = slice + (pos - begin - first) * Layout::kPitch;
-      if constexpr (kDecodes) to += CodeRowOffsets<Layout>(p_, item.kv_head()).At(pos);
-      EncodeFreshRow<Traits, kHeadDim>(static_cast<const u16*>(rows) + row * kHeadDim, scale, to);
+      if constexpr (kDequantizes) to += QuantizedRowOffsets<Layout>(p_, item.kv_head()).At(pos);
+      QuantizeFreshRow<Traits, kHeadDim>(static_cast<const u16*>(rows) + row * kHeadDim, scale, to);
     }
-    // Who decodes the slice is this warp.
-    kDecodes ? __syncwarp() : SyncReaders();
+    // This same warp dequantizes the slice.
+    kDequantizes ? __syncwarp() : SyncReaders();
   }
 
   __device__ __forceinline__ void LoadQFragment(u32 (&a)[4], int mt, int kk) const {
@@ -595,30 +601,30 @@ class TilePath {
 
   static_assert(!Traits::kHasSteps || kStep == Traits::kTileKv, "a step is one of the list");
 
-  // Steps are at places [FirstStep, EndOfSteps) in strides of kStep. An item without a span has
-  // one.
+  // Steps are at kv offsets [FirstStep, EndOfSteps), kStep apart. An item without a span has one
+  // step.
   __device__ static int EndOfSteps(const ItemRecord& item) {
     return Max(item.kv_end(), item.kv_begin() + 1);
   }
 
   __device__ __forceinline__ void RunSteps(bool warm_up, State& state) {
     ForgetThread();
-    state.Reset(Stage::NoReference());
+    state.Reset(Stage::InitialMax());
     QFragments q_fragments = {};
     // Positions are relative to Origin() here.
     __syncwarp();
-    if (Lane() == 0) shared_.small.spans[Warp()] = StepSpan();
+    if (Lane() == 0) shared_.control.spans[Warp()] = StepSpan();
     if constexpr (kHeadScales) PutLogitScales();
     __syncwarp();
     const int end_of_steps = EndOfSteps(Item()) - FirstStep<kStep>(Item());
 #pragma unroll 1
     for (int pos = warm_up ? -kWarmUpSteps * kStep : 0; pos < end_of_steps; pos += kStep) {
-      const VisibleSpan span = shared_.small.spans[Warp()];
+      const VisibleSpan span = shared_.control.spans[Warp()];
       int step_begin = pos;
       bool is_masked = true;
       if constexpr (Traits::kHasSteps) {
-        const int place = FirstStep<kStep>(Item()) + pos, end = pos < 0 ? place : Item().kv_end();
-        const KvStep<Traits> step(p_, place, end);
+        const int offset = FirstStep<kStep>(Item()) + pos, end = pos < 0 ? offset : Item().kv_end();
+        const KvStep<Traits> step(p_, offset, end);
         step_begin = step.begin();
         is_masked = step.is_masked();
       }
@@ -629,13 +635,13 @@ class TilePath {
 
       if (pos == 0) ReceiveQ(q_fragments);
       NextLoad<true>(pos >= 0);
-      if constexpr (kEncodes) {
+      if constexpr (kQuantizes) {
         if (pos >= 0) {
-          EncodeFreshRows<Traits::kHeadDimQk>(Origin() + step_begin, p_.k_new, p_.k_scale);
+          QuantizeFreshRows<Traits::kHeadDimQk>(Origin() + step_begin, p_.k_new, p_.k_scale);
         }
       }
-      if constexpr (kDecodes) {
-        if (pos >= 0) DecodeSlice<Traits::kHeadDimQk>(Origin() + step_begin);
+      if constexpr (kDequantizes) {
+        if (pos >= 0) DequantizeSlice<Traits::kHeadDimQk>(Origin() + step_begin);
       }
       Probabilities p = {};
       if (seen) {
@@ -656,18 +662,18 @@ class TilePath {
       read_slot_ = NextSlot(read_slot_);
 
       NextLoad<false>(pos >= 0);
-      if constexpr (kEncodes) {
+      if constexpr (kQuantizes) {
         if (pos >= 0) {
-          EncodeFreshRows<Traits::kHeadDimVo>(Origin() + step_begin, p_.v_new, p_.v_scale);
+          QuantizeFreshRows<Traits::kHeadDimVo>(Origin() + step_begin, p_.v_new, p_.v_scale);
         }
       }
-      if constexpr (kDecodes) {
-        if (pos >= 0) DecodeSlice<Traits::kHeadDimVo>(Origin() + step_begin);
+      if constexpr (kDequantizes) {
+        if (pos >= 0) DequantizeSlice<Traits::kHeadDimVo>(Origin() + step_begin);
       }
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && is_masked;
         if (pos >= 0 && (by_mask || (!seen_by_all && Item().qo_len() > 1))) {
-          MendValues(Origin() + begin, seen, is_masked, state);
+          IsolateNonFinite(Origin() + begin, seen, is_masked, state);
         }
       }
       if (seen) MultiplyPv(p, state);
@@ -675,13 +681,13 @@ class TilePath {
     }
   }
 
-  // Where positions are counted from in RunSteps.
+  // The position that RunSteps counts from.
   __device__ __forceinline__ int Origin() const {
     return Traits::kHasSteps ? 0 : FirstStep<kStep>(Item());
   }
 
-  // What the rows of this warp may see, relative to Origin(). "All" means the rows of all
-  // warps, which must agree on it in MendValues.
+  // The positions that the rows of this warp may see, relative to Origin(). all_begin and all_end
+  // are those of all warps' rows, which must agree in IsolateNonFinite.
   __device__ __forceinline__ VisibleSpan StepSpan() const {
     const ItemRecord item = Item();
     const int num_rows = item.qo_len() * kGroupSize;
@@ -701,19 +707,19 @@ class TilePath {
 
   // --- qk ---
 
-  // What the scales of heads make of a row's products. They come before what is not linear,
-  // and a logit whose factor is not positive is complete before the maximum is taken. Else all of
-  // the factor waits for the exponent, where large logits are not rounded.
+  // Stores the factor of each row's Q K^T from the scales of heads. It is applied before the soft
+  // cap and other nonlinear steps; and if it is not positive, before the maximum is taken.
+  // Otherwise it waits for the exponent, where large logits are not rounded.
   __device__ __forceinline__ void PutLogitScales() const {
     if (Lane() >= kWarpRows) return;
     const int kv_head = Item().kv_head();
     const int qo_head = kv_head * kGroupSize + (FirstRow() + Lane()) % kGroupSize;
     float scale = LogitScaleOfHead(p_.q_scale, qo_head) * LogitScaleOfHead(p_.k_scale, kv_head);
     if (Stage::kScalesLater) scale *= Logits().scale();
-    shared_.small.scales[Warp()][Lane()] = scale;
+    shared_.control.scales[Warp()][Lane()] = scale;
   }
   __device__ __forceinline__ float RowScale(int mt, int h) const {
-    return shared_.small.scales[Warp()][mt * 16 + h * 8 + Lane() / 4];
+    return shared_.control.scales[Warp()][mt * 16 + h * 8 + Lane() / 4];
   }
   __device__ __forceinline__ void ScaleAtOnce(Tile& s) const {
     if constexpr (Stage::kScalesLater) return;
@@ -813,10 +819,12 @@ class TilePath {
     }
   }
 
-  // In a step that some rows see more of than others, a value that is not finite must reach the
-  // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one (every warp
-  // looks at the tokens it loaded), the rows that see it get it here, and the value becomes 0.
-  __device__ __forceinline__ void MendValues(int begin, bool seen, bool is_masked, State& state) {
+  // Handles values that are not finite in a step that some rows see more of than others. Such a
+  // value must reach the rows that see it and no other, but 0 * NaN and 0 * inf are NaN. Every warp
+  // checks the tokens that it loaded. If there is such a value, it is added here to the rows that
+  // see it, and replaced by 0.
+  __device__ __forceinline__ void IsolateNonFinite(int begin, bool seen, bool is_masked,
+                                                   State& state) {
     unsigned char* step = StepRows() + WarpSliceOffset();
     unsigned char* slice = kSplitKv ? step : step + Warp() * (kSlice * Vo::kPitch);
     constexpr int kVectors = kSlice * Vo::kChunks;
@@ -917,7 +925,7 @@ class TilePath {
     }
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits>(p_, index, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits>(p_, index, item.merge_idx(), num_groups, shared_.control.merge);
     }
     RecordEnd<Traits>(p_, index, thread_);
   }
@@ -962,8 +970,8 @@ class TilePath {
     }
   }
 
-  // Split kv: the states of the warps become one, in the order of the warps. kRowThreads threads
-  // write a row.
+  // Split kv: combines the warps' states in the order of the warps. kRowThreads threads write a
+  // row.
   __device__ __forceinline__ void WriteCombined(const ItemRecord& item, const State& state) {
     constexpr int kRowThreads = kThreads / kTileQ;
     Exchange& exchange = shared_.exchange;
@@ -1001,7 +1009,7 @@ class TilePath {
     }
   }
 
-  // This warp's state, columns [first, first + kColumns), for the others to read.
+  // Publishes columns [first, first + kColumns) of this warp's state.
   __device__ __forceinline__ void PutState(int first, const State& state) {
     Exchange& exchange = shared_.exchange;
 #pragma unroll
@@ -1032,7 +1040,7 @@ class TilePath {
     }
   }
 
-  // Weights of the warps' states of a row, and their sum.
+  // Combines the warps' (max, sum) of a row. weights: of the warps' states.
   __device__ __forceinline__ RowState CombineRow(int row, float (&weights)[kWarps]) const {
     const Exchange& exchange = shared_.exchange;
     float max_log2 = exchange.max_log2[0][row];
@@ -1049,14 +1057,14 @@ class TilePath {
 
   const AttentionParams& p_;
   Shared& shared_;
-  int thread_;  // threadIdx.x, unknown to be so to the code of the other paths
+  int thread_;  // threadIdx.x; opaque to the code of other paths
   int index_;   // item whose steps run or come next
   KvLoader loader_;
   u32 read_slot_;
   uint4 q_vectors_[kSplitKv ? kQVectors : 1];
 };
 
-// The kernel of a specialisation: every tile height it may meet, each on its path.
+// The kernel of a specialisation, with one path for each tile M that it may meet.
 template <class Traits, template <class, int, int> class PathT, int kMaxCtasPerSm>
 struct QueueBody {
   static constexpr int kNumThreads = Traits::kNumWarps * kWarpSize;
@@ -1080,8 +1088,8 @@ struct QueueBody {
 
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
-    // For later, so that they are near by then.
-    if (p.counter_turns != nullptr) LoadConstant(p.counter_turns + blockIdx.x);
+    // Brings these words near before they are needed.
+    if (p.counter_parity != nullptr) LoadConstant(p.counter_parity + blockIdx.x);
     if (Traits::kPageSize > 0 && p.layer != nullptr) LoadConstant(p.layer);
     int item = QueueBegin(p);
     while (item < QueueEnd(p)) {
@@ -1094,7 +1102,7 @@ struct QueueBody {
       } else {
         next = Path<2>::Run(p, smem, item);
       }
-      item = Max(next, item + 1);  // an item of no tile, in a damaged plan, is passed over
+      item = Max(next, item + 1);  // a damaged plan may name no tile; such an item is skipped
     }
     FinishLaunch<Traits, 2>(p, threadIdx.x, blockDim.x);
   }

@@ -2,29 +2,29 @@
 //
 // With P = exp(logits - lse) and dS = P * (d_o v^T - d), where d = sum(d_o * o) - d_lse,
 //   dv = P^T d_o        dk = scale dS^T q        dq = scale dS k.
-// A unit of work is a block of keys, of which it writes dk and dv, or a block of query rows, of
-// which it writes dq. It owns these rows, and what it multiplies them with streams by:
-//   of keys     owns k, v     q, d_o stream     S^T = k q^T, dP^T = v d_o^T
-//   of queries  owns q, d_o   k, v stream       S = q k^T,   dP = d_o v^T
-// so both are one piece of code. S and dP are computed twice, which is 7 products instead of 5; in
-// return every sum is in the registers of one warp, from the first key or row to the last. Its
-// order does not depend on who takes the unit, there is nothing to add up in memory, and results
-// are written once, in their type.
+// A unit of work is a block of keys, for which it writes dk and dv, or a block of query rows, for
+// which it writes dq. It owns these rows, and the other operands stream by:
+//   keys:     owns k, v     streams q, d_o     S^T = k q^T, dP^T = v d_o^T
+//   queries:  owns q, d_o   streams k, v       S = q k^T,   dP = d_o v^T
+// so both kinds share their code. S and dP are computed twice, 7 products instead of 5. In return
+// every sum stays in the registers of one warp, from the first key or row to the last: its order
+// does not depend on which CTA takes the unit, memory holds no sums, and results are written once,
+// in their type.
 //
 // Rows of an item are those of attention: row = token * group_size + g. So dk and dv are sums over
-// the group without further ado.
+// the group without extra work.
 //
-// Pages that several entries of page tables name belong to the first one (BackwardIndex), and its
-// unit goes through the others, request by request.
+// Pages that several page table entries name belong to the first entry (BackwardIndex). Its unit
+// goes through the other requests one by one.
 //
-// What is not finite makes a result that is not finite, if only as 0 * NaN. Then the unit runs
-// once more with care: such rows become zeros, and NaN is written to those that see them alone.
+// A value that is not finite makes a result that is not finite, if only as 0 * NaN. Then the unit
+// runs again with care: such rows become zeros, and NaN is written only to the rows that see them.
 //
-// A variant is asked for each logit of a step, in both kinds of unit: whether the row sees the key,
-// and for the logit and its derivative by the score, s', where scale becomes scale s'. Without a
-// softmax P is the logit itself, and dS = d_o v^T.
+// With a variant, both kinds of unit ask for each logit of a step: whether the row sees the key,
+// the logit, and its derivative s' by the score; the factor is then scale s'. Without softmax P is
+// the logit itself, and dS = d_o v^T.
 //
-// Operands of a variant have launches of their own: backward_operands.cuh.
+// Gradients of a variant's operands have launches of their own: backward_operands.cuh.
 #pragma once
 
 #include "cuda/sm80/backward_operands.cuh"
@@ -39,7 +39,7 @@ struct BackwardBody {
   using KeysPass = BackwardPass<Traits, true>;
   using QueriesPass = BackwardPass<Traits, false>;
   static constexpr bool kHasElements = Shapes::kHasElements;
-  using TermsPass = typename Choose<kHasElements, OperandsPass<Traits>, QueriesPass>::Type;
+  using TermsPass = typename Conditional<kHasElements, OperandsPass<Traits>, QueriesPass>::Type;
   static constexpr int kNumThreads = Shapes::kWarps * kWarpSize;
   static constexpr int kMinCtasPerSm = Shapes::kCtas;
   static constexpr int kSmemBytes =
@@ -100,7 +100,8 @@ struct BackwardBody {
   __device__ __forceinline__ static u32 KeyBlocks(const BackwardCudaParams& p, int request) {
     if (kHasElements && p.phase != kBackwardRows) return 0;
     int rows = LoadConstant(p.forward.kv_lens + request);
-    if constexpr (Traits::kPageSize > 0) {  // whole pages: another request may have more of them
+    if constexpr (Traits::kPageSize > 0) {  // whole pages: another request may have more tokens in
+                                            // the last one
       rows = CeilDiv(rows, Traits::kPageSize) * Traits::kPageSize;
     }
     return CeilDiv(rows, KeysPass::kOwned);
@@ -114,28 +115,28 @@ struct BackwardBody {
     return CeilDiv(tokens * Traits::kGroupSize, QueriesPass::kOwned);
   }
 
-  // Takes a unit, by a warp. Requests come one after the other. Of a causal one, the first keys are
-  // seen by the most rows, and the last rows see the most keys: longest first.
+  // Takes a unit, by one warp. Requests come one after the other. In a causal one the first keys
+  // are seen by the most rows, and the last rows see the most keys: longest first.
   __device__ __forceinline__ static void Take(const BackwardCudaParams& p, BackwardState& state) {
     const auto heads = static_cast<u32>(p.forward.num_kv_heads);
     UnitSearch search = state.search;
-    u32 place = 0;
+    u32 unit_index = 0;
     i32* num_taken = p.num_taken;
     if (kHasElements && p.phase != kBackwardRows) {
       num_taken = p.num_operand_units + (p.phase - kBackwardBounds);
     }
-    const int request = search.Find(TakeNumber(num_taken), state.batch_size, place, [&](int r) {
-      return (KeyBlocks(p, r) + QueryBlocks(p, r)) * heads;
-    });
+    const int request =
+        search.Find(TakeNumber(num_taken), state.batch_size, unit_index,
+                    [&](int r) { return (KeyBlocks(p, r) + QueryBlocks(p, r)) * heads; });
     __syncwarp();  // all lanes have read it
     if (threadIdx.x % kWarpSize != 0) return;
     state.search = search;
     state.is_done = request < 0;
     if (request < 0) return;
-    const u32 key_blocks = KeyBlocks(p, request), block = place / heads;
+    const u32 key_blocks = KeyBlocks(p, request), block = unit_index / heads;
     state.unit.of_keys = block < key_blocks;
     state.unit.request = request;
-    state.unit.kv_head = static_cast<int>(place % heads);
+    state.unit.kv_head = static_cast<int>(unit_index % heads);
     state.unit.block = static_cast<int>(
         state.unit.of_keys ? block : QueryBlocks(p, request) - 1 - (block - key_blocks));
     state.own = BackwardSource(p, request);

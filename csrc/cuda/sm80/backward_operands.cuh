@@ -1,17 +1,17 @@
-// Gradients of a variant's operands. That of an element is the sum of dS times the derivative of
-// the logit by it, over the logits that read it, of whatever units. Terms are integers, in a unit
-// that follows from the largest of them all, which a launch finds first: so no order changes the
-// bits.
+// Gradients of a variant's operands. The gradient of an element is the sum of dS times the
+// derivative of the logit by it, over all logits that read it, in all units. Terms are rounded to
+// integers, in a unit that follows from the largest of them all, which a launch of its own finds
+// first. So no order of additions changes the bits.
 #pragma once
 
 #include "cuda/sm80/backward_pass.cuh"
 
 namespace jax_attn {
 
-// The order of launches is that of terms: how many, and how large; their sums; and these as f32.
+// Three launches: count and bound the terms, sum them as integers, convert to f32.
 
-// The power of two that makes integers of an operand's terms, so that sums of all of them fit 61
-// bits. num_loads: of an operand by a logit.
+// The power of two that makes integers of an operand's terms, so that the sum of all of them fits
+// 61 bits. num_loads: loads of the operand in a logit.
 __device__ __forceinline__ int OperandScale(const BackwardCudaParams& p, int operand,
                                             int num_loads) {
   const int bound = LoadConstant(p.operand_bounds + operand);
@@ -23,10 +23,10 @@ __device__ __forceinline__ int OperandScale(const BackwardCudaParams& p, int ope
 __device__ __forceinline__ float PowerOfTwo(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
-// Added to no sum: terms that are not finite.
+// Marks a sum with a term that is not finite.
 inline constexpr i64 kNotFiniteSum = i64{1} << 62;
 
-// The pass of rows of q for the operands that are differentiated.
+// The pass over rows of q for the operands that are differentiated.
 template <class Traits>
 class OperandsPass : public BackwardPass<Traits, false, true> {
   using Base = BackwardPass<Traits, false, true>;
@@ -45,11 +45,11 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
     Runs runs;
 #pragma unroll
     for (int e = 0; e < Variant::kNumElements; ++e) {
-      runs.places[e] = -1;
+      runs.offsets[e] = -1;
       runs.sums[e] = runs.largest[e] = 0.0f;
     }
     this->LoadOwned();
-    this->MendOwned();
+    this->RecomputeOwned();
     this->PutFacts(state_.unit.request, 0);
     this->FindSpans(state_.own, 0, [](int) { return true; });
     this->RunSteps(state_.own, false,
@@ -67,24 +67,24 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
   }
 
  private:
-  // Terms of one element one after the other, which are added up as f32 before they become one
-  // integer. A lane goes through keys in their order.
+  // Consecutive terms of one element. They are added up as f32 before they become one integer. A
+  // lane goes through keys in order.
   struct Runs {
-    i64 places[Max(Variant::kNumElements, 1)];  // -1: there is none
+    i64 offsets[Max(Variant::kNumElements, 1)];  // -1: none
     float sums[Max(Variant::kNumElements, 1)];
-    float largest[Max(Variant::kNumElements, 1)];  // of those that are finite, kBackwardBounds
+    float largest[Max(Variant::kNumElements, 1)];  // largest finite term, for kBackwardBounds
   };
 
   __device__ __forceinline__ void EndRun(int e, Runs& runs) const {
     const float sum = runs.sums[e];
     const bool is_finite = sum - sum == 0.0f;
-    if (runs.places[e] < 0) return;
+    if (runs.offsets[e] < 0) return;
     if (p_.phase == kBackwardBounds) {
       if (is_finite) runs.largest[e] = fmaxf(runs.largest[e], fabsf(sum));
       return;
     }
     const int operand = Variant::OperandOf(e);
-    i64* const to = p_.operand_sums[operand] + runs.places[e];
+    i64* const to = p_.operand_sums[operand] + runs.offsets[e];
     if (!is_finite) {
       MaxRelaxed(to, kNotFiniteSum);
     } else if (sum != 0.0f) {
@@ -93,7 +93,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
     }
   }
 
-  // Of a step. Lanes have a row each, or half the keys of one.
+  // Adds the terms of a step. Each lane has a row, or half of the keys of one.
   __device__ __forceinline__ void AddTerms(int slot, int begin, Runs& runs) {
     Stream& stream = shared_.stream[slot];
     Tile products;
@@ -102,7 +102,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
     this->template Dot<L2>(shared_.own2, stream.rows2, products);
     PutProducts(products, shared_.d_p);
     __syncwarp();
-    constexpr int kKeys = kStep * kWarpRows / kWarpSize;  // of a lane
+    constexpr int kKeys = kStep * kWarpRows / kWarpSize;  // for each lane
     const int row = FirstRow() + Lane() % kWarpRows, first = Lane() / kWarpRows * kKeys;
     const int low = Max(shared_.spans[row][0] - begin, first);
     const int high = Min(shared_.spans[row][1] - begin, first + kKeys);
@@ -131,20 +131,20 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
         d_logit = Exp2(fmaf(logit, kLog2E, -lse_log2)) * (d_logit - d);
       }
       if (kind == kIsNotFinite) d_logit = __uint_as_float(kFullWarp);
-      i64 places[Variant::kNumElements];
+      i64 offsets[Variant::kNumElements];
       float partials[Variant::kNumElements];
-      Variant::Partials(f_, of_row, of_key, at, score, places, partials);
+      Variant::Partials(f_, of_row, of_key, at, score, offsets, partials);
 #pragma unroll
       for (int e = 0; e < Variant::kNumElements; ++e) {
-        if (places[e] != runs.places[e]) {
+        if (offsets[e] != runs.offsets[e]) {
           EndRun(e, runs);
-          runs.places[e] = places[e];
+          runs.offsets[e] = offsets[e];
           runs.sums[e] = 0.0f;
         }
         runs.sums[e] = fmaf(d_logit, partials[e], runs.sums[e]);
       }
     }
-    __syncwarp();  // products are written anew
+    __syncwarp();  // products are about to be overwritten
   }
 
   __device__ __forceinline__ void PutProducts(const Tile& c, float (&to)[kOwned][kStep + 1]) const {
@@ -163,7 +163,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
   }
 };
 
-// Makes f32 of sums; of no plan NaN.
+// Converts sums to f32; without a plan to NaN.
 template <class Traits>
 __device__ __forceinline__ void LeaveOperands(const BackwardCudaParams& p, bool is_plan, int thread,
                                               int num_threads) {

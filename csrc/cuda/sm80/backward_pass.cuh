@@ -1,4 +1,4 @@
-// One unit of the backward pass; backward.cuh says what units are.
+// One unit of the backward pass; backward.cuh explains units.
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
@@ -11,19 +11,19 @@ namespace jax_attn {
 
 // --- shape ---
 
-// Rows in shared memory, as RowLayout has it, of any element.
+// Rows in shared memory, like RowLayout, with elements of any size.
 template <int kBytes, int kHeadDim>
 struct OperandLayout {
   static constexpr int kPadded = CeilDiv(kHeadDim, 16) * 16;
-  static constexpr int kChunks = kPadded * kBytes / 16;       // of 16 bytes, copied
-  static constexpr int kLiveChunks = kHeadDim * kBytes / 16;  // of those, with data
+  static constexpr int kChunks = kPadded * kBytes / 16;       // chunks of 16 bytes that are copied
+  static constexpr int kLiveChunks = kHeadDim * kBytes / 16;  // chunks with data
   static constexpr int kPitch = 16 * (kChunks | 1);           // bytes
 };
 
-// Of one kind of unit.
+// The shape of one kind of unit.
 struct BackwardShape {
-  int m_tiles;  // of 16 rows that a warp owns
-  int step;     // rows that stream by at once
+  int m_tiles;  // tiles of 16 rows that a warp owns
+  int step;     // rows that stream by at a time
 };
 
 template <class Traits>
@@ -33,10 +33,10 @@ struct BackwardShapes {
   static constexpr bool kHasElements = Traits::Variant::kNumElements > 0;
   using Qk = OperandLayout<kBytes, Traits::kHeadDimQk>;
   using Vo = OperandLayout<kBytes, Traits::kHeadDimVo>;
-  // Beyond 128 registers of sums a thread, dk and dv take a turn each.
+  // Beyond 128 registers of sums a thread, dk and dv are computed in two passes.
   static constexpr bool kSeparate = Qk::kPadded + Vo::kPadded > 256;
 
-  // Sums of a 16-row tile, in columns.
+  // Columns of the sums of a 16-row tile.
   static constexpr int Columns(bool of_keys) {
     if (!of_keys) return Qk::kPadded;
     return kSeparate ? Max(Qk::kPadded, Vo::kPadded) : Qk::kPadded + Vo::kPadded;
@@ -47,16 +47,17 @@ struct BackwardShapes {
     return (owned + 2 * shape.step) * (Qk::kPitch + Vo::kPitch) + products + 40 * owned +
            24 * shape.step + 256;
   }
-  // The best shape in so much shared memory; without rows if there is none. A fragment of what
-  // streams is loaded once for all m_tiles, so two halve the traffic. Sums, logits and dP take
-  // m_tiles * (columns / 2 + step) of 255 registers; beyond 160 some of the rest spill.
+  // The best shape for so much shared memory; no rows if there is none. A streamed fragment is
+  // loaded once for all m_tiles, so two halve the traffic. Sums, logits and dP take m_tiles *
+  // (columns / 2 + step) of 255 registers; beyond 160 the rest begins to spill.
   static constexpr BackwardShape Best(bool of_keys, int warps, int budget,
                                       bool of_operands = false) {
     constexpr BackwardShape kShapes[] = {{2, 32}, {1, 64}, {1, 32}, {1, 16}, {1, 8}};
     for (const BackwardShape shape : kShapes) {
       if (!kIsF32 && shape.step < 16) continue;
       if (kIsF32 && (shape.m_tiles > 1 || shape.step > 32)) continue;
-      if (!of_keys && Traits::kStepKeys % shape.step != 0) continue;  // parts of a step of lists
+      if (!of_keys && Traits::kStepKeys % shape.step != 0)
+        continue;  // steps are parts of list steps
       if (!of_operands && shape.m_tiles * (Columns(of_keys) / 2 + shape.step) > 160) continue;
       if (Bytes(warps, shape, of_operands) <= budget) return shape;
     }
@@ -80,14 +81,14 @@ struct BackwardUnit {
 
 // --- what a variant asks ---
 
-// The requests that a unit goes through, where a variant or step lists ask about them.
+// The requests that a unit goes through, for variants and step lists.
 struct alignas(16) SourceFacts {
   int request;
-  int first_pos;  // of keys: where the unit's first one is in it
+  int first_pos;  // keys: position in it of the unit's first key
 };
 struct NoSourceFacts {};
 
-// About a row of a request's queries and one of its kv heads.
+// Facts that a program may ask about a row of a request's queries and one of its kv heads.
 template <class Traits>
 class BackwardRowFacts {
  public:
@@ -110,11 +111,11 @@ class BackwardRowFacts {
 
   const BackwardSource& source_;
   const int request_, kv_head_;
-  const u32 row_;  // so that divisions are cheap
+  const u32 row_;  // unsigned, which makes divisions cheap
 };
 
-// About a key: the one `offset` behind kv position `first`, of the eight from `eight` on, a
-// multiple of 8. It may be none of the request's.
+// Facts that a program may ask about a key, the one `offset` behind kv position `first`. eight: kv
+// position, a multiple of 8, where its group of eight begins. The request may not have the key.
 template <class Traits>
 class BackwardKeyFacts {
  public:
@@ -128,7 +129,7 @@ class BackwardKeyFacts {
   __device__ int kv_row() const {
     constexpr int kPage = Traits::kPageSize;
     if constexpr (kPage == 0) return source_.kv_begin + kv_pos();
-    // Keys of the same page are seen to be so.
+    // The compiler sees that keys of one group of eight are in the same page.
     const int pos = kv_pos(), in_page = kPage % 8 == 0 ? eight_ : pos;
     if (static_cast<u32>(in_page) >= static_cast<u32>(source_.kv_len)) return 0;
     const u32 entry = static_cast<u32>(in_page) / Max(kPage, 1);
@@ -142,7 +143,7 @@ class BackwardKeyFacts {
   const int first_, offset_, eight_;
 };
 
-// What a CTA is at. In shared memory: registers are short in the main loop.
+// The unit that a CTA is working on. In shared memory, as the main loop has few registers.
 struct alignas(16) BackwardState {
   BackwardUnit unit;
   BackwardSource own;  // the unit's request
@@ -154,7 +155,7 @@ struct alignas(16) BackwardState {
 
 // --- a unit ---
 
-// kOfOperands: of queries, for the sums of operands, backward_operands.cuh.
+// kOfOperands: a unit of queries for the sums of operands, backward_operands.cuh.
 template <class Traits, bool kOfKeys, bool kOfOperands = false>
 class BackwardPass {
  public:
@@ -185,35 +186,37 @@ class BackwardPass {
   struct Products {
     float x[kOwned][kStep + 1];
   };
-  // Rows of the stream that any row of some sees, and that all of them see.
+  // Rows of the stream that some of the rows see, and rows that all of them see.
   struct Bounds {
     int any_begin, any_end, all_begin, all_end;
   };
   struct TermProducts : SourceFacts {
     float s[kOwned][kStep + 1], d_p[kOwned][kStep + 1];
   };
-  using OfVariant = typename Choose<kHasVariant || kHasSteps, SourceFacts, NoSourceFacts>::Type;
+  using OfVariant =
+      typename Conditional<kHasVariant || kHasSteps, SourceFacts, NoSourceFacts>::Type;
   struct StepLists {
-    // Of the steps of the stream in two slots. Of keys: what each row has of the steps that the
-    // unit's keys are in, two bits a step. Of queries: what the unit's rows have of the one step.
+    // Step classes of the two slots. Keys: each streamed row's classes of the steps that the unit's
+    // keys are in, two bits a step. Queries: the unit's rows' classes of the one step.
     u32 classes[2][kOfKeys ? kStep : kOwned];
-    u32 shows_any[kWarps];  // steps of the stream, a bit each: whether lists show any of it
+    u32 shows_any[kWarps];  // one bit for each step of the stream: whether lists show any of it
   };
   struct NoStepLists {};
-  struct alignas(16) Shared : Choose<kOfOperands, TermProducts, OfVariant>::Type,
-                              Choose<kHasSteps, StepLists, NoStepLists>::Type {
+  struct alignas(16) Shared : Conditional<kOfOperands, TermProducts, OfVariant>::Type,
+                              Conditional<kHasSteps, StepLists, NoStepLists>::Type {
     unsigned char own1[kOwned * L1::kPitch];  // q or k
     unsigned char own2[kOwned * L2::kPitch];  // d_o or v
     Stream stream[2];
-    typename Choose<kIsF32 && !kOfOperands, Products, NoProducts>::Type products;
-    i64 own_at[kOwned];                            // row, in units of head_dim; -1: there is none
+    typename Conditional<kIsF32 && !kOfOperands, Products, NoProducts>::Type products;
+    i64 own_at[kOwned];                            // row, in units of head_dim; -1: no row
     int spans[kOwned][2];                          // rows [begin, end) of the stream that it sees
-    float lse_log2[kOfKeys ? 2 * kStep : kOwned];  // inf: the row counts for nothing
+    float lse_log2[kOfKeys ? 2 * kStep : kOwned];  // inf: the row does not count
     float d[kOfKeys ? 2 * kStep : kOwned];
-    int entries[kOwned];  // of keys: the entry of page tables that is next; -1: none
+    int entries[kOwned];  // keys: the next page table entry; -1: none
     unsigned char own_kind[kOwned], stream_kind[kStep];  // Kind
     unsigned char own_is_nan[kOwned];
-    // What streams by, of which request, and what of it the rows see: all, and each warp's.
+    // The request that streams by, and what of it the rows see: those of all warps, and those of
+    // each warp.
     BackwardSource source;
     Bounds bounds, warp_bounds[kWarps];
   };
@@ -225,7 +228,7 @@ class BackwardPass {
         f_(p.forward),
         state_(state),
         shared_(*reinterpret_cast<Shared*>(smem)),
-        thread_(Anew(static_cast<int>(threadIdx.x))) {}
+        thread_(Opaque(static_cast<int>(threadIdx.x))) {}
 
   __device__ __forceinline__ void Run() {
     if constexpr (!kOfKeys) {
@@ -240,7 +243,7 @@ class BackwardPass {
 
  protected:
   enum Kind : unsigned char { kCountsNot, kCounts, kIsNotFinite };
-  using Tile = float[kMTiles][kSTiles][4];  // of logits, registers as those of mma.sync
+  using Tile = float[kMTiles][kSTiles][4];  // logits, laid out as accumulators of mma.sync
   template <class Layout>
   using Sums = float[kMTiles][Layout::kPadded / 8][4];
   __device__ static u32 Least(u32 a, u32 b) { return a < b ? a : b; }
@@ -249,11 +252,11 @@ class BackwardPass {
   __device__ int Lane() const { return Thread() % kWarpSize; }
   __device__ int Warp() const { return Thread() / kWarpSize; }
   __device__ int FirstRow() const { return Warp() * kWarpRows; }
-  // Ends the life of what was derived from the thread index, addresses above all: registers are
-  // short in the main loop.
-  __device__ __forceinline__ void ForgetThread() { thread_ = Anew(thread_); }
+  // Ends the life of values derived from the thread index, mainly addresses: the main loop has few
+  // registers.
+  __device__ __forceinline__ void ForgetThread() { thread_ = Opaque(thread_); }
 
-  // kWants1: dq or dk; kWants2: dv.
+  // kWants1: computes dq or dk. kWants2: computes dv.
   template <bool kWants1, bool kWants2>
   __device__ __forceinline__ void RunPart() {
     bool careful = false;
@@ -267,7 +270,7 @@ class BackwardPass {
         Multiply<kWants1, kWants2>(slot, begin, seen_by_all, sums1, sums2);
       };
       LoadOwned();
-      if (careful) MendOwned();
+      if (careful) RecomputeOwned();
       if constexpr (kOfKeys && kPage > 0) {
 #pragma unroll 1
         for (;;) {
@@ -309,7 +312,7 @@ class BackwardPass {
     }
   }
 
-  // Elements of d_k or d_v before those of the layer.
+  // Elements of d_k or d_v in front of the layer.
   __device__ __forceinline__ i64 LayerOffset(int head_dim) const {
     if constexpr (!kOfKeys) return 0;
     return LoadLayer<Traits>(f_) * f_.num_pages * (static_cast<i64>(kPage) * f_.num_kv_heads) *
@@ -323,7 +326,7 @@ class BackwardPass {
     return static_cast<i64>(source.qo_begin + row / kGroup) * f_.num_qo_heads +
            state_.unit.kv_head * kGroup + row % kGroup;
   }
-  // Where its position `pos` is in k.
+  // Where position `pos` of a request is in k.
   __device__ __forceinline__ i64 KeyAt(const BackwardSource& source, int pos) const {
     i64 row;
     if constexpr (kPage > 0) {
@@ -341,7 +344,7 @@ class BackwardPass {
     return of_queries ? static_cast<const char*>(p_.d_o) : state_.pools.v;
   }
 
-  // Starts the copies of kRows rows. at(row): where it is, -1: zeros.
+  // Starts the copies of kRows rows. at(row): its offset; -1: zeros.
   template <int kRows, class At>
   __device__ __forceinline__ void CopyRows(const char* from1, const char* from2, u32 to1, u32 to2,
                                            const At& at) const {
@@ -358,50 +361,50 @@ class BackwardPass {
     for (int first = 0; first < kRows; first += kRowsAtOnce) {
       const int row = first + Thread() / kWidth;
       if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
-      const i64 place = at(row);
-      const char* row_from = from + (place < 0 ? 0 : place) * (kHeadDim * E::kBytes);
+      const i64 offset = at(row);
+      const char* row_from = from + (offset < 0 ? 0 : offset) * (kHeadDim * E::kBytes);
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; c += kWidth) {
         const bool live =
             Layout::kChunks == Layout::kLiveChunks || c + column < Layout::kLiveChunks;
-        const bool valid = place >= 0 && live;
+        const bool valid = offset >= 0 && live;
         CopyAsync16(to + row * Layout::kPitch + (c + column) * 16,
                     valid ? row_from + (c + column) * 16 : from, valid);
       }
     }
   }
 
-  // lse and d of row `at` of q, as Weigh takes them.
+  // Loads lse and d of row `at` of q, as Weigh takes them.
   __device__ __forceinline__ void LoadStats(i64 at, float& lse_log2, float& d) const {
     lse_log2 = Infinity();
     d = 0.0f;
     if (at < 0) return;
     const float lse = __uint_as_float(LoadOperand32(p_.lse + at));
     if (lse == -Infinity()) return;
-    // Of +inf NaN, too.
+    // NaN for +inf, too.
     lse_log2 = (lse - lse) + lse * kLog2E;
     if constexpr (Variant::kNormalizes) d = __uint_as_float(LoadOperand32(p_.d + at));
   }
 
-  // Rows of the unit: begins their copies, and stores what is known of them.
+  // Starts the copies of the unit's rows, and stores what is known of them.
   __device__ __forceinline__ void LoadOwned() {
-    __syncthreads();  // nobody reads what the unit before left
+    __syncthreads();  // what the unit before left has been read
     const int row = Thread();
     if (row < kOwned) {
-      const int place = state_.unit.block * kOwned + row;
+      const int offset = state_.unit.block * kOwned + row;
       i64 at = -1;
       int entry = -1;
       if constexpr (!kOfKeys) {
-        if (place < state_.own.qo_len * kGroup) at = QueryAt(state_.own, place);
+        if (offset < state_.own.qo_len * kGroup) at = QueryAt(state_.own, offset);
         LoadStats(at, shared_.lse_log2[row], shared_.d[row]);
       } else if constexpr (kPage == 0) {
-        if (place < state_.own.kv_len) at = KeyAt(state_.own, place);
-      } else if (place / kPage < CeilDiv(state_.own.kv_len, kPage)) {
-        const int first = state_.own.kv_begin + place / kPage;
+        if (offset < state_.own.kv_len) at = KeyAt(state_.own, offset);
+      } else if (offset / kPage < CeilDiv(state_.own.kv_len, kPage)) {
+        const int first = state_.own.kv_begin + offset / kPage;
         const int page = LoadConstant(f_.page_indices + first);
         if (LoadConstant(p_.first_entries + page) == p_.max_entries - first) {
-          at =
-              static_cast<i64>(PoolRow<kPage>(page, place)) * f_.num_kv_heads + state_.unit.kv_head;
+          at = static_cast<i64>(PoolRow<kPage>(page, offset)) * f_.num_kv_heads +
+               state_.unit.kv_head;
           entry = first;
         }
       }
@@ -418,9 +421,9 @@ class BackwardPass {
 
   // --- who sees whom ---
 
-  // The next request that reads pages of the unit's keys, and what its queries see. False: none is
-  // left. Pages of a block may be in different requests, or at other places there: then those at
-  // the same distance from the first entry come together.
+  // Finds the next request that reads pages of the unit's keys, and what its queries see. Returns
+  // false if none is left. Pages of a block may belong to different requests, or lie at other
+  // positions there: those at the same distance from the first entry come together.
   __device__ __forceinline__ bool FindReader(BackwardSource& source) {
     const int first_entry = state_.own.kv_begin;
     const auto distance = [&](int row) {
@@ -445,7 +448,7 @@ class BackwardPass {
     const int end = LoadConstant(p_.kv_indptr + request + 1);
     const int shift = (static_cast<int>(least) - source.kv_begin + first_entry) * kPage;
     PutFacts(request, shift);
-    __syncthreads();  // everybody has read the entries
+    __syncthreads();  // all threads have read the entries
     FindSpans(source, shift, [&](int row) {
       if (distance(row) != least || shared_.entries[row] >= end) return false;
       shared_.entries[row] = LoadConstant(p_.next_entries + shared_.entries[row]) - 1;
@@ -454,7 +457,7 @@ class BackwardPass {
     return true;
   }
 
-  // Of the request that comes next, and of its keys as FindSpans has it, which makes it known.
+  // Stores facts of the next request. shift: as in FindSpans.
   __device__ __forceinline__ void PutFacts(int request, int shift) {
     if constexpr (kHasVariant || kHasSteps) {
       if (Thread() != 0) return;
@@ -463,20 +466,20 @@ class BackwardPass {
     }
   }
 
-  // Fills spans. shift: of keys, how much further on they are in the source than in the unit's
-  // request. takes(row): whether the row is there.
+  // Fills spans. shift: how much further on the keys are in the source than in the unit's request.
+  // takes(row): whether the row is there.
   template <class Takes>
   __device__ __forceinline__ void FindSpans(const BackwardSource& source, int shift,
                                             const Takes& takes) {
     constexpr int kFar = 1 << 30;
-    const int row = Thread(), place = state_.unit.block * kOwned + row;
+    const int row = Thread(), offset = state_.unit.block * kOwned + row;
     const i64 left = Min(f_.window_left, kFar), right = Min(f_.window_right, kFar);
     if (row < kOwned) {
       int begin = 0, end = 0;
       if (shared_.own_at[row] >= 0 && takes(row)) {
         if constexpr (kOfKeys) {
-          const i64 pos = static_cast<i64>(place) + shift;
-          const i64 token = pos - source.q_begin;  // the one at the key's position
+          const i64 pos = static_cast<i64>(offset) + shift;
+          const i64 token = pos - source.q_begin;  // the query token at the key's position
           if (pos < source.kv_len) {
             end = source.qo_len;
             if constexpr (Traits::kHasWindowRight) begin = Clamp(token - right, 0, source.qo_len);
@@ -485,13 +488,13 @@ class BackwardPass {
             end *= kGroup;
           }
         } else {
-          const i64 pos = static_cast<i64>(source.q_begin) + place / kGroup;
+          const i64 pos = static_cast<i64>(source.q_begin) + offset / kGroup;
           end = source.kv_len;
           if constexpr (Traits::kHasWindowLeft) begin = Clamp(pos - left, 0, source.kv_len);
           if constexpr (Traits::kHasWindowRight) end = Clamp(pos + right + 1, 0, source.kv_len);
         }
       }
-      // Nothing is seen by all where a row sees nothing.
+      // If some row sees nothing, no row is seen by all.
       shared_.spans[row][0] = begin < end ? begin : 0x7fffffff;
       shared_.spans[row][1] = begin < end ? end : 0;
     }
@@ -514,7 +517,7 @@ class BackwardPass {
 
   // --- the stream ---
 
-  // Calls add(slot, first row, whether all rows of the warp see all of it) for the steps of the
+  // Calls add(slot, first row, whether all rows of the warp see all of it) for each step of the
   // stream that any row of the warp sees.
   template <class AddStep>
   __device__ __forceinline__ void RunSteps(const BackwardSource& source, bool careful,
@@ -528,9 +531,9 @@ class BackwardPass {
     if (Lane() == 0) shared_.warp_bounds[Warp()] = mine;
     __syncthreads();
     const Bounds& bounds = shared_.bounds;
-    const auto at = [&](int place) -> i64 {
-      if (place < bounds.any_begin || place >= bounds.any_end) return -1;
-      return kOfKeys ? QueryAt(shared_.source, place) : KeyAt(shared_.source, place);
+    const auto at = [&](int offset) -> i64 {
+      if (offset < bounds.any_begin || offset >= bounds.any_end) return -1;
+      return kOfKeys ? QueryAt(shared_.source, offset) : KeyAt(shared_.source, offset);
     };
     const auto load = [&](int begin, int slot) {
       if (begin < bounds.any_end) {
@@ -570,7 +573,7 @@ class BackwardPass {
       stats(next, lse_log2, d);
       FindClasses(next, classes);
       if (careful) {
-        MendStream(slot, begin, bounds);
+        RecomputeStream(slot, begin, bounds);
         __syncthreads();
       }
       ForgetThread();
@@ -584,15 +587,14 @@ class BackwardPass {
       PutClasses(slot ^ 1, classes);
     }
     WaitCopies<0>();
-    __syncthreads();  // slots and spans are written anew
+    __syncthreads();  // slots and spans are about to be overwritten
   }
 
   // --- step lists ---
 
-  // The first row of the first step of the stream, from the one that begins at `begin` on, of which
-  // lists show anything to any row of the unit; at least bounds.any_end if there is none. By the
-  // whole CTA, which looks at kThreads steps at once. last: where this was called before; -1:
-  // never.
+  // Returns the first row of the first step of the stream, from the one at `begin` on, of which
+  // lists show anything to any row of the unit; at least bounds.any_end if there is none. The whole
+  // CTA calls it and looks at kThreads steps at once. last: result of the last call; -1: none.
   __device__ __forceinline__ int FirstShown(int last, int begin) {
     if constexpr (!kHasSteps) {
       return begin;
@@ -603,7 +605,7 @@ class BackwardPass {
            step = (window + 1) * kThreads) {
         if (window != step / kThreads) {
           window = step / kThreads;
-          __syncthreads();  // everybody has read the window before
+          __syncthreads();  // all threads have read the window before
           const bool shows_any = ShowsAny((window * kThreads + Thread()) * kStep);
           const u32 word = __ballot_sync(kFullWarp, shows_any);
           if (Lane() == 0) shared_.shows_any[Warp()] = word;
@@ -619,7 +621,7 @@ class BackwardPass {
     }
   }
 
-  // Whether lists show any of the step of the stream that begins at `begin`.
+  // Whether lists show any of the streamed step at `begin`.
   __device__ __forceinline__ bool ShowsAny(int begin) const {
     const int end = Min(begin + kStep, shared_.bounds.any_end);
     if (begin >= end) return false;
@@ -636,14 +638,14 @@ class BackwardPass {
     }
   }
 
-  // Steps of lists that keys of a unit may be in.
+  // List steps that a unit's keys may be in.
   static constexpr int kDivisor = Max(Traits::kStepKeys, 1);
   static constexpr int kListSteps = (kOwned + kDivisor - 2) / kDivisor + 1;
   static_assert(!kHasSteps || kListSteps <= Lists::kMaxSteps, "as ClassesOf has it");
   __device__ __forceinline__ int FirstListStep() const {
-    return Max(shared_.first_pos, 0) / kDivisor;  // rows before position 0 are not there
+    return Max(shared_.first_pos, 0) / kDivisor;  // there are no rows before position 0
   }
-  // Where the bits of the unit's row `own` are in classes.
+  // Bit position in classes of the unit's row `own`.
   __device__ __forceinline__ int ShiftOf(int own) const {
     if constexpr (kHasSteps && kOfKeys) {
       return 2 * (Max(shared_.first_pos + own, 0) / kDivisor - FirstListStep());
@@ -652,21 +654,21 @@ class BackwardPass {
     }
   }
 
-  // What StepLists::classes has of the step of the stream that begins at `begin`: of row Thread().
-  // Rows that are not there do not count.
+  // Finds StepLists::classes of row Thread() for the streamed step at `begin`. Rows that do not
+  // exist do not count.
   __device__ __forceinline__ void FindClasses(int begin, u32& classes) const {
     if constexpr (kHasSteps) {
       classes = kFullWarp / kStepMasked * kStepShown;
       const int end = shared_.bounds.any_end;
       if constexpr (kOfKeys) {
-        const int place = begin + Thread();
-        if (Thread() >= kStep || place < shared_.bounds.any_begin || place >= end) return;
-        const int row = shared_.source.qo_begin + place / kGroup;
+        const int offset = begin + Thread();
+        if (Thread() >= kStep || offset < shared_.bounds.any_begin || offset >= end) return;
+        const int row = shared_.source.qo_begin + offset / kGroup;
         classes = Lists(p_).ClassesOf(row, FirstListStep(), kListSteps);
       } else {
         if (Thread() >= kOwned || begin >= end || shared_.own_at[Thread()] < 0) return;
-        const int place = state_.unit.block * kOwned + Thread();
-        classes = Lists(p_).ClassesOf(state_.own.qo_begin + place / kGroup, begin / kDivisor, 1);
+        const int offset = state_.unit.block * kOwned + Thread();
+        classes = Lists(p_).ClassesOf(state_.own.qo_begin + offset / kGroup, begin / kDivisor, 1);
       }
     }
   }
@@ -676,7 +678,7 @@ class BackwardPass {
     }
   }
 
-  // The StepClass of the unit's row `own` and row `streamed` of a slot. shift: ShiftOf(own).
+  // StepClass of the unit's row `own` and row `streamed` of a slot. shift: ShiftOf(own).
   __device__ __forceinline__ u32 ClassOf(int slot, int own, int shift, int streamed) const {
     if constexpr (!kHasSteps) {
       return kStepMasked;
@@ -685,7 +687,8 @@ class BackwardPass {
     }
   }
 
-  // What lists show of a slot's step to the rows of the warp: anything; all, without the mask.
+  // The part of a slot's step that lists show to the rows of the warp: anything; or all of it
+  // without a mask.
   struct Shares {
     bool any, all;
   };
@@ -747,13 +750,13 @@ class BackwardPass {
     }
   }
 
-  // The weight of what is not seen: it makes 0 of products with what may be NaN.
+  // The P of a hidden logit: products with what may be NaN are 0.
   static constexpr u32 kUnseen = 0x80000000u;  // -0, which no exponential is
   __device__ __forceinline__ static float Slope(float weight, float x) {
     return __float_as_uint(weight) == kUnseen ? 0.0f : weight * x;
   }
 
-  // lse_log2 or d of two neighbouring logits.
+  // Loads lse_log2 or d of two neighbouring logits.
   template <class Array>
   __device__ __forceinline__ float2 StatsOf(const Array& stats, int slot, int mt, int h,
                                             int j) const {
@@ -766,8 +769,8 @@ class BackwardPass {
     }
   }
 
-  // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. put
-  // gets weights. What is not seen becomes kUnseen.
+  // Turns Q K^T into P, and with a soft cap into P times the cap's slope: the factor of dP - d. put
+  // gets P. Hidden logits become kUnseen.
   template <class PutTwo>
   __device__ __forceinline__ void Weigh(int slot, int begin, bool seen_by_all, Tile& s,
                                         const PutTwo& put) const {
@@ -797,7 +800,7 @@ class BackwardPass {
             const float lse = c == 0 ? lse_log2.x : lse_log2.y;
             float factor = 1.0f;
             if constexpr (Traits::kHasSoftCap) {
-              // As class SoftCap, but NaN of an infinity, whose slope would hide it.
+              // As class SoftCap, but infinity becomes NaN: its slope would hide it.
               const float one = fmaf(x, 0.0f, 1.0f);
               const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), one);
               factor = fmaf(-tanh, tanh, 1.0f);
@@ -828,8 +831,8 @@ class BackwardPass {
     return {f_, shared_.source, first, offset, eight};
   }
 
-  // Likewise with the user's functions. What they compute once for a row, and once for a key, is
-  // kept of what the warp owns, and comes one after the other of what streams.
+  // The same with the user's functions. What they compute once for a row, and once for a key, is
+  // kept for what the warp owns, and computed one after the other for what streams.
   template <class PutTwo>
   __device__ __forceinline__ void WeighVariant(int slot, int begin, bool seen_by_all, Tile& s,
                                                const PutTwo& put) const {
@@ -842,7 +845,7 @@ class BackwardPass {
     };
     using Row = typename Variant::Row;
     using Key = typename Variant::Key;
-    typename Choose<kOfKeys, Key, Row>::Type owned[kMTiles][2];
+    typename Conditional<kOfKeys, Key, Row>::Type owned[kMTiles][2];
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
@@ -859,10 +862,10 @@ class BackwardPass {
       float weights[kMTiles][2][2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int place = streamed + 8 * j + c;
-        typename Choose<kOfKeys, Row, Key>::Type other;
+        const int offset = streamed + 8 * j + c;
+        typename Conditional<kOfKeys, Row, Key>::Type other;
         if constexpr (kOfKeys) {
-          other = Variant::OfRow(f_, FactsOfRow(place), first_key);
+          other = Variant::OfRow(f_, FactsOfRow(offset), first_key);
         } else {
           other = Variant::OfKey(f_, key_of(0, 0, j, c));
         }
@@ -877,8 +880,8 @@ class BackwardPass {
             if (!seen_by_all) {
               const int own_row = FirstRow() + mt * 16 + h * 8 + Lane() / 4;
               const int* span = shared_.spans[own_row];
-              step_class = ClassOf(slot, own_row, ShiftOf(own_row), place - begin);
-              sees = sees && place >= span[0] && place < span[1] && step_class != kStepHidden;
+              step_class = ClassOf(slot, own_row, ShiftOf(own_row), offset - begin);
+              sees = sees && offset >= span[0] && offset < span[1] && step_class != kStepHidden;
             }
             const auto key = key_of(mt, h, j, c);
             float& x = s[mt][j][2 * h + c];
@@ -898,13 +901,13 @@ class BackwardPass {
     }
   }
 
-  // What the built-in soft cap is multiplied by, as class SoftCap.
+  // tanh of the built-in soft cap, as class SoftCap.
   __device__ __forceinline__ float Tanh(float x) const {
     const float slope = 2.0f * kLog2E * f_.sm_scale / f_.logits_soft_cap;
     return fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
   }
 
-  // The weight of one logit. x: the product, which becomes what dP - d is multiplied by.
+  // P of one logit. x: Q K^T; becomes the factor of dP - d.
   template <class Row, class Key>
   __device__ __forceinline__ float WeighOne(const Row& row, const Key& key,
                                             const BackwardKeyFacts<Traits>& at, bool sees,
@@ -929,8 +932,8 @@ class BackwardPass {
       weight = Exp2(fmaf(logit, scale * kLog2E, -lse_log2));
       factor *= weight;
     }
-    // What is seen has no factor of -0, and of a score that is not finite NaN: functions may have
-    // made something of it.
+    // A visible logit never has the factor -0. If the score is not finite the factor is NaN: the
+    // user's functions may have hidden that.
     const float zero = x - x;
     factor += zero;
     if constexpr (Variant::kHasLogits || Traits::kHasSoftCap) weight += zero;
@@ -951,7 +954,7 @@ class BackwardPass {
                               key);
   }
 
-  // c = rows of the warp times those of the stream.
+  // c = rows of the warp times rows of the stream.
   template <class Layout>
   __device__ __forceinline__ void Dot(const unsigned char* own, const unsigned char* stream,
                                       Tile& c) const {
@@ -985,7 +988,7 @@ class BackwardPass {
           SharedAddress(own) + (FirstRow() + Lane() % 16) * Layout::kPitch + Lane() / 16 * 16;
       const u32 b_at = SharedAddress(stream) + (Lane() / 16 * 8 + Lane() % 8) * Layout::kPitch +
                        Lane() / 8 % 2 * 16;
-      // Fragments of all columns at once would spill beside sums as wide.
+      // Fragments of all columns at once would spill beside such wide sums.
       [[maybe_unused]] constexpr int kUnroll = Layout::kPadded > 192 ? 2 : Layout::kPadded / 16;
 #pragma unroll kUnroll
       for (int k = 0; k < Layout::kPadded / 16; ++k) {
@@ -1008,13 +1011,13 @@ class BackwardPass {
     }
   }
 
-  // What the rows of a stream are added up with: operand a of mma.sync, or for f32 a matrix in
+  // The operand that multiplies rows of the stream: operand a of mma.sync, or for f32 a matrix in
   // shared memory.
   struct InShared {};
   struct InRegisters {
     u32 a[kMTiles][kIsF32 ? 1 : kSTiles / 2][4];
   };
-  using Operand = typename Choose<kIsF32, InShared, InRegisters>::Type;
+  using Operand = typename Conditional<kIsF32, InShared, InRegisters>::Type;
 
   __device__ __forceinline__ void Put(Operand& operand, int mt, int h, int j, float left,
                                       float right) const {
@@ -1070,7 +1073,7 @@ class BackwardPass {
 
   // --- what is not finite ---
 
-  // Of a row in shared memory, by a warp.
+  // Clears a row in shared memory, by one warp.
   template <class Layout>
   __device__ __forceinline__ bool IsFinite(const unsigned char* row) const {
     bool is_finite = true;
@@ -1091,12 +1094,13 @@ class BackwardPass {
     }
   }
 
-  // Makes zeros of rows that do not count, or are not finite. exists(i): there is such a row;
-  // lse_log2, d: of the rows, null of keys.
+  // Clears rows that do not count, or are not finite. exists(i): whether there is such a row.
+  // lse_log2, d: of the rows; null for keys.
   template <class Exists>
-  __device__ __forceinline__ void MendRows(int num, unsigned char* rows1, unsigned char* rows2,
-                                           float* lse_log2, float* d, unsigned char* kinds,
-                                           const Exists& exists) const {
+  __device__ __forceinline__ void RecomputeNonFiniteRows(int num, unsigned char* rows1,
+                                                         unsigned char* rows2, float* lse_log2,
+                                                         float* d, unsigned char* kinds,
+                                                         const Exists& exists) const {
 #pragma unroll 1
     for (int i = Warp(); i < num; i += kWarps) {
       unsigned char *row1 = rows1 + i * L1::kPitch, *row2 = rows2 + i * L2::kPitch;
@@ -1121,20 +1125,21 @@ class BackwardPass {
     }
   }
 
-  __device__ __forceinline__ void MendOwned() {
+  __device__ __forceinline__ void RecomputeOwned() {
     WaitCopies<0>();
     __syncthreads();
-    MendRows(kOwned, shared_.own1, shared_.own2, kOfKeys ? nullptr : shared_.lse_log2,
-             kOfKeys ? nullptr : shared_.d, shared_.own_kind,
-             [&](int i) { return shared_.own_at[i] >= 0; });
+    RecomputeNonFiniteRows(kOwned, shared_.own1, shared_.own2, kOfKeys ? nullptr : shared_.lse_log2,
+                           kOfKeys ? nullptr : shared_.d, shared_.own_kind,
+                           [&](int i) { return shared_.own_at[i] >= 0; });
     __syncthreads();
   }
 
-  __device__ __forceinline__ void MendStream(int slot, int begin, const Bounds& all) {
+  __device__ __forceinline__ void RecomputeStream(int slot, int begin, const Bounds& all) {
     Stream& stream = shared_.stream[slot];
-    MendRows(kStep, stream.rows1, stream.rows2, kOfKeys ? shared_.lse_log2 + slot * kStep : nullptr,
-             kOfKeys ? shared_.d + slot * kStep : nullptr, shared_.stream_kind,
-             [&](int i) { return begin + i >= all.any_begin && begin + i < all.any_end; });
+    RecomputeNonFiniteRows(
+        kStep, stream.rows1, stream.rows2, kOfKeys ? shared_.lse_log2 + slot * kStep : nullptr,
+        kOfKeys ? shared_.d + slot * kStep : nullptr, shared_.stream_kind,
+        [&](int i) { return begin + i >= all.any_begin && begin + i < all.any_end; });
     __syncthreads();
     const int row = Thread();
     if (row >= kOwned || shared_.own_kind[row] == kCountsNot) return;
@@ -1156,7 +1161,7 @@ class BackwardPass {
 
   // --- finish ---
 
-  // Whether all of it is finite.
+  // Whether all of a result is finite.
   template <int kHeadDim, class S>
   __device__ __forceinline__ bool Write(void* result, i64 offset, float scale, bool careful,
                                         const S& sums) const {

@@ -3,22 +3,21 @@
 //
 // k has one head for all query heads, and v is the first kHeadDimVo columns of k. So a row of the
 // cache is copied to shared memory once and multiplied twice. Heads are rows of the query tile,
-// like tokens; a tile has 16 to 64 rows, and more heads than that fall into blocks, which count as
-// kv heads in the plan (kv_head: the block) and all read the same rows of the cache.
+// like tokens. A tile has 16 to 64 rows. More heads are divided into blocks, which count as kv
+// heads in the plan (kv_head: the block) and all read the same rows of the cache.
 //
 // Rows are long: 64 rows of o with 512 columns are 128 registers a thread of 8 warps. Every warp
-// has 16 rows and its own columns of o. The warps that have the same rows share the first product,
-// each its own tokens and its own part of the depth, and exchange the scores through shared memory,
-// where all of them read all scores of their rows: each computes the same softmax again, because
-// that is cheaper than one more barrier, and has the probabilities where the second product wants
-// them.
+// has 16 rows and its own columns of o. The warps with the same rows share Q K^T: each has its own
+// tokens and its own part of the depth. They exchange scores through shared memory, and each warp
+// reads all scores of its rows and computes the same softmax. That is cheaper than one more
+// barrier, and leaves P where P V needs it.
 //
-// Codes: a step of them becomes rows of the kernel's 16-bit type, as in code_rows.cuh, once for all
-// warps; each decodes what it copied.
+// Quantized rows: a step is dequantized to the kernel's 16-bit type (common/quantized_rows.cuh),
+// once for all warps. Each warp dequantizes what it copied.
 //
 // Steps and loads are as in sm80/attention.cuh: steps start at absolute multiples of kStep; a ring
-// of slots is kSlots - 1 loads ahead, across the borders of items; q of the next item comes in
-// while this one runs, whose own q is in registers.
+// of slots is kSlots - 1 loads ahead, across the borders of items. q of the next item is loaded
+// while this item runs, whose own q is in registers.
 #pragma once
 
 #include "cuda/common/budget.cuh"
@@ -26,6 +25,7 @@
 #include "cuda/common/partials.cuh"
 #include "cuda/common/quantized_rows.cuh"
 #include "cuda/sm80/attention.cuh"
+#include "cuda/sm80/quantized_kv.cuh"
 #include "cuda/sm80/softmax.cuh"
 
 namespace jax_attn {
@@ -39,10 +39,11 @@ class MlaPath : ListedStep<Traits> {
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
   using Row = RowLayout<Traits::kHeadDimQk>;
-  // Rows as they come.
-  static constexpr bool kDecodes = Traits::kKvFormat != kPlainFormat;
+  // Rows as they are copied.
+  static constexpr bool kDequantizes = Traits::kKvFormat != kPlainFormat;
   using Copy =
-      typename Choose<kDecodes, CodeRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>, Row>::Type;
+      typename Conditional<kDequantizes, QuantizedRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>,
+                           Row>::Type;
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -51,26 +52,28 @@ class MlaPath : ListedStep<Traits> {
   static constexpr int kPageSize = Traits::kPageSize;
   static constexpr int kWarps = Traits::kNumWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kStep = Traits::kTileKv;       // kv tokens
-  static constexpr int kSlice = kStep / kWarps;       // of a step, that a warp loads
-  static constexpr int kRowGroups = kTileQ / 16;      // of 16 rows
-  static constexpr int kShare = kWarps / kRowGroups;  // warps with the same rows
-  // o: each has kColumns columns.
-  static constexpr int kColumns = Traits::kHeadDimVo / kShare;
+  static constexpr int kStep = Traits::kTileKv;              // kv tokens
+  static constexpr int kSlice = kStep / kWarps;              // tokens of a step that a warp loads
+  static constexpr int kRowGroups = kTileQ / 16;             // groups of 16 rows
+  static constexpr int kWarpsPerPart = kWarps / kRowGroups;  // warps with the same rows
+  // Columns of o for each warp.
+  static constexpr int kColumns = Traits::kHeadDimVo / kWarpsPerPart;
   static constexpr int kOTiles = kColumns / 8;
-  // The first product: each has kPartTokens tokens and kPartSteps steps of 16 through the depth.
-  static constexpr int kTokenParts = Min(kShare / 2, kStep / 8);
-  static constexpr int kDepthParts = kShare / kTokenParts;
+  // Q K^T: each warp has kPartTokens tokens and kPartSteps steps of 16 through the depth.
+  static constexpr int kTokenParts = Min(kWarpsPerPart / 2, kStep / 8);
+  static constexpr int kDepthParts = kWarpsPerPart / kTokenParts;
   static constexpr int kPartTokens = kStep / kTokenParts;
   static constexpr int kPartTiles = kPartTokens / 8;
   static constexpr int kQkSteps = Row::kPadded / 16;
   static constexpr int kPartSteps = CeilDiv(kQkSteps, kDepthParts);
-  // Sums of products are chains of dependent instructions; few tiles take two chains each.
+  // Sums of products are chains of dependent instructions. Few tiles take two chains each.
   static constexpr int kChains = kPartTiles >= 4 ? 1 : 2;
   static constexpr int kSTiles = kStep / 8;
   static_assert(kStep % 16 == 0 && kSlice * kWarps == kStep, "a whole step");
-  static_assert(kShare >= 2 && kTokenParts * kDepthParts == kShare, "one part for every warp");
-  static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kShare == Traits::kHeadDimVo, "whole tiles of o");
+  static_assert(kWarpsPerPart >= 2 && kTokenParts * kDepthParts == kWarpsPerPart,
+                "one part for every warp");
+  static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kWarpsPerPart == Traits::kHeadDimVo,
+                "whole tiles of o");
   static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
 
@@ -78,38 +81,38 @@ class MlaPath : ListedStep<Traits> {
   static constexpr int kQBytes = kTileQ * Row::kPitch;
   using Scores = float[kDepthParts][kTileQ][kStep + 8];  // + 8: rows start in different banks
 
-  // The step that is multiplied, decoded.
-  struct DecodedStep {
-    alignas(16) unsigned char decoded[kStep * Row::kPitch];
+  // The step that is multiplied, dequantized.
+  struct DequantizedStep {
+    alignas(16) unsigned char dequantized[kStep * Row::kPitch];
   };
-  struct NoDecodedStep {};
-  using Decoded = typename Choose<kDecodes, DecodedStep, NoDecodedStep>::Type;
-  static constexpr int kDecodedBytes = kDecodes ? static_cast<int>(sizeof(Decoded)) : 0;
+  struct NoDequantizedStep {};
+  using Dequantized = typename Conditional<kDequantizes, DequantizedStep, NoDequantizedStep>::Type;
+  static constexpr int kDequantizedBytes = kDequantizes ? static_cast<int>(sizeof(Dequantized)) : 0;
 
-  // The factor of the item's logits, for each warp; in a register it spills.
+  // The factor of the item's logits, for each warp. In a register it would spill.
   struct KeyScales {
     float key_scales[kWarps];
   };
   struct NoKeyScales {};
 
-  struct Small : Choose<kDecodes, KeyScales, NoKeyScales>::Type {
-    const char* pool;           // rows of the layer
-    VisibleSpan spans[kWarps];  // of the tile; registers are short in the main loop
+  struct ControlSmem : Conditional<kDequantizes, KeyScales, NoKeyScales>::Type {
+    const char* pool;           // row 0 of the layer
+    VisibleSpan spans[kWarps];  // span of the tile; the main loop has few registers
     MergeScratch merge;
   };
-  static constexpr int kRingBudget =
-      kBudget - kQBytes - kDecodedBytes - static_cast<int>(sizeof(Scores) + sizeof(Small)) - 32;
-  // 6 slots of 32 tokens are more than a multiprocessor needs under way.
+  static constexpr int kRingBudget = kBudget - kQBytes - kDequantizedBytes -
+                                     static_cast<int>(sizeof(Scores) + sizeof(ControlSmem)) - 32;
+  // 6 slots of 32 tokens are more than a multiprocessor needs in flight.
   static constexpr int kSlots = Clamp(kRingBudget / kSlotBytes, 2, 6);
 
-  struct alignas(16) Shared : Decoded {
-    Small small;
-    alignas(16) unsigned char q[kQBytes];  // of the item that comes next
+  struct alignas(16) Shared : Dequantized {
+    ControlSmem control;
+    alignas(16) unsigned char q[kQBytes];  // q of the next item
     unsigned char ring[kSlots * kSlotBytes];
     Scores scores;
   };
 
-  // Executes the items of the queue from `first` on, up to the first one of another tile height.
+  // Executes the items of the queue from `first` on, up to the first one with another tile M.
   // Returns the first item not executed.
   __device__ __forceinline__ static int Run(const AttentionParams& p, unsigned char* smem,
                                             int first) {
@@ -124,20 +127,20 @@ class MlaPath : ListedStep<Traits> {
       ++path.index_;
     }
     WaitCopies<0>();
-    __syncthreads();  // the path that comes next lays out shared memory anew
+    __syncthreads();  // the next path lays out shared memory differently
     return path.index_;
   }
 
  private:
   using State = TileState<1, kOTiles>;
-  using Tile = float[1][kSTiles][4];  // of logits
+  using Tile = float[1][kSTiles][4];  // logits
   using Probabilities = u32[1][kSTiles / 2][4];
   using QFragments = u32[kPartSteps][4];
 
   __device__ __forceinline__ MlaPath(const AttentionParams& p, Shared& shared, int first)
       : p_(p),
         shared_(shared),
-        thread_(Anew(threadIdx.x)),
+        thread_(Opaque(threadIdx.x)),
         index_(first),
         steps_(kSlots),
         load_index_(first - 1),
@@ -145,10 +148,10 @@ class MlaPath : ListedStep<Traits> {
         page_(0),
         read_slot_(SharedAddress(shared.ring)) {
     if (thread_ == 0) {
-      shared.small.merge.counters = LaunchCounters(p);
-      shared.small.pool = static_cast<const char*>(p.k);
+      shared.control.merge.counters = LaunchCounters(p);
+      shared.control.pool = static_cast<const char*>(p.k);
       if (kPageSize > 0 && p.layer != nullptr) {
-        shared.small.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
+        shared.control.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
       }
     }
     __syncthreads();
@@ -156,32 +159,34 @@ class MlaPath : ListedStep<Traits> {
 
   static constexpr int kNone = 0x7fffffff;
   static constexpr int kRowBytes =
-      kDecodes ? static_cast<int>(CodeRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
-               : Traits::kHeadDimQk * E::kBytes;
+      kDequantizes ? static_cast<int>(QuantizedRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
+                   : Traits::kHeadDimQk * E::kBytes;
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
-  __device__ int FirstRow() const { return Warp() / kShare * 16; }  // of this warp
-  __device__ int Part() const { return Warp() % kShare; }           // among those with its rows
+  __device__ int FirstRow() const { return Warp() / kWarpsPerPart * 16; }  // of this warp
+  __device__ int Part() const {
+    return Warp() % kWarpsPerPart;
+  }  // index among the warps with its
+     // rows
 
-  // Ends the life of what was derived from the thread index, lest it be kept in registers through a
-  // phase that does not use it.
-  __device__ __forceinline__ void ForgetThread() { thread_ = Anew(thread_); }
+  // Ends the life of values derived from the thread index, so that registers do not keep them
+  // through a phase that does not use them.
+  __device__ __forceinline__ void ForgetThread() { thread_ = Opaque(thread_); }
 
   __device__ __forceinline__ bool IsMine(int index) const {
     return index < QueueEnd(p_) && ItemRecord(p_, index).tile() == kTile;
   }
 
-  // Steps are at places [FirstStep, EndOfSteps) in strides of kStep. An item without a span has
-  // one.
+  // Steps are at kv offsets [FirstStep, EndOfSteps), kStep apart. An item without a span has one
+  // step.
   __device__ static int EndOfSteps(const ItemRecord& item) {
     return Max(item.kv_end(), item.kv_begin() + 1);
   }
 
   // --- load kv ---
 
-  // Load number n goes to slot n % kSlots and is a group of copies of its own, but for q, which
-  // comes with one of them.
+  // Load number n goes to slot n % kSlots. Each is a group of copies; q comes with one of them.
   __device__ __forceinline__ void FillRing() {
     LoadQ(index_);
     NextLoad();
@@ -193,8 +198,8 @@ class MlaPath : ListedStep<Traits> {
     }
   }
 
-  // Finds the step after the one that was loaded last. Page ids are requested one step before the
-  // rows they lead to.
+  // Finds the step behind the one that was loaded last. Page ids are requested one step before the
+  // rows that they lead to.
   __device__ __forceinline__ void NextLoad() {
     if (load_pos_ != kNone) {
       load_pos_ += kStep;
@@ -215,7 +220,7 @@ class MlaPath : ListedStep<Traits> {
     }
   }
 
-  // Lane l < kSlice looks after token l of the warp's slice.
+  // Lane l < kSlice handles token l of the warp's slice.
   __device__ int LanePosition() const { return this->Begin(load_pos_) + Warp() * kSlice + Lane(); }
   __device__ __forceinline__ bool InSpan(const ItemRecord& item) const {
     if constexpr (Traits::kHasSteps) {
@@ -225,7 +230,8 @@ class MlaPath : ListedStep<Traits> {
     return Lane() < kSlice && LanePosition() >= item.kv_begin() && LanePosition() < item.kv_end();
   }
 
-  // Rows of the step at load_pos_, this warp's slice, into `slot`; zeros where no row sees them.
+  // Loads rows of the step at load_pos_, this warp's slice, into `slot`; zeros where no row sees
+  // them.
   __device__ __forceinline__ void LoadStep(u32 slot) {
     if (load_pos_ == kNone) return;
     const ItemRecord item(p_, load_index_);
@@ -239,13 +245,13 @@ class MlaPath : ListedStep<Traits> {
     const int token = Lane() / kWidth, lane_chunk = Lane() % kWidth;
     const u32 row = __shfl_sync(kFullWarp, lane_row, token);
     const bool valid = row != kNoRow;
-    // The address of a copy that reads nothing still is one of the pool.
-    const char* from = shared_.small.pool + (valid ? static_cast<u64>(row) * kRowBytes : 0);
+    // A copy that reads nothing still needs an address within the pool.
+    const char* from = shared_.control.pool + (valid ? static_cast<u64>(row) * kRowBytes : 0);
     const u32 to = slot + (Warp() * kSlice + token) * Copy::kPitch;
 #pragma unroll
     for (int c = 0; c < Copy::kChunks; c += kWidth) {
       const int chunk = c + lane_chunk;
-      // Blocks of heads read the same rows at about the same time, which L2 is to keep till then.
+      // Blocks of heads read the same rows at about the same time, so L2 should keep them: no hint.
       if (Copy::kChunks % kWidth == 0 || chunk < Copy::kChunks) {
         CopyAsync16(to + chunk * 16, from + chunk * 16, valid);
       }
@@ -265,27 +271,28 @@ class MlaPath : ListedStep<Traits> {
   // --- rows of the step as they are multiplied ---
 
   __device__ __forceinline__ unsigned char* StepRows() const {
-    if constexpr (kDecodes) return shared_.decoded;
+    if constexpr (kDequantizes) return shared_.dequantized;
     return shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
   }
   __device__ __forceinline__ u32 StepAddress() const {
-    if constexpr (kDecodes) return SharedAddress(shared_.decoded);
+    if constexpr (kDequantizes) return SharedAddress(shared_.dequantized);
     return read_slot_;
   }
 
-  // This warp's slice of the slot that is read becomes StepRows for all.
-  __device__ __forceinline__ void DecodeSlice() const {
-    static_assert(!kDecodes || Copy::kAlignment == 16, "rows begin where vectors do");
+  // Dequantizes this warp's slice of the slot that is read into StepRows for all warps.
+  __device__ __forceinline__ void DequantizeSlice() const {
+    static_assert(!kDequantizes || Copy::kAlignment == 16, "rows begin where vectors do");
     const int first = Warp() * kSlice;
-    const CodeRowOffsets<Copy> offsets(p_, 0);
-    const unsigned char* codes = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
-    DecodeCodeRows<Traits, Traits::kHeadDimQk, kSlice>(
-        codes + first * Copy::kPitch, offsets, 0, Lane(), shared_.decoded + first * Row::kPitch);
+    const QuantizedRowOffsets<Copy> offsets(p_, 0);
+    const unsigned char* quantized = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
+    DequantizeRows<Traits, Traits::kHeadDimQk, kSlice>(quantized + first * Copy::kPitch, offsets, 0,
+                                                       Lane(),
+                                                       shared_.dequantized + first * Row::kPitch);
   }
 
   // --- load q ---
 
-  // q of an item of this path, zeros where there is no row.
+  // Loads q of an item of this path; zeros where there is no row.
   __device__ __forceinline__ void LoadQ(int index) {
     const ItemRecord item(p_, index);
     const int num_rows = item.qo_len() * kGroupSize;
@@ -300,17 +307,17 @@ class MlaPath : ListedStep<Traits> {
     }
   }
 
-  // Row and chunk of a 16 x 16 block that this lane addresses for LoadMatrix4: of q, as operand a,
-  // and of v, transposed, as operand b ...
+  // The offset that this lane addresses in a 16 x 16 block for LoadMatrix4: of q as operand a, and
+  // of v, transposed, as operand b.
   __device__ u32 RowMajorOffset() const { return (Lane() % 16) * Row::kPitch + (Lane() / 16) * 16; }
-  // ... of 16 tokens of k as operand b, 16 deep, whose 8 x 8 matrices come in the order of the
-  // depth first; or of 8 tokens, 32 deep.
+  // The same for k as operand b: 16 tokens by 16 of the depth, whose 8 x 8 matrices come with the
+  // depth first; or 8 tokens by 32.
   __device__ u32 KMajorOffset() const {
     if constexpr (kPartTiles == 1) return (Lane() % 8) * Row::kPitch + (Lane() / 8) * 16;
     return (Lane() % 8 + Lane() / 16 * 8) * Row::kPitch + (Lane() / 8 % 2) * 16;
   }
 
-  // Where this warp's part of the first product begins.
+  // Where this warp's part of Q K^T begins.
   __device__ int FirstToken() const { return Part() % kTokenParts * kPartTokens; }
   __device__ int FirstQkStep() const { return Part() / kTokenParts * kPartSteps; }
   // The last part may be shorter.
@@ -330,31 +337,31 @@ class MlaPath : ListedStep<Traits> {
   // --- one item ---
 
   __device__ __forceinline__ void RunSteps(State& state) {
-    state.Reset(Stage::NoReference());
+    state.Reset(Stage::InitialMax());
     QFragments q = {};
     const ItemRecord item(p_, index_);
     __syncwarp();
     if (Lane() == 0) {
-      shared_.small.spans[Warp()] = SpanOfItem<Traits>(p_, item);
-      if constexpr (kDecodes) shared_.small.key_scales[Warp()] = KeyScale<Traits>(p_, index_);
+      shared_.control.spans[Warp()] = SpanOfItem<Traits>(p_, item);
+      if constexpr (kDequantizes) shared_.control.key_scales[Warp()] = KeyScale<Traits>(p_, index_);
     }
     __syncwarp();
     const int first_step = FirstStep<kStep>(item), end_of_steps = EndOfSteps(item);
 #pragma unroll 1
     for (int pos = first_step; pos < end_of_steps; pos += kStep) {
       const bool is_first = pos == first_step;
-      // q came with the load that was started in the first step of the item before.
+      // q came with the load that started in the first step of the item before
       if (is_first && steps_ < kSlots - 1) {
         WaitCopies<0>();
       } else {
         WaitCopies<kSlots - 2>();
       }
-      __syncthreads();  // this step's rows are there, and nobody reads the last one's any more
+      __syncthreads();  // this step's rows are there, and the last step's have been read
       ForgetThread();
       LoadStep(PreviousSlot(read_slot_));
       ForgetThread();
-      if constexpr (kDecodes) {
-        DecodeSlice();
+      if constexpr (kDequantizes) {
+        DequantizeSlice();
         __syncthreads();
         ForgetThread();
       }
@@ -368,7 +375,7 @@ class MlaPath : ListedStep<Traits> {
       Tile s;
       Probabilities p;
       ReadScores(s);
-      const VisibleSpan span = shared_.small.spans[Warp()];
+      const VisibleSpan span = shared_.control.spans[Warp()];
       const KvStep<Traits> step(p_, pos, item.kv_end());
       const int begin = step.begin();
       const bool seen_by_all = begin >= span.all_begin && begin + kStep <= span.all_end;
@@ -380,7 +387,7 @@ class MlaPath : ListedStep<Traits> {
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && step.is_masked();
         if (by_mask || (!seen_by_all && item.qo_len() > 1))
-          MendValues(begin, step.is_masked(), state);
+          IsolateNonFinite(begin, step.is_masked(), state);
       }
       ForgetThread();
       MultiplyPv(p, state);
@@ -390,13 +397,13 @@ class MlaPath : ListedStep<Traits> {
   }
 
   __device__ __forceinline__ float ItemKeyScale() const {
-    if constexpr (kDecodes) return shared_.small.key_scales[Warp()];
+    if constexpr (kDequantizes) return shared_.control.key_scales[Warp()];
     return 1.0f;
   }
 
   // --- qk ---
 
-  // This warp's part of the scores.
+  // Computes this warp's part of the scores.
   __device__ __forceinline__ void MultiplyQk(const QFragments& q) {
     float s[kChains][kPartTiles][4] = {};
     const u32 k = StepAddress() + FirstToken() * Row::kPitch + KMajorOffset() + FirstQkStep() * 32;
@@ -438,7 +445,7 @@ class MlaPath : ListedStep<Traits> {
     }
   }
 
-  // All scores of the rows, laid out as accumulators of mma.sync.
+  // Loads all scores of the rows, laid out as accumulators of mma.sync.
   __device__ __forceinline__ void ReadScores(Tile& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -461,14 +468,15 @@ class MlaPath : ListedStep<Traits> {
 
   // --- pv ---
 
-  // What a row gets of a value that is not finite. It is in the row's logit as well: if that is no
-  // NaN, it is -inf, the weight is 0, and 0 * inf is NaN. Not so with a soft cap, which is finite.
+  // The contribution to a row of a value that is not finite. The value is also in the row's logit:
+  // unless it is NaN, the logit is -inf and P is 0, and 0 * inf is NaN. With a soft cap the logit
+  // is finite.
   __device__ __forceinline__ static float Marked(u32 bits) {
     return (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) *
            E::ToFloat(static_cast<u16>(bits));
   }
-  // As TilePath::MendValues. Keys have been read by now.
-  __device__ __forceinline__ void MendValues(int pos, bool is_masked, State& state) {
+  // As TilePath::IsolateNonFinite. The keys have been read by now.
+  __device__ __forceinline__ void IsolateNonFinite(int pos, bool is_masked, State& state) {
     constexpr int kVectors = Traits::kHeadDimVo / 8;
     unsigned char* step = StepRows();
     u32 not_finite = 0;
@@ -539,12 +547,12 @@ class MlaPath : ListedStep<Traits> {
     WriteRows(item, state);
     const int num_groups = item.num_groups();
     if (num_groups > 0) {
-      ArriveAndMerge<Traits>(p_, index_, item.merge_idx(), num_groups, shared_.small.merge);
+      ArriveAndMerge<Traits>(p_, index_, item.merge_idx(), num_groups, shared_.control.merge);
     }
   }
 
   // A row's four lanes store 16 or 32 neighbouring bytes at a time; o is small beside what was read
-  // for it. All warps of a row know its state; the first writes it.
+  // for it. All warps of a row know its state; the first one writes it.
   __device__ __forceinline__ void WriteRows(const ItemRecord& item, State& state) const {
     const int num_rows = item.qo_len() * kGroupSize;
     const RowMap<kGroupSize> map(p_, item.first_token(), item.kv_head());
@@ -559,7 +567,7 @@ class MlaPath : ListedStep<Traits> {
       float o_scale =
           WriteState<Traits>(p_, final, at, map.QoHead(row), Part() == 0 && Lane() % 4 == 0,
                              {state.max_log2[0][h], sum});
-      if (kDecodes && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
+      if (kDequantizes && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
       const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* o = static_cast<u16*>(p_.o) + first;
@@ -578,12 +586,12 @@ class MlaPath : ListedStep<Traits> {
 
   const AttentionParams& p_;
   Shared& shared_;
-  int thread_;      // threadIdx.x, unknown to be so to the code of the other phases
+  int thread_;      // threadIdx.x; opaque to the code of other phases
   int index_;       // item whose steps run
   int steps_;       // of the item before
   int load_index_;  // item of the next load
-  int load_pos_;    // kv position, or place, of the next load, kNone behind the items of this path
-  i32 page_;        // in lane l, the page of token l of the warp's slice of it
+  int load_pos_;    // kv offset of the next load; kNone behind the items of this path
+  i32 page_;        // in lane l, the page of token l of the warp's slice
   u32 read_slot_;
 };
 

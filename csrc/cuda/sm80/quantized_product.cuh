@@ -1,18 +1,18 @@
-// x @ W for few rows of x and a W of codes, on every architecture from sm_80 on: mma.sync,
+// x @ W for few rows of x and a quantized W, on every architecture from sm_80 on: mma.sync,
 // ldmatrix, cp.async.
 //
-// Up to some 64 rows the time is that of reading W, if its codes reach the tensor cores without a
-// detour. So a CTA has a tile of columns that is wide, so that x is read rarely, and all rows of a
-// tile of x, so that codes are read and decoded once. It walks down W in steps of kDepth rows, a
-// ring of which is under way.
+// Up to some 64 rows the time is that of reading W, if its values reach the tensor cores without a
+// detour. So a CTA has a wide tile of columns, so that x is read rarely, and all rows of a tile of
+// x, so that W is read and dequantized once. It walks down W in steps of kDepth rows, with a ring
+// of steps in flight.
 //
-// The transposed product is computed, W^T x^T: W has the 16 rows of an mma, and x the 8 columns, of
-// which few are wasted where x has few rows. A warp has 32 columns and half of the depth of every
-// step. A lane reads 4 bytes of a row of codes; the i-th of them are column i of four 8-column
+// It computes the transposed product W^T x^T: W has the 16 rows of an mma and x its 8 columns, of
+// which few are wasted if x has few rows. A warp has 32 columns and half of the depth of every
+// step. A lane reads 4 bytes of a quantized row. The i-th bytes are column i of four 8-column
 // halves of operands, so that a lane ends up with four neighbouring columns of y.
 //
-// The depth may be split over CTAs. Then y is a sum for each, which the caller adds up: its order
-// is fixed, and XLA makes the additions a part of the kernel that needs them.
+// The depth may be split over CTAs. Then y is one sum for each split, and the caller adds them up:
+// the order is fixed, and XLA fuses the additions into the kernel that needs them.
 #pragma once
 
 #include "cuda/common/budget.cuh"
@@ -25,7 +25,7 @@ class QuantizedProductBody {
  public:
   using Params = QuantizedProductParams;
   using E = Element<Traits::kDtype>;
-  using Codes = WeightCodes<Traits::kFormat, Traits::kDtype>;
+  using Quantized = WeightBits<Traits::kFormat, Traits::kDtype>;
   using Factors = WeightFactors<Traits::kFormat, Traits::kDtype>;
 
   // --- shape ---
@@ -38,33 +38,33 @@ class QuantizedProductBody {
   static constexpr int kNumThreads = kColumnWarps * kDepthWarps * kWarpSize;
   static constexpr int kMinCtasPerSm = 1;
   static constexpr int kRowTiles = kRows / 8;    // of mma
-  static constexpr int kPairs = kWarpDepth / 8;  // of rows, that a lane has of a column
+  static constexpr int kPairs = kWarpDepth / 8;  // rows of a column that a lane has
   static_assert(kRows % 8 == 0 && kColumns % kWarpColumns == 0 && kDepthWarps == 2, "whole tiles");
 
-  static constexpr int kCodeRows = kDepth / Codes::kPerByte;
-  // Lanes read 4 neighbouring rows of bytes, or every other of 8: those are in different banks.
-  static constexpr int kCodePitch =
-      Codes::kPerByte == 2 ? (kColumns + 31) / 64 * 64 + 32 : kColumns + 16;
+  static constexpr int kQuantizedRows = kDepth / Quantized::kPerByte;
+  // Lanes read 4 neighbouring rows of bytes, or every other one of 8: these are in different banks.
+  static constexpr int kQuantizedPitch =
+      Quantized::kPerByte == 2 ? (kColumns + 31) / 64 * 64 + 32 : kColumns + 16;
   static constexpr int kXPitch = kDepth + 8;  // an odd number of 16-byte chunks
   static constexpr int kScaleBytes = Traits::kFormat == kE2m1Weights ? 1 : 4;
   static constexpr bool kHasZeros = Traits::kFormat == kInt4Weights;
-  static constexpr int kScaleRows = Traits::kScaleRows;  // groups that a step may have
+  static constexpr int kScaleRows = Traits::kScaleRows;  // groups in a step, at most
   static_assert(kScaleRows == 1 || kScaleRows == kDepthWarps, "a warp's rows have one scale");
 
   struct Zeros {
     alignas(16) unsigned char zeros[kScaleRows][kColumns];
   };
   struct NoZeros {};
-  struct Step : Choose<kHasZeros, Zeros, NoZeros>::Type {
-    alignas(16) unsigned char codes[kCodeRows][kCodePitch];
+  struct Step : Conditional<kHasZeros, Zeros, NoZeros>::Type {
+    alignas(16) unsigned char quantized[kQuantizedRows][kQuantizedPitch];
     alignas(16) u16 x[kRows][kXPitch];
     alignas(16) unsigned char scales[kScaleRows][kColumns * kScaleBytes];
   };
-  // Sums of the warps that have the second half of each step, in the order of registers.
+  // Sums of the warps with the second half of each step, in the order of registers.
   using Sums = float[kColumnWarps][kRowTiles * 8][kWarpSize];
 
   static constexpr int kStepBytes = static_cast<int>(sizeof(Step));
-  // 8 steps are more than a multiprocessor needs under way.
+  // 8 steps are more than a multiprocessor needs in flight.
   static constexpr int kSlots = Clamp(CtaSmemBudget(Traits::kArch, 1) / kStepBytes, 1, 8);
   static constexpr int kSmemBytes = Max(kSlots * kStepBytes, static_cast<int>(sizeof(Sums)));
   static_assert(kSlots >= 2, "a step is copied while another one is multiplied");
@@ -75,9 +75,9 @@ class QuantizedProductBody {
   }
 
  private:
-  // --- place ---
+  // --- offsets ---
 
-  // CTAs that read the same codes are neighbours.
+  // CTAs that read the same part of W are neighbours.
   __device__ __forceinline__ QuantizedProductBody(const Params& p, unsigned char* smem)
       : p_(p), ring_(reinterpret_cast<Step*>(smem)), sums_(*reinterpret_cast<Sums*>(smem)) {
     const int row_tiles = CeilDiv(p.num_rows, kRows);
@@ -86,22 +86,22 @@ class QuantizedProductBody {
     first_row_ = static_cast<int>(blockIdx.x) % row_tiles * kRows;
     first_column_ = index % column_tiles * kColumns;
     split_ = index / column_tiles;
-    depth_begin_ = split_ * p.split_depth;  // may be beyond the end
+    depth_begin_ = split_ * p.split_depth;  // may be behind the end
     num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - depth_begin_)), kDepth);
     num_groups_ = CeilDiv(p.depth, p.group_size);
-    // A single group may be no whole number of steps.
+    // A single group may not be a whole number of steps.
     group_steps_ = num_groups_ == 1 ? CeilDiv(p.depth, kDepth) : p.group_size / kDepth;
     if constexpr (kScaleRows == 1) {
       first_group_end_ = group_steps_ - depth_begin_ / kDepth % group_steps_;
     }
   }
 
-  // Which part of a tile and a step a thread has. Computed where it is used, as places in memory
-  // are: sums leave no registers for what would be kept.
+  // The part of a tile and a step that a thread has. It is computed where it is used, like offsets
+  // in memory: sums leave no registers to keep it.
   struct Part {
     int lane, column_warp, depth_warp;
     __device__ __forceinline__ Part() {
-      const u32 thread = static_cast<u32>(Anew(static_cast<int>(threadIdx.x)));
+      const u32 thread = static_cast<u32>(Opaque(static_cast<int>(threadIdx.x)));
       const u32 warp = thread / kWarpSize;
       lane = static_cast<int>(thread % kWarpSize);
       column_warp = static_cast<int>(warp % kColumnWarps);
@@ -114,13 +114,14 @@ class QuantizedProductBody {
   };
 
   __device__ __forceinline__ void Run() {
-    // Of a loop here NVRTC 13.0 makes copies that are illegal instructions (H100, e4m3, 8 rows).
+    // Unrolled: from a rolled loop NVRTC 13.0 makes copies that are illegal instructions (H100,
+    // e4m3, 8 rows).
 #pragma unroll
     for (int i = 0; i < kSlots - 1; ++i) Load(i, i);
     int slot = 0;
     for (int step = 0; step < num_steps_; ++step) {
       WaitCopies<kSlots - 2>();
-      __syncthreads();  // it is there for all, and nobody reads the slot that is filled next
+      __syncthreads();  // the step is there for all, and the slot that is filled next has been read
       Load(step + kSlots - 1, slot == 0 ? kSlots - 1 : slot - 1);
       Multiply(step, slot);
       slot = slot == kSlots - 1 ? 0 : slot + 1;
@@ -130,8 +131,8 @@ class QuantizedProductBody {
     Finish();
   }
 
-  // Whether scales are needed anew. end: the step at which the present group ends, counted from
-  // the CTA's first.
+  // Whether scales must be loaded again. end: the step at which the present group ends, counted
+  // from the CTA's first.
   __device__ __forceinline__ bool BeginsGroup(int step, int& end) const {
     if constexpr (kScaleRows > 1) return true;
     if (step != end) return false;
@@ -141,8 +142,8 @@ class QuantizedProductBody {
 
   // --- load ---
 
-  // `array` has rows of p.columns elements; of `kNum` of them, from `first` on, those columns that
-  // are the CTA's. Beyond num_rows and the last column: zeros.
+  // Copies kNum rows from `first` on of `array`, whose rows have p.columns elements: the CTA's
+  // columns. Zeros behind num_rows and the last column.
   template <int kNum, int kBytes, int kPitch>
   __device__ __forceinline__ void Copy(unsigned char (&to)[kNum][kPitch], const void* array,
                                        int first, int num_rows) {
@@ -158,11 +159,11 @@ class QuantizedProductBody {
     });
   }
 
-  // Shares kNum rows of kChunks vectors of 16 bytes among all threads: copy(row, chunk). Places in
-  // memory are computed again in every step: sums leave no registers for them.
+  // Divides kNum rows of kChunks vectors of 16 bytes among all threads: copy(row, chunk). Offsets
+  // in memory are computed again in every step: sums leave no registers for them.
   template <u32 kNum, u32 kChunks, class CopyChunk>
   __device__ __forceinline__ static void ForEachChunk(CopyChunk copy) {
-    const u32 thread = static_cast<u32>(Anew(static_cast<int>(threadIdx.x)));
+    const u32 thread = static_cast<u32>(Opaque(static_cast<int>(threadIdx.x)));
 #pragma unroll
     for (u32 i = 0; i < kNum * kChunks; i += kNumThreads) {
       const u32 index = i + thread;
@@ -176,8 +177,8 @@ class QuantizedProductBody {
     if (step < num_steps_) {
       Step& to = ring_[slot];
       const int k = depth_begin_ + step * kDepth;
-      Copy<kCodeRows, kColumns>(to.codes, p_.codes, k / Codes::kPerByte,
-                                p_.depth / Codes::kPerByte);
+      Copy<kQuantizedRows, kColumns>(to.quantized, p_.codes, k / Quantized::kPerByte,
+                                     p_.depth / Quantized::kPerByte);
       if (BeginsGroup(step, load_group_end_)) {
         const int group = kScaleRows == 1 ? k / p_.group_size : k / kWarpDepth;
         Copy<kScaleRows, kColumns * kScaleBytes>(to.scales, p_.scales, group, num_groups_);
@@ -207,16 +208,16 @@ class QuantizedProductBody {
     const u32 x = SharedAddress(&from.x[0][part.depth_warp * kWarpDepth]);
 #pragma unroll
     for (int k = 0; k < kPairs; k += 2) {
-      // Operands of mma: columns 2 i and 2 i + 1 of the lane's, 16 rows.
+      // Operands of mma: the lane's columns 2 i and 2 i + 1, 16 rows.
       u32 w[2][4];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          w[c / 2][2 * pair + c % 2] = factors_[c].Decode(Halves(from, part, k + pair, c));
+          w[c / 2][2 * pair + c % 2] = factors_[c].Dequantize(Halves(from, part, k + pair, c));
         }
       }
-      // Matrices of an ldmatrix: two times 8 rows of x, each with 8 and 8 of the depth.
+      // Matrices of an ldmatrix: twice 8 rows of x, each with 8 and 8 of the depth.
 #pragma unroll
       for (int j = 0; j < kRowTiles; j += 2) {
         const int row = Min(j * 8 + part.lane / 16 * 8, kRows - 8) + part.lane % 8;
@@ -232,14 +233,15 @@ class QuantizedProductBody {
     }
   }
 
-  // Rows 8 pair + 2 t and the next of the warp's depth, t = lane % 4, as ldmatrix gives those of x.
+  // Rows 8 pair + 2 t and the next of the warp's depth, t = lane % 4, in the order in which
+  // ldmatrix gives those of x.
   __device__ __forceinline__ u32 Halves(const Step& from, const Part& part, int pair, int c) const {
     const int t = part.lane % 4, column = part.Column();
     const auto word = [&](int row) {
-      return *reinterpret_cast<const u32*>(&from.codes[row][column]);
+      return *reinterpret_cast<const u32*>(&from.quantized[row][column]);
     };
-    if constexpr (Codes::kPerByte == 2) {
-      return Codes::Column(word(part.depth_warp * kWarpDepth / 2 + pair * 4 + t), c);
+    if constexpr (Quantized::kPerByte == 2) {
+      return Quantized::Column(word(part.depth_warp * kWarpDepth / 2 + pair * 4 + t), c);
     } else {
       const int row = part.depth_warp * kWarpDepth + pair * 8 + 2 * t;
       return ColumnOf(word(row), word(row + 1), c);

@@ -1,4 +1,4 @@
-// What mma.sync kernels know of their rows, and a step of the online softmax on accumulators.
+// Row state of mma.sync kernels, and a step of the online softmax on accumulators.
 #pragma once
 
 #include "cuda/common/logits.cuh"
@@ -7,17 +7,17 @@
 namespace jax_attn {
 
 // Rows of 16-bit elements in shared memory. head_dim is padded with zeros to a multiple of 16, and
-// the row to an odd number of 16-byte chunks, which keeps ldmatrix and the copies free of bank
-// conflicts while every address is a base plus a constant.
+// the row to an odd number of 16-byte chunks. This keeps ldmatrix and the copies free of bank
+// conflicts, while every address is a base plus a constant.
 template <int kHeadDim>
 struct RowLayout {
   static constexpr int kPadded = CeilDiv(kHeadDim, 16) * 16;
-  static constexpr int kChunks = kPadded / 8;        // of 16 bytes, copied
-  static constexpr int kLiveChunks = kHeadDim / 8;   // of those, with data
+  static constexpr int kChunks = kPadded / 8;        // chunks of 16 bytes that are copied
+  static constexpr int kLiveChunks = kHeadDim / 8;   // chunks with data
   static constexpr int kPitch = 16 * (kChunks | 1);  // bytes
 };
 
-// A factor of every row of a warp, or one of all of them.
+// A factor for each row of a warp; ScaleOfRow also takes one factor for all rows.
 template <int kMTiles>
 struct RowScales {
   float of[kMTiles][2];
@@ -28,22 +28,22 @@ __device__ __forceinline__ float ScaleOfRow(const RowScales<kMTiles>& scales, in
   return scales.of[mt][h];
 }
 
-// What a warp knows of its rows after the kv tokens it has seen. Registers follow the accumulators
-// of mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
+// State of a warp's rows after the kv tokens seen so far. Registers are laid out as accumulators of
+// mma.sync: index h is row 8h + lane / 4 of 16-row tile mt; o[mt][j][2h + c] is column 8j + 2 *
 // (lane % 4) + c of that row.
 template <int kMTiles, int kOTiles>
 struct TileState {
-  float max_log2[kMTiles][2];  // reference of the exponents; may lag the maximum, see UpdateMax
+  float max_log2[kMTiles][2];  // running max; may lag the maximum, see UpdateMax
   float sum[kMTiles][2];       // over this lane's columns only, until the end of the item
   float o[kMTiles][kOTiles][4];
 
-  // reference: LogitStage::NoReference.
-  __device__ __forceinline__ void Reset(float reference) {
+  // running_max: LogitStage::InitialMax.
+  __device__ __forceinline__ void Reset(float running_max) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        max_log2[mt][h] = reference;
+        max_log2[mt][h] = running_max;
         sum[mt][h] = 0.0f;
       }
 #pragma unroll
@@ -54,7 +54,7 @@ struct TileState {
     }
   }
 
-  // Multiplies what is there by 2^(old reference - new reference).
+  // Moves to a new running max: multiplies sums and o by 2^(old - new).
   __device__ __forceinline__ void Rescale(const float (&new_max)[kMTiles][2]) {
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -75,10 +75,10 @@ struct TileState {
 
 // --- softmax ---
 
-// The reference of a row's exponents follows its maximum only when that has grown by more than a
-// factor of 2^8: sums stay far from overflow, and nearly every step is spared the rescaling of o
+// The running max of a row follows its maximum only when that has grown by more than a factor of
+// 2^8. Sums stay far from overflow, and nearly every step skips the rescaling of o
 // (FlashAttention-4's observation). Each row decides for itself, so its bits do not depend on its
-// neighbours; for rows that keep their reference the factor is exactly 1.
+// neighbours. A row that keeps its running max has a factor of exactly 1.
 template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[kMTiles][kSTiles][4],
                                           TileState<kMTiles, kOTiles>& state) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ void UpdateMax(const Scale& scale, const float (&s)[k
   if (__any_sync(kFullWarp, grows)) state.Rescale(new_max);
 }
 
-// p = 2^(logit - reference); the sums grow by it. The accumulators of two neighbouring 8-column
-// tiles, packed, are operand a of the second product as they are.
+// p = 2^(logit - running max), added to the sums. The accumulators of two neighbouring 8-column
+// tiles, packed, are operand a of P V as they are.
 template <class Traits, class Scale, int kMTiles, int kSTiles, int kOTiles>
 __device__ __forceinline__ void Exponentiate(const Scale& scales,
                                              const float (&s)[kMTiles][kSTiles][4],
@@ -116,12 +116,12 @@ __device__ __forceinline__ void Exponentiate(const Scale& scales,
   for (int mt = 0; mt < kMTiles; ++mt) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float reference = FiniteMax(state.max_log2[mt][h]);
+      const float running_max = FiniteMax(state.max_log2[mt][h]);
       const float scale = ScaleOfRow(scales, mt, h);
 #pragma unroll
       for (int j = 0; j < kSTiles; ++j) {
-        const float left = LogitStage<Traits>::Weight(s[mt][j][2 * h], scale, reference);
-        const float right = LogitStage<Traits>::Weight(s[mt][j][2 * h + 1], scale, reference);
+        const float left = LogitStage<Traits>::Weight(s[mt][j][2 * h], scale, running_max);
+        const float right = LogitStage<Traits>::Weight(s[mt][j][2 * h + 1], scale, running_max);
         state.sum[mt][h] += left;
         state.sum[mt][h] += right;
         p[mt][j / 2][j % 2 * 2 + h] = Element<Traits::kDtype>::Pack(left, right);

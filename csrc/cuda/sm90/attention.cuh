@@ -1,22 +1,21 @@
-// Attention on Hopper: wgmma fed by a producer warpgroup through barriers in shared memory.
+// Attention on Hopper: a producer warpgroup feeds wgmma through mbarriers in shared memory.
 //
-// A persistent CTA executes the items of its queue in order. Its first warpgroup produces (of
-// codes, which become 16-bit keys and values on their way, the first two: see e4m3.cuh): it copies
-// q, and K and V rows in steps of kStep tokens, as far ahead as the rings have room, across the
-// borders of items. The others, two or three, consume, in one of two arrangements:
-//   joint items (more rows)        each has 64 rows, and they take turns on the tensor cores: while
-//                                  one multiplies, the others exponentiate.
-//   single items (up to 64 rows)   one has all rows, and the next one the next item: while one
-//                                  writes results and merges, another multiplies.
-// Single items of up to 32 rows are products of their own, see decode.cuh. Where no tile is taller,
-// the kernel has nothing else, and is made for batches that are done in microseconds: K and V have
-// a producer each, and a consumer copies its q itself, so that nobody waits for copies that are not
-// its own to be issued.
-// Within a warpgroup q . k of a step runs while p * v of the step before does (FlashAttention-3,
+// A persistent CTA executes the items of its queue in order. The first warpgroup is the producer
+// (with quantized keys and values, the first two: see quantized_producer.cuh). It copies q, and K
+// and V in steps of kStep tokens, as far ahead as the rings have free slots, across the borders of
+// items. The other warpgroups, two or three, are consumers, in one of two arrangements:
+//   joint items (more rows): each consumer has 64 rows. They pass a token: while one issues its
+//   products, the others exponentiate.
+//   single items (up to 64 rows): one consumer has all rows, and the next consumer has the next
+//   item. While one writes results and merges, another multiplies.
+// decode.cuh computes single items of up to 32 rows. A kernel without larger tiles has nothing
+// else. It is made for batches that take microseconds: K and V have a producer each, and a consumer
+// copies its own q, so no copy waits until another one is issued.
+// Within a warpgroup Q K^T of a step runs while P V of the step before does (FlashAttention-3,
 // arXiv 2407.08608, section 3.2).
 //
-// kv steps start at absolute multiples of the step. What a step holds beyond the item's span is
-// zero-filled, never read, and masked.
+// kv steps start at absolute multiples of kStep. Slots outside the item's span are zero-filled,
+// never read, and masked.
 #pragma once
 
 #include "cuda/common/partials.cuh"
@@ -37,9 +36,9 @@ template <class Traits>
 inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
 template <class Traits>
 using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
-                              Traits::kKvFormat != kPlainFormat && !Traits::kMultipliesCodes>;
+                              Traits::kKvFormat != kPlainFormat && !Traits::kFp8Matmul>;
 
-// The consumer whose turn comes after that of `consumer`.
+// The consumer that gets the token, or the next single item, after `consumer`.
 template <class Traits>
 __device__ __forceinline__ int NextConsumer(int consumer) {
   constexpr int kNumConsumers = RolesOf<Traits>::kNumConsumers;
@@ -47,22 +46,22 @@ __device__ __forceinline__ int NextConsumer(int consumer) {
   return consumer == kNumConsumers - 1 ? 0 : consumer + 1;
 }
 
-// Whether the consumers share an item.
+// Whether all consumers work on the item together.
 template <class Traits, class Item>
 __device__ __forceinline__ bool IsJoint(const Item& item) {
   constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
 
-// Whether the item has steps. One without tokens has none, but for decodes alone, where it is a
-// step of zeros that nobody sees.
+// Whether the item has steps. An item without tokens has none. In a kernel that only decodes it has
+// one step of zeros that no row sees.
 template <class Traits>
 __device__ __forceinline__ bool HasSteps(const ItemRecord& item) {
   return kOnlyDecodes<Traits> || item.kv_begin() < item.kv_end();
 }
 
-// Whether decode.cuh has the item. Not where all tiles have 64 rows: a row is to be computed the
-// same way in every batch there.
+// Whether decode.cuh computes the item. It does not where all tiles have 64 rows: there a row must
+// be computed the same way in every batch.
 template <class Traits>
 inline constexpr bool kHasDecode = Traits::kTileQ0 == DecodeShared<Traits>::kRows;
 template <class Traits>
@@ -72,12 +71,12 @@ __device__ __forceinline__ bool IsDecode(const ItemRecord& item) {
          HasSteps<Traits>(item);
 }
 
-// Whether the copy engine copies steps that lie in the item's span as a whole. Joint items wait for
-// the tensor cores, and the producer's instructions take issue slots from the softmax. Single items
-// wait for memory, which single rows reach sooner. Measured (H200): 4 x 4096 without mask 545
-// TFLOP/s by rows and 586 by boxes; 64 decodes at 4096 254 us by rows and 270 by boxes.
+// Whether TMA copies the steps that lie in the item's span as a whole. Joint items are bound by the
+// tensor cores, and instructions of the producer take issue slots from the softmax. Single items
+// are bound by memory, and rows copied one by one arrive sooner. Measured (H200): 4 x 4096 without
+// mask 545 TFLOP/s row by row and 586 by TMA; 64 decodes at 4096 254 us row by row and 270 by TMA.
 template <class Traits, class Item>
-__device__ __forceinline__ bool UsesBoxes(const AttentionParams& p, const Item& item) {
+__device__ __forceinline__ bool UsesTma(const AttentionParams& p, const Item& item) {
   return p.has_tensor_maps && IsJoint<Traits>(item);
 }
 
@@ -88,120 +87,121 @@ struct HopperShape {
   static constexpr int kStep = Traits::kTileKv;
   using Roles = RolesOf<Traits>;
   static constexpr int kNumConsumers = Roles::kNumConsumers;
-  // Keys and values are codes in memory; the products have codes, too, or what these stand for.
-  static constexpr bool kHasCodes = Traits::kKvFormat != kPlainFormat;
-  static constexpr bool kMultipliesCodes = Traits::kMultipliesCodes;
-  static constexpr bool kConverts = kHasCodes && !kMultipliesCodes;
-  // Columns of o, and of products of weights and v: those of codes have sums of weights besides.
+  // kIsQuantized: keys and values in memory are quantized. They are multiplied as they are
+  // (kFp8Matmul), or converted to 16 bits first (kConverts).
+  static constexpr bool kIsQuantized = Traits::kKvFormat != kPlainFormat;
+  static constexpr bool kFp8Matmul = Traits::kFp8Matmul;
+  static constexpr bool kConverts = kIsQuantized && !kFp8Matmul;
+  // Columns of o, and of P V. The FP8 product has columns of sums of P besides.
   static constexpr int kVoPadded = PaddedValues<Traits>();
-  static constexpr int kPvColumns = kVoPadded + (kMultipliesCodes ? kSumColumns : 0);
-  // Of 16-bit elements. Two codes are one; and of values that are multiplied as codes the tokens
+  static constexpr int kPvColumns = kVoPadded + (kFp8Matmul ? kSumColumns : 0);
+  // Tiles of 16-bit elements. Two e4m3 are one element. Where V is multiplied as e4m3 its tokens
   // are columns, see ValueTransposer.
-  using Q = SwizzledTile<QueryColumns<Traits>(), 64>;  // of a consumer
-  using K = SwizzledTile<Traits::kHeadDimQk / (kMultipliesCodes ? 2 : 1), kStep>;
-  using V = typename Choose<kMultipliesCodes, SwizzledTile<kStep / 2, kPvColumns>,
-                            SwizzledTile<Traits::kHeadDimVo, kStep>>::Type;
+  using Q = SwizzledTile<QueryColumns<Traits>(), 64>;  // one consumer's
+  using K = SwizzledTile<Traits::kHeadDimQk / (kFp8Matmul ? 2 : 1), kStep>;
+  using V = typename Conditional<kFp8Matmul, SwizzledTile<kStep / 2, kPvColumns>,
+                                 SwizzledTile<Traits::kHeadDimVo, kStep>>::Type;
 
-  // Rows in a box of the copy engine, what a producer warp copies of a page; 0: boxes do not tile
-  // the pages.
-  static constexpr int kWarpTokens = kStep / 4;
+  static constexpr int kWarpTokens = kStep / 4;  // tokens that a producer warp copies
   static constexpr int kPageSize = Traits::kPageSize;
-  static constexpr int kBoxRows = kOnlyDecodes<Traits> || kHasCodeRows<Traits> ? 0
-                                  : kPageSize % kWarpTokens == 0               ? kWarpTokens
-                                  : kPageSize > 0 && kPageSize % 8 == 0 &&
-                                          kWarpTokens % Max(kPageSize, 1) == 0
-                                      ? kPageSize
-                                      : 0;
+  // Rows of one TMA tile; 0: no TMA.
+  static constexpr int kTmaRows =
+      HopperTmaRows(Traits::kKvFormat, kPageSize, kStep, kOnlyDecodes<Traits>);
 
-  // kv position of the token that a producer's lane looks up in the step at `pos`.
+  // kv position of the token that a lane of the producer looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
     const int lane = threadIdx.x % kWarpSize, warp = ProducerWarp();
     return pos + warp * kWarpTokens + lane % kWarpTokens;
   }
-  // Of the producer that the thread is of.
+  // The thread's warp within its producer.
   __device__ static int ProducerWarp() { return threadIdx.x % 128 / kWarpSize; }
 
-  struct Barriers : CodeBarriers<kHasCodes> {
+  struct Barriers : QuantizedBarriers<kIsQuantized> {
     u64 full_q[kNumConsumers], empty_q[kNumConsumers];
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
-    u64 free_room;  // nobody reads K of a joint item's last step any more
+    u64 staging_free;  // no consumer reads K of a joint item's last step any more
   };
-  struct Small {
+  struct ControlSmem {
     Barriers barriers;
     KvPools pools;
-    MergeScratch merge[kNumConsumers + 1];  // of each one's single items, and of joint items
+    MergeScratch merge[kNumConsumers + 1];  // one for each consumer's single items, and one for
+                                            // joint items
     DecodeExchange exchange[kNumConsumers];
   };
-  // What belongs to a consumer until it releases q.
-  union ShareOf16Bits {
+  // Shared memory of one consumer. The producer may overwrite it once the consumer releases q.
+  union ConsumerSmem16Bit {
     alignas(1024) unsigned char q[Q::kBytes];
     DecodeShared<Traits> decode;
   };
-  struct ShareOfCodes {
+  struct ConsumerSmemFp8 {
     alignas(1024) unsigned char q[Q::kBytes];
-    alignas(1024) unsigned char weights[SwizzledTile<kStep / 2, 64>::kBytes];
+    alignas(1024) unsigned char p[SwizzledTile<kStep / 2, 64>::kBytes];
   };
-  using Share = typename Choose<kMultipliesCodes, ShareOfCodes, ShareOf16Bits>::Type;
-  static constexpr int kRoom = CtaSmemBudget(Traits::kArch, 1) -
-                               kNumConsumers * static_cast<int>(sizeof(Share)) -
-                               static_cast<int>(sizeof(Small));
-  // Conversion: two slots are enough for products that take turns with it; codes have what is left,
-  // which is what is on its way from memory. Products of codes: K is on its way to its slot, as far
-  // ahead as codes of V are.
+  using ConsumerSmem = typename Conditional<kFp8Matmul, ConsumerSmemFp8, ConsumerSmem16Bit>::Type;
+  static constexpr int kRingBudget = CtaSmemBudget(Traits::kArch, 1) -
+                                     kNumConsumers * static_cast<int>(sizeof(ConsumerSmem)) -
+                                     static_cast<int>(sizeof(ControlSmem));
+  // With conversion, two slots of K and V are enough, as consumers and the producer alternate, and
+  // quantized rows get what is left: they are what is on its way from memory. FP8 products: K is
+  // copied to its slot directly, as far ahead as quantized V is.
   static constexpr int kSlotBytes = K::kBytes + V::kBytes;
-  // Rows with scales of their own come in halves of steps where no two steps of them fit.
-  static constexpr int kCodeParts =
-      kHasCodeRows<Traits> && kRoom < 2 * (kSlotBytes + CodeRowTiles<Traits, kStep>::kSlotBytes)
+  // Rows with scales of their own are copied in halves of steps where two whole steps of them do
+  // not fit.
+  static constexpr int kQuantizedParts =
+      kHasRowScales<Traits> &&
+              kRingBudget < 2 * (kSlotBytes + QuantizedRowTiles<Traits, kStep>::kSlotBytes)
           ? 2
           : 1;
-  using CodesInTiles = typename Choose<kMultipliesCodes, ValueCodeTiles<Traits, kStep>,
-                                       CodeTiles<Traits, kStep>>::Type;
-  using Codes = typename Choose<kHasCodeRows<Traits>, CodeRowTiles<Traits, kStep / kCodeParts>,
-                                CodesInTiles>::Type;
-  static constexpr int kCodeSlots =
-      kConverts           ? Clamp((kRoom - 2 * kSlotBytes) / Codes::kSlotBytes, 1, kMaxCodeSlots)
-      : !kMultipliesCodes ? 0
-      : kRoom >= 4 * kSlotBytes + 3 * Codes::kSlotBytes ? 3
-                                                        : 2;
+  using QuantizedInTiles = typename Conditional<kFp8Matmul, QuantizedValueTiles<Traits, kStep>,
+                                                QuantizedTiles<Traits, kStep>>::Type;
+  using Quantized = typename Conditional<kHasRowScales<Traits>,
+                                         QuantizedRowTiles<Traits, kStep / kQuantizedParts>,
+                                         QuantizedInTiles>::Type;
+  static constexpr int kQuantizedSlots =
+      kConverts
+          ? Clamp((kRingBudget - 2 * kSlotBytes) / Quantized::kSlotBytes, 1, kMaxQuantizedSlots)
+      : !kFp8Matmul                                               ? 0
+      : kRingBudget >= 4 * kSlotBytes + 3 * Quantized::kSlotBytes ? 3
+                                                                  : 2;
   static constexpr int kSlots =
-      Clamp((kRoom - kCodeSlots * Codes::kSlotBytes) / kSlotBytes, 2, kMaxSlots);
-  static_assert(!kMultipliesCodes || kCodeSlots <= kSlots, "the producer waits for itself");
+      Clamp((kRingBudget - kQuantizedSlots * Quantized::kSlotBytes) / kSlotBytes, 2, kMaxSlots);
+  static_assert(!kFp8Matmul || kQuantizedSlots <= kSlots, "the producer waits for itself");
 
-  // K of a step is given back while the next products run, which is on nobody's way, unless its
-  // slot is needed at once.
+  // Release K after the next GEMM is issued, unless its slot is needed at once.
   static constexpr bool kReleasesLate = kSlots > 2;
-  // Whether results of joint items go by way of the slot of the last K. Not those of codes,
-  // which WriteBoxes does not scale: their two slots are needed at once anyway.
-  static constexpr bool kWritesBoxes = kReleasesLate && !kHasCodes && !kOnlyDecodes<Traits> &&
-                                       16 % Traits::kGroupSize == 0 &&
+  // Whether final rows of joint items are staged in the slot of the last K and written by TMA. Not
+  // with quantized values: WriteByTma does not scale, and their two slots are needed at once
+  // anyway.
+  static constexpr bool kWritesByTma = kReleasesLate && !kIsQuantized && !kOnlyDecodes<Traits> &&
+                                       HopperOutputTmaTokens(Traits::kGroupSize) > 0 &&
                                        kNumConsumers * 64 * kVoPadded * 2 <= K::kBytes;
 
-  struct Shared : CodeRings<Codes, kCodeSlots> {
-    Share shares[kNumConsumers];
+  struct Shared : QuantizedRings<Quantized, kQuantizedSlots> {
+    ConsumerSmem consumers[kNumConsumers];
     alignas(1024) unsigned char k[kSlots][K::kBytes];
     alignas(1024) unsigned char v[kSlots][V::kBytes];
-    Small small;
+    ControlSmem control;
   };
 
   __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
-    for (MergeScratch& merge : shared.small.merge) merge.counters = counters;
-    Barriers& b = shared.small.barriers;
+    for (MergeScratch& merge : shared.control.merge) merge.counters = counters;
+    Barriers& b = shared.control.barriers;
     for (int i = 0; i < kNumConsumers && !kOnlyDecodes<Traits>; ++i) {
       InitBarrier(SharedAddress(b.full_q + i), Roles::kProducerThreads);
-      InitBarrier(SharedAddress(b.empty_q + i), 4);  // its own warps
+      InitBarrier(SharedAddress(b.empty_q + i), 4);  // the consumer's own warps
     }
-    InitBarrier(SharedAddress(&b.free_room), Roles::kConsumerWarps);
+    InitBarrier(SharedAddress(&b.staging_free), Roles::kConsumerWarps);
     for (int i = 0; i < kSlots; ++i) {
-      // Copies arrive for each thread of a producer, conversions for each warp.
+      // Each thread of a producer arrives for its copies, each warp for its conversions.
       InitBarrier(SharedAddress(b.full_k + i), kConverts ? 4 : 128);
-      InitBarrier(SharedAddress(b.full_v + i), kHasCodes ? 4 : 128);
+      InitBarrier(SharedAddress(b.full_v + i), kIsQuantized ? 4 : 128);
       InitBarrier(SharedAddress(b.empty_k + i), Roles::kConsumerWarps);
       InitBarrier(SharedAddress(b.empty_v + i), Roles::kConsumerWarps);
     }
-    if constexpr (kHasCodes) {
-      for (int i = 0; i < kCodeSlots; ++i) {
-        InitBarrier(SharedAddress(b.full_k_codes + i), 128);
-        InitBarrier(SharedAddress(b.full_v_codes + i), 128);
+    if constexpr (kIsQuantized) {
+      for (int i = 0; i < kQuantizedSlots; ++i) {
+        InitBarrier(SharedAddress(b.full_k_quantized + i), 128);
+        InitBarrier(SharedAddress(b.full_v_quantized + i), 128);
       }
     }
   }
@@ -225,9 +225,9 @@ class HopperProducer {
   }
 
  protected:
-  // Steps of the queue in order. K of a step goes ahead of V of the step before, which is the order
-  // in which consumers ask for them, and q behind both, but for the first q, while the first page
-  // is on its way.
+  // All steps of the queue, in order. K of a step is copied ahead of V of the step before, as
+  // consumers ask for them in this order. q comes behind both, except the first q, which is copied
+  // while the first page id is on its way.
   __device__ __forceinline__ void RunBoth(int begin, int end) {
     Start(begin, end);
     bool has_v = false;
@@ -255,8 +255,8 @@ class HopperProducer {
     Finish();
   }
 
-  // The same of K or of V alone, by a producer each. V is not needed before there are weights: the
-  // first rows of K have a trip to memory's start, or both would arrive late.
+  // The same for K alone or V alone, with a producer each. V is not needed before P is there. The
+  // first rows of K can then use all of the memory bandwidth.
   __device__ __forceinline__ void RunOne(int begin, int end, const FirstItem<Traits>& first) {
     const bool is_v = Uniform(threadIdx.x / 128) != 0;
     steps_.Start(begin, end, first.item);
@@ -264,7 +264,7 @@ class HopperProducer {
     SyncNamed(kBarriersMade, Shape::Roles::kNumThreads);
     if (is_v) FinishLaunch<Traits, 2>(p_, threadIdx.x % 128, 128);
     auto& b = Barriers();
-    if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one piece of code for both
+    if constexpr (Traits::kHeadDimQk == Traits::kHeadDimVo) {  // one copy of the code for both
       FillSteps<Traits::kHeadDimQk, typename Shape::K>(
           is_v ? b.full_v : b.full_k, is_v ? b.empty_v : b.empty_k,
           is_v ? shared_.v[0] : shared_.k[0], is_v ? pools_.v : pools_.k,
@@ -292,13 +292,14 @@ class HopperProducer {
     }
   }
 
-  static constexpr int kWarpTokens = Shape::kWarpTokens;  // of a step, that a warp copies
-  static constexpr int kBoxRows = Shape::kBoxRows;
-  // Beside a kv head: its rows come by the copy engine; or one by one, and again for other tiles.
-  static constexpr int kByBoxes = 1 << 30, kReadAgain = 1 << 29, kHead = kReadAgain - 1;
+  static constexpr int kWarpTokens = Shape::kWarpTokens;  // tokens of a step that a warp copies
+  static constexpr int kTmaRows = Shape::kTmaRows;
+  // Flags beside the kv head: TMA copies the rows; or rows are copied one by one and other tiles
+  // read them again.
+  static constexpr int kByTma = 1 << 30, kReadAgain = 1 << 29, kHead = kReadAgain - 1;
   static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
 
-  __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
+  __device__ typename Shape::Barriers& Barriers() const { return shared_.control.barriers; }
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Warp() { return Shape::ProducerWarp(); }
 
@@ -309,12 +310,13 @@ class HopperProducer {
                              kKvRowBytes<Traits, Traits::kHeadDimVo>>(p_, LoadLayer<Traits>(p_));
     if (steps_.has_item() && steps_.has_step()) LoadQ(ItemRecord(p_, begin));
   }
-  // The kv head, and how its rows come.
+  // The kv head, with the flags that say how its rows are copied.
   __device__ __forceinline__ int Head(const ItemCopy& item) const {
-    if constexpr (kBoxRows == 0) return item.kv_head() | (IsJoint<Traits>(item) ? kReadAgain : 0);
-    return item.kv_head() | (UsesBoxes<Traits>(p_, item) ? kByBoxes : 0);
+    if constexpr (kTmaRows == 0) return item.kv_head() | (IsJoint<Traits>(item) ? kReadAgain : 0);
+    return item.kv_head() | (UsesTma<Traits>(p_, item) ? kByTma : 0);
   }
-  // While the consumers still compute: for them the header would be a trip to memory more.
+  // Done while the consumers still compute: they would wait for the header, one more trip to
+  // memory.
   __device__ __forceinline__ void Finish() {
     FinishLaunch<Traits, 2>(p_, threadIdx.x, Shape::Roles::kProducerThreads);
   }
@@ -325,7 +327,7 @@ class HopperProducer {
                                                 p_.v_new, p_.v_new_map, row, head);
   }
 
-  // Rows of one step into the ring's next slot, once the consumers are through with it.
+  // Copies the rows of one step into the ring's next slot, once the consumers have released it.
   template <int kHeadDim, class Tile>
   __device__ __forceinline__ void Fill(RingCursor<Shape::kSlots>& cursor, const u64* full,
                                        const u64* empty, const unsigned char* slot,
@@ -336,32 +338,32 @@ class HopperProducer {
     Copy<kHeadDim, Tile>(cursor, full, slot, pool, map, fresh_rows, fresh_map, row, head);
   }
 
-  // The same into a slot that nobody reads any more.
+  // The same, into a slot that is known to be free.
   template <int kHeadDim, class Tile, int kSlots>
   __device__ __forceinline__ void Copy(RingCursor<kSlots>& cursor, const u64* full,
                                        const unsigned char* slot, const char* pool,
                                        const TensorMap& map, const void* fresh_rows,
                                        const TensorMap& fresh_map, u32 row, int head) const {
     const u32 barrier = SharedAddress(full + cursor.slot);
-    if constexpr (kBoxRows > 0) {
-      if constexpr (Traits::kHasFreshKv) {  // a box is of one kind
-        if ((head & kByBoxes) != 0 && __all_sync(kFullWarp, row >= kFreshRow && row != kNoRow)) {
-          CopyBoxes<Tile>(SharedAddress(slot), fresh_map, 0, row - kFreshRow, head & kHead,
+    if constexpr (kTmaRows > 0) {
+      if constexpr (Traits::kHasFreshKv) {  // a TMA tile lies in pages or in k_new, v_new
+        if ((head & kByTma) != 0 && __all_sync(kFullWarp, row >= kFreshRow && row != kNoRow)) {
+          CopyByTma<Tile>(SharedAddress(slot), fresh_map, 0, row - kFreshRow, head & kHead,
                           barrier);
           cursor.Advance();
           return;
         }
-        if (__any_sync(kFullWarp, row >= kFreshRow)) head &= ~kByBoxes;
+        if (__any_sync(kFullWarp, row >= kFreshRow)) head &= ~kByTma;
       }
-      if ((head & kByBoxes) != 0 && __all_sync(kFullWarp, row != kNoRow)) {
-        CopyBoxes<Tile>(SharedAddress(slot), map, layer_, row, head & kHead, barrier);
+      if ((head & kByTma) != 0 && __all_sync(kFullWarp, row != kNoRow)) {
+        CopyByTma<Tile>(SharedAddress(slot), map, layer_, row, head & kHead, barrier);
         cursor.Advance();
         return;
       }
     }
     const char* from_head = pool + ((head & kHead) * (kHeadDim * E::kBytes) + Lane() % 8 * 16);
     if (Tile::kLiveChunks == 8 * Tile::kBlocks && __all_sync(kFullWarp, row != kNoRow)) {
-      const bool again = kBoxRows == 0 && (head & kReadAgain) != 0;
+      const bool again = kTmaRows == 0 && (head & kReadAgain) != 0;
       const u64 policy = again ? EvictNormal() : EvictFirst();
       CopyRows<kHeadDim, Tile, true>(SharedAddress(slot), from_head, row, pool, fresh_rows, policy);
     } else {
@@ -371,28 +373,28 @@ class HopperProducer {
     cursor.Advance();
   }
 
-  // This warp's rows of a step by the copy engine: one lane a box and block of columns.
+  // Copies this warp's rows of a step by TMA. One lane issues each tile and block of columns.
   template <class Tile>
-  __device__ __forceinline__ void CopyBoxes(u32 slot, const TensorMap& map, int layer, u32 row,
+  __device__ __forceinline__ void CopyByTma(u32 slot, const TensorMap& map, int layer, u32 row,
                                             int head, u32 barrier) const {
     if (Lane() == 0) {
       ExpectBytes(barrier, kWarpTokens * 128 * Tile::kBlocks);
       ArriveBarrier(barrier, kWarpSize);
     }
     __syncwarp();
-    if (Lane() % kBoxRows == 0 && Lane() < kWarpTokens) {
+    if (Lane() % kTmaRows == 0 && Lane() < kWarpTokens) {
       const u32 to = slot + (Warp() * kWarpTokens + Lane()) * 128;
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) {
-        CopyBox(to + block * Tile::kBlockBytes, map, block * 64, head, static_cast<int>(row), layer,
-                barrier);
+        LoadTmaTile(to + block * Tile::kBlockBytes, map, block * 64, head, static_cast<int>(row),
+                    layer, barrier);
       }
     }
   }
 
-  // This warp's rows of a step. kWhole: all of them are in the span and have no padding; policy: of
-  // these. Measured (H200, 1 x 16384 by pages of one token): 3,230 us where L2 is told to drop rows
-  // that other tiles read again, 3,165 where it is not.
+  // Copies this warp's rows of a step one by one. kWhole: all rows are in the span and have no
+  // padding; `policy` is for these. Measured (H200, 1 x 16384 with pages of one token): 3,230 us
+  // where L2 is told to drop rows that other tiles read again, 3,165 where it is not.
   template <int kHeadDim, class Tile, bool kWhole>
   __device__ __forceinline__ void CopyRows(u32 slot, const char* from_head, u32 row,
                                            const char* pool, const void* fresh_rows,
@@ -430,14 +432,14 @@ class HopperProducer {
     }
   }
 
-  // num_tile_rows rows of q for `consumer`, zeros beyond those of the item.
+  // Copies num_tile_rows rows of q for `consumer`, zeros behind those of the item.
   __device__ __forceinline__ void LoadQ(const ItemRecord& item, int consumer, int first_row,
                                         int num_tile_rows) {
     using Q = typename Shape::Q;
     const int num_rows = NumRows<Traits>(item);
     const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
                                              item.is_shared());
-    const int thread = Anew(threadIdx.x);  // or registers would keep what only q needs
+    const int thread = Opaque(threadIdx.x);  // else registers would keep what only q needs
     const int chunk = thread % 8;
     WaitBarrier(SharedAddress(Barriers().empty_q + consumer), (q_parity_ >> consumer & 1) ^ 1);
 #pragma unroll 1
@@ -445,7 +447,7 @@ class HopperProducer {
       const int row = first_row + r;
       const u16* from = static_cast<const u16*>(p_.q);
       if (row < num_rows) from += rows.Index(row) * QueryColumns<Traits>();
-      const u32 to = SharedAddress(shared_.shares[consumer].q) + r * 128 + (chunk ^ r % 8) * 16;
+      const u32 to = SharedAddress(shared_.consumers[consumer].q) + r * 128 + (chunk ^ r % 8) * 16;
 #pragma unroll
       for (int block = 0; block < Q::kBlocks; ++block) {
         const int column = block * 8 + chunk;
@@ -474,8 +476,8 @@ class HopperProducer {
   int layer_ = 0;
   QueueSteps<Traits, Shape> steps_;
   RingCursor<Shape::kSlots> k_cursor_, v_cursor_;
-  u32 q_parity_ = 0;       // bit i: phase of consumer i's
-  int next_consumer_ = 0;  // has the next single item
+  u32 q_parity_ = 0;       // bit i: phase of consumer i's q
+  int next_consumer_ = 0;  // gets the next single item
 };
 
 // --- consumers ---
@@ -504,9 +506,10 @@ class HopperConsumer {
       Consumers::Sync();
       ArriveNamed(kBarriersMade, Shape::Roles::kNumThreads);
     }
-    // The first turn is that of group 0.
-    if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTurn, kBoth);
-    int owner = 0;  // of the next single item
+    // Consumer 0 has the ping-pong token first.
+    if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1)
+      ArriveNamed(kTokenBarrier, kBoth);
+    int owner = 0;  // gets the next single item
     for (int index = Uniform(begin); index < end; ++index) {
       const ItemRecord item(p_, index);
       const bool joint = IsJoint<Traits>(item);
@@ -520,30 +523,31 @@ class HopperConsumer {
       if (HasSteps<Traits>(item))
         owner = joint ? 0 : NextConsumer<Traits>(owner);  // as HopperProducer::LoadQ
     }
-    ReleaseRoom();
-    // Takes the turn that nobody needs.
-    if (!kOnlyDecodes<Traits> && group_ == 0) SyncNamed(kTurn, kBoth);
+    ReleaseStaging();
+    // Takes the token that is left over.
+    if (!kOnlyDecodes<Traits> && group_ == 0) SyncNamed(kTokenBarrier, kBoth);
   }
 
  private:
-  static constexpr int kBoth = 256;  // threads of two consumers: who passes the turn, who takes it
-  // Named barriers of the turns of group 0 and up.
-  static constexpr int kTurn = Shape::kNumConsumers == 2 ? 1 : 7;
+  static constexpr int kBoth = 256;  // threads of two consumers: the one that passes the token and
+                                     // the one that waits
+  // Named barriers of the token: this one for consumer 0, the next ones for the others.
+  static constexpr int kTokenBarrier = Shape::kNumConsumers == 2 ? 1 : 7;
   static constexpr bool kReleasesLate = Shape::kReleasesLate;
   static constexpr int kStep = Shape::kStep;
   static constexpr int kSTiles = kStep / 8;
   static constexpr int kOTiles = Shape::kVoPadded / 8;
   using Output = float[kOTiles][4];
   static constexpr int kLast = Shape::kNumConsumers - 1;
-  // Consumers of a joint item leave it behind the last key that their rows see, where it is a step
-  // or more from the first consumer's to the last one's, who has the item to its end.
+  // A consumer of a joint item leaves it behind the last key that its rows see, where the first and
+  // the last consumer differ by a step or more. The last consumer stays to the end of the item.
   static constexpr int kConsumerTokens = CeilDiv(64, Traits::kGroupSize);
-  // Not where results are written from the slot of the last K, which is everybody's last then.
+  // Not where results are staged in the slot of the last K: it must be the last K of all consumers.
   static constexpr bool kLeavesEarly = Traits::kHasWindowRight && !Traits::kHasSteps &&
-                                       !Shape::kWritesBoxes &&
+                                       !Shape::kWritesByTma &&
                                        kLast * 64 >= kStep * Traits::kGroupSize;
 
-  __device__ typename Shape::Barriers& Barriers() const { return shared_.small.barriers; }
+  __device__ typename Shape::Barriers& Barriers() const { return shared_.control.barriers; }
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
 
@@ -557,8 +561,8 @@ class HopperConsumer {
     WaitBarrier(SharedAddress(full + cursor.slot), cursor.parity);
     FenceSharedForWgmma();
   }
-  // An arrival for each warp that reads the slot: the products of the others may still do. Of a
-  // single item a warp arrives for one of each other consumer, too.
+  // Each warp that reads a slot arrives for itself, as products of other warps may still read. In a
+  // single item a warp arrives for a warp of each other consumer as well.
   __device__ __forceinline__ void Release(const u64* empty, int slot, bool joint) const {
     __syncwarp();
     if (Lane() == 0) {
@@ -569,15 +573,15 @@ class HopperConsumer {
     Release(empty, cursor.slot, joint);
     cursor.Advance();
   }
-  // The slot that results are written from, which this comes to ask when the next item begins.
-  __device__ __forceinline__ void ReleaseRoom() {
-    if constexpr (Shape::kWritesBoxes) {
-      if (room_slot_ < 0) return;
+  // Gives back the slot that results were staged in. Called when the next item begins.
+  __device__ __forceinline__ void ReleaseStaging() {
+    if constexpr (Shape::kWritesByTma) {
+      if (staging_slot_ < 0) return;
       if (Lane() == 0) {
         WaitStoresRead();
-        ArriveBarrier(SharedAddress(Barriers().empty_k + room_slot_));
+        ArriveBarrier(SharedAddress(Barriers().empty_k + staging_slot_));
       }
-      room_slot_ = -1;
+      staging_slot_ = -1;
     }
   }
   __device__ __forceinline__ void ReleaseQ() {
@@ -585,10 +589,10 @@ class HopperConsumer {
     if (Lane() == 0) ArriveBarrier(SharedAddress(Barriers().empty_q + group_));
   }
 
-  // Passes the steps of an item that another consumer has. Its barriers are not waited for, and
-  // one tells apart two phases in a row, no more. What comes next is the wait for q of an item, and
-  // q comes after all rows of the steps before, which the same threads have copied: so those phases
-  // are over by then. Of decodes alone a consumer passes its turn when all rows of its item are
+  // Skips the steps of an item that another consumer has, without waiting for their barriers. A
+  // barrier tells apart only two phases in a row. This is safe: the consumer next waits for q of an
+  // item, and the same threads copied all earlier rows before that q, so those phases are over by
+  // then. In a kernel that only decodes, a consumer passes the token when all rows of its item are
   // there.
   __device__ __forceinline__ void Pass(const ItemRecord& item) {
     if (!HasSteps<Traits>(item)) return;
@@ -598,9 +602,9 @@ class HopperConsumer {
     v_cursor_.Advance(num_steps);
   }
 
-  // Passes the steps of a joint item that others have still to do, when this consumer leaves it.
-  // Their slots are given back unread, but not before their rows are there: two phases further a
-  // barrier looks as it did, and this consumer would wait for it for ever.
+  // Skips the steps of a joint item that others have still to do when this consumer leaves it. It
+  // releases the slots unread, but only once their rows are there: two phases later a barrier looks
+  // the same, and this consumer would wait for ever.
   __device__ __forceinline__ void PassUnread(int num_steps) {
 #pragma unroll 1
     for (; num_steps > 0; --num_steps) {
@@ -613,16 +617,16 @@ class HopperConsumer {
 
   // --- products ---
 
-  // Of the slots whose turn it is. Uniform: the descriptors of a step are then made beside the
-  // products, and take no registers from them.
+  // The slots at the cursors. Uniform, so that the descriptors of a step are made beside the
+  // products and take no registers from them.
   __device__ u32 KSlot() const { return Uniform(SharedAddress(shared_.k[k_cursor_.slot])); }
   __device__ u32 VSlot() const { return Uniform(SharedAddress(shared_.v[v_cursor_.slot])); }
 
   __device__ __forceinline__ void StartQk(u32 k_slot, float (&s)[kSTiles][4]) const {
-    // Made anew in every step: kept in registers it would push out others.
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.shares[group_].q)), 0);
+    // Opaque: computed again in every step. Kept in registers it would push out others.
+    const u64 q = Q::Descriptor(Opaque(SharedAddress(shared_.consumers[group_].q)), 0);
     const u64 k = K::Descriptor(k_slot, 0);
-    if constexpr (Shape::kMultipliesCodes) {
+    if constexpr (Shape::kFp8Matmul) {
 #pragma unroll
       for (int kk = 0; kk < CeilDiv(Traits::kHeadDimQk, 32); ++kk) {
         WgmmaE4m3<kStep>::SharedA(s, Q::AlongK(q, kk), K::AlongK(k, kk), kk > 0);
@@ -636,69 +640,84 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
-  // The weights of a step, and what their product with v goes to. Codes are read from shared
-  // memory, so that nobody waits for registers to be read, and their products have accumulators of
-  // their own in each step, see kSumColumns.
-  static constexpr int kWeightTiles = kStep / (Shape::kMultipliesCodes ? 32 : 16);
-  using StepWeights = u32[kWeightTiles][4];
-  using Weights = SwizzledTile<kStep / 2, 64>;  // codes
+  // P of a step as operand a, and the accumulators of P V. FP8 P is read from shared memory, so no
+  // product waits for registers. FP8 products have accumulators of their own in each step, see
+  // kSumColumns.
+  static constexpr int kPTiles = kStep / (Shape::kFp8Matmul ? 32 : 16);
+  using StepP = u32[kPTiles][4];
+  using PTile = SwizzledTile<kStep / 2, 64>;  // e4m3
   using StepOutput = float[Shape::kPvColumns / 8][4];
 
-  __device__ __forceinline__ void StartPv(const StepWeights& p, u32 v_slot, Output& o) const {
+  __device__ __forceinline__ void StartPv(const StepP& p, u32 v_slot, Output& o) const {
     const u64 v = V::TransposedDescriptor(v_slot, 0);
 #pragma unroll
-    for (int kk = 0; kk < kWeightTiles; ++kk) {
+    for (int kk = 0; kk < kPTiles; ++kk) {
       Wgmma<V::kPadded, Traits::kDtype>::RegistersATransposedB(o, p[kk], V::AlongRows(v, kk), true);
     }
     WgmmaCommit();
   }
-  __device__ __forceinline__ void StartPvOfCodes(u32 v_slot, StepOutput& step_o) const {
-    const u64 p = Weights::Descriptor(Anew(SharedAddress(shared_.shares[group_].weights)), 0);
+  __device__ __forceinline__ void StartFp8Pv(u32 v_slot, StepOutput& step_o) const {
+    const u64 p = PTile::Descriptor(Opaque(SharedAddress(shared_.consumers[group_].p)), 0);
     const u64 v = V::Descriptor(v_slot, 0);
 #pragma unroll
-    for (int kk = 0; kk < kWeightTiles; ++kk) {
-      WgmmaE4m3<Shape::kPvColumns>::SharedA(step_o, Weights::AlongK(p, kk), V::AlongK(v, kk),
-                                            kk > 0);
+    for (int kk = 0; kk < kPTiles; ++kk) {
+      WgmmaE4m3<Shape::kPvColumns>::SharedA(step_o, PTile::AlongK(p, kk), V::AlongK(v, kk), kk > 0);
     }
     WgmmaCommit();
   }
-  // A warp's rows of weights of codes, which its own share of a product reads, no other.
-  __device__ __forceinline__ void StoreCodes(const StepWeights& p) const {
-    if constexpr (Shape::kMultipliesCodes) {
+  // O += P V, 16-bit or FP8. Call PinForPv before the wgmma fence.
+  __device__ __forceinline__ void StartAnyPv(const StepP& p, u32 v_slot, Output& o,
+                                             StepOutput& step_o) const {
+    if constexpr (Shape::kFp8Matmul) {
+      StartFp8Pv(v_slot, step_o);
+    } else {
+      StartPv(p, v_slot, o);
+    }
+  }
+  __device__ __forceinline__ static void PinForPv(StepP& p, Output& o) {
+    if constexpr (!Shape::kFp8Matmul) {
+      PinRegisters(p);
+      PinRegisters(o);
+    }
+  }
+  // Stores a warp's rows of FP8 P. Only the warp's own part of the product reads them.
+  __device__ __forceinline__ void StoreFp8P(const StepP& p) const {
+    if constexpr (Shape::kFp8Matmul) {
       const int lane = Lane(), row = lane % 16;
-      const u32 to = SharedAddress(shared_.shares[group_].weights) + (Warp() * 16 + row) * 128 +
+      const u32 to = SharedAddress(shared_.consumers[group_].p) + (Warp() * 16 + row) * 128 +
                      (lane / 16 ^ row % 8) * 16;
 #pragma unroll
-      for (int kk = 0; kk < kWeightTiles; ++kk) StoreMatrix4(to ^ 2 * kk * 16, p[kk]);
+      for (int kk = 0; kk < kPTiles; ++kk) StoreMatrix4(to ^ 2 * kk * 16, p[kk]);
       FenceSharedForWgmma();
       __syncwarp();
     }
   }
 
-  // Joint items: the others' products run while this one exponentiates, and the other way around.
-  __device__ __forceinline__ void TakeTurn() const { SyncNamed(kTurn + group_, kBoth); }
-  __device__ __forceinline__ void PassTurn(int consumer) const {
-    ArriveNamed(kTurn + consumer, kBoth);
+  // The ping-pong token of joint items: products of one consumer run while another exponentiates.
+  __device__ __forceinline__ void WaitForToken() const { SyncNamed(kTokenBarrier + group_, kBoth); }
+  __device__ __forceinline__ void PassToken(int consumer) const {
+    ArriveNamed(kTokenBarrier + consumer, kBoth);
   }
-  __device__ __forceinline__ void PassTurn() const { PassTurn(NextConsumer<Traits>(group_)); }
+  __device__ __forceinline__ void PassToken() const { PassToken(NextConsumer<Traits>(group_)); }
 
-  // Where consumers leave early: what rows of the first one see ends here, what those of each other
-  // one see, at most kConsumerTokens behind that of the one before.
+  // With kLeavesEarly, the end of what rows of the first consumer see. For each further consumer it
+  // is at most kConsumerTokens later.
   __device__ __forceinline__ int FirstEnd(const ItemRecord& item) const {
     constexpr int kLastToken = 63 / Traits::kGroupSize;
     return SpanOfTokens<Traits>(p_, FirstOfItem<Traits>(item), EndOfItem<Traits>(p_, item),
                                 item.q_pos(), kLastToken, kLastToken)
         .any_end;
   }
-  // Who has the turn after this consumer's. The last one passes it to the first one that has not
-  // left before the next step, at `pos`, which may be itself.
-  __device__ __forceinline__ int AfterThis(int pos, int end, int first_end) const {
+  // The consumer that gets the token next. The last consumer passes it to the first one that has
+  // not left before the next step, at `pos`; that may be itself.
+  __device__ __forceinline__ int NextTokenHolder(int pos, int end, int first_end) const {
     if (!kLeavesEarly || group_ < kLast) return NextConsumer<Traits>(group_);
     if (pos >= end || pos < first_end) return 0;
     return Min(static_cast<int>(static_cast<u32>(pos - first_end) / kConsumerTokens) + 1, kLast);
   }
 
-  // Of a decode item. Addresses are uniform, so 16 descriptors are made of each at half the price.
+  // S^T = K Q^T of a decode item. The addresses are uniform, which halves the price of making 16
+  // descriptors of each.
   template <class Decode>
   __device__ __forceinline__ static void StartKq(typename Decode::Scores& s, u32 k_slot, u32 q_at) {
     using DecodeQ = typename Decode::Shared::Q;
@@ -729,6 +748,116 @@ class HopperConsumer {
     WgmmaCommit();
   }
 
+  // --- phases of an item ---
+
+  __device__ __forceinline__ void WaitForQ(const ItemRecord& item, bool joint, Rows& rows) {
+    WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
+    q_parity_ ^= 1;
+    if constexpr (Shape::kFp8Matmul) {
+      rows.SetQueryScales(QuantizedQuery<Traits>(p_, item, shared_.consumers[group_].q,
+                                                 joint ? group_ * 64 : 0, thread_)
+                              .scales);
+    }
+  }
+
+  // Waits until K of the step at k_cursor_ is in shared memory and wgmma may read it.
+  __device__ __forceinline__ void WaitForK() const { WaitFull(Barriers().full_k, k_cursor_); }
+
+  // Waits for K of the step and V of the one before, in steps after the first. Call FenceIfCopied
+  // next.
+  __device__ __forceinline__ void WaitForKAndV() const {
+    WaitBarrier(FullK(), k_cursor_.parity);
+    WaitBarrier(FullV(), v_cursor_.parity);
+  }
+
+  // Fences K of the step at `pos` and V of the one before if cp.async wrote any of it; TMA writes
+  // need no fence. tma_begin: from here on TMA copies whole steps. border: the first fresh
+  // position.
+  __device__ __forceinline__ void FenceIfCopied(int pos, int tma_begin, int end, int border) const {
+    if (Traits::kHasSteps || pos - kStep < tma_begin || pos + kStep > end ||
+        (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
+      FenceSharedForWgmma();
+    }
+  }
+
+  // S = Q K^T of the step at k_cursor_. Waits for the product.
+  __device__ __forceinline__ void MultiplyQk(float (&s)[kSTiles][4]) const {
+    WgmmaFence();
+    StartQk(KSlot(), s);
+    WgmmaWait<0>();
+    PinRegisters(s);
+  }
+
+  // Issues S = Q K^T of a step and O += P V of the one before.
+  __device__ __forceinline__ void StartQkAndPv(u32 k_slot, u32 v_slot, float (&s)[kSTiles][4],
+                                               StepP& p, Output& o, StepOutput& step_o) const {
+    PinForPv(p, o);
+    WgmmaFence();
+    StartQk(k_slot, s);
+    StartAnyPv(p, v_slot, o, step_o);
+  }
+
+  // Masks S and computes P of a step while the products of StartQkAndPv run. In between it finishes
+  // P V of the step before and releases V. Returns whether P must be computed again. arrived:
+  // whether WaitForKAndV of the next step would return at once.
+  __device__ __forceinline__ bool ComputeP(const Step& step, bool joint, Rows& rows,
+                                           float (&s)[kSTiles][4], StepP& p, Output& o,
+                                           StepOutput& step_o, bool& arrived) {
+    const float scale = rows.Scale();
+    KeepBefore(scale);
+    rows.template FindBias<kSTiles>(step);
+    WgmmaWait<1>();
+    PinRegisters(s);
+    rows.MakeLogits(step, s);
+    const bool again = rows.Exponentiate(scale, false, s, p, [&] {
+      FinishPv(rows, o, step_o);
+      if constexpr (Rows::kMoves) rows.Rescale(o);
+      Release(Barriers().empty_v, v_cursor_, joint);
+      Cursor next_k = k_cursor_;
+      next_k.Advance();
+      arrived = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity) &
+                TestBarrier(FullV(), v_cursor_.parity);
+    });
+    if constexpr (Rows::kFp8P) rows.Rescale(o);
+    StoreFp8P(p);
+    return again;
+  }
+
+  // Waits for all products. FP8: adds those of the step to o.
+  __device__ __forceinline__ void FinishPv(Rows& rows, Output& o, StepOutput& step_o) const {
+    WgmmaWait<0>();
+    if constexpr (Shape::kFp8Matmul) {
+      PinRegisters(step_o);
+      rows.AddStep(step_o, o);
+    } else {
+      PinRegisters(o);
+    }
+  }
+
+  // Waits for V of the last step and issues O += P V.
+  __device__ __forceinline__ void StartLastPv(StepP& p, Output& o, StepOutput& step_o) const {
+    WaitFull(Barriers().full_v, v_cursor_);
+    PinForPv(p, o);
+    WgmmaFence();
+    StartAnyPv(p, VSlot(), o, step_o);
+  }
+
+  // Writes final rows by TMA from slot `slot` of the K ring, once no consumer reads K there any
+  // more. If not `writes`, it releases the slot.
+  __device__ __forceinline__ void WriteFromStaging(int slot, bool writes, const Rows& rows,
+                                                   const Output& o, const float (&o_scale)[2]) {
+    WaitBarrier(SharedAddress(&Barriers().staging_free), staging_parity_);
+    staging_parity_ ^= 1;
+    if (writes) {
+      constexpr int kWarpBytes = 16 * Shape::kVoPadded * 2;
+      const u32 staging = SharedAddress(shared_.k[slot]) + (group_ * 4 + Warp()) * kWarpBytes;
+      rows.WriteByTma(o, o_scale, Uniform(staging));
+      staging_slot_ = slot;
+    } else {
+      Release(Barriers().empty_k, slot, true);
+    }
+  }
+
   // --- one item ---
 
   __device__ __forceinline__ void RunItem(int index, bool joint) {
@@ -745,165 +874,90 @@ class HopperConsumer {
 
     const int begin = Uniform(item.kv_begin());
     int end = Uniform(item.kv_end());
-    const bool boxes = joint && Shape::kBoxRows > 0 && UsesBoxes<Traits>(p_, item);
-    const int boxes_begin = boxes ? begin : end;
+    const bool uses_tma = joint && Shape::kTmaRows > 0 && UsesTma<Traits>(p_, item);
+    const int tma_begin = uses_tma ? begin : end;
     const int border = Border(item);
     int pos = Uniform(FirstStep<kStep>(item));
-    ReleaseRoom();
+    ReleaseStaging();
     bool is_written = false;
-    int num_left = 0;   // steps of the item behind this consumer's last
-    if (begin < end) {  // as the producer has it: not pos, which a reversed span may reach
+    int num_left = 0;  // steps of the item behind this consumer's last one
+    // The same condition as in the producer: not on pos, which a reversed span may reach.
+    if (begin < end) {
       int first_end = end;
-      bool takes_turn = joint;
+      bool waits_for_token = joint;
       if (kLeavesEarly && joint) {
         first_end = Uniform(FirstEnd(item));
         if (group_ < kLast) end = Min(first_end + group_ * kConsumerTokens, end);
       }
-      WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
-      q_parity_ ^= 1;
-      if constexpr (Shape::kMultipliesCodes) {
-        rows.SetQueryScales(
-            QueryCodes<Traits>(p_, item, shared_.shares[group_].q, joint ? group_ * 64 : 0, thread_)
-                .scales);
-      }
-      StepWeights p;
+      WaitForQ(item, joint, rows);
+      StepP p;
       StepOutput step_o = {};
-      bool again, has_rows = false;  // asked for ahead: an answer takes its time
-      {
+      // Whether K and V of the next step are there (asked early, as the answer takes time), and
+      // whether P must be computed again, see TileRows::Exponentiate.
+      bool arrived = false, again;
+      {  // P of the first step
         float s[kSTiles][4] = {};
-        WaitFull(Barriers().full_k, k_cursor_);
-        WgmmaFence();
-        StartQk(KSlot(), s);
-        WgmmaWait<0>();
-        PinRegisters(s);
+        WaitForK();
+        MultiplyQk(s);
         rows.template FindBias<kSTiles>(Step(p_, pos, end));
         rows.MakeLogits(Step(p_, pos, end), s);
         again = rows.Exponentiate(rows.Scale(), true, s, p, [] {});
-        StoreCodes(p);
+        StoreFp8P(p);
       }
       for (bool is_first = true;; is_first = false) {
-        if (OneHopperConsumer::SyncOr(again)) {
+        if (OneHopperConsumer::SyncOr(again)) {  // with another running max; the logits were lost
           float s[kSTiles][4] = {};
-          WgmmaFence();
-          StartQk(KSlot(), s);
-          WgmmaWait<0>();
-          PinRegisters(s);
+          MultiplyQk(s);
           rows.MakeLogits(Step(p_, pos, end), s);
-          rows.ExponentiateAnew(is_first, s, p);
+          rows.RecomputeP(is_first, s, p);
           rows.Rescale(o);
-          StoreCodes(p);
+          StoreFp8P(p);
         }
         rows.AddSums();
-        // K of this step, which is where V of it is in the other ring.
+        // K of this step is in the slot that has its V in the other ring.
         if (!kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
         k_cursor_.Advance();
         pos += kStep;
         if (pos >= end) break;
         float s[kSTiles][4] = {};
-        if (!has_rows) {
-          WaitBarrier(FullK(), k_cursor_.parity);
-          WaitBarrier(FullV(), v_cursor_.parity);
-        }
-        // What the copy engine wrote needs none: K of this step and V of the one before.
-        if (Traits::kHasSteps || pos - kStep < boxes_begin || pos + kStep > end ||
-            (Traits::kHasFreshKv && pos - kStep < border && pos + kStep > border)) {
-          FenceSharedForWgmma();
-        }
-        const u32 k_slot = KSlot(), v_slot = VSlot();  // ahead of the turn
+        if (!arrived) WaitForKAndV();
+        FenceIfCopied(pos, tma_begin, end, border);
+        const u32 k_slot = KSlot(), v_slot = VSlot();  // before waiting for the token
         const Step step(p_, pos, end);
-        const int next = AfterThis(pos + kStep, end, first_end);
-        const bool passes_turn = joint && next != group_;
-        if (takes_turn) TakeTurn();
-        if constexpr (!Shape::kMultipliesCodes) {
-          PinRegisters(p);
-          PinRegisters(o);
-        }
-        WgmmaFence();
-        StartQk(k_slot, s);
-        if constexpr (Shape::kMultipliesCodes) {
-          StartPvOfCodes(v_slot, step_o);
-        } else {
-          StartPv(p, v_slot, o);
-        }
-        if (passes_turn) PassTurn(next);
-        takes_turn = passes_turn;
+        const int next = NextTokenHolder(pos + kStep, end, first_end);
+        const bool passes_token = joint && next != group_;
+        if (waits_for_token) WaitForToken();
+        StartQkAndPv(k_slot, v_slot, s, p, o, step_o);
+        if (passes_token) PassToken(next);
+        waits_for_token = passes_token;
         if (kReleasesLate) Release(Barriers().empty_k, v_cursor_.slot, joint);
-        const float scale = rows.Scale();
-        KeepBefore(scale);
-        rows.template FindBias<kSTiles>(step);
-        WgmmaWait<1>();
-        PinRegisters(s);
-        rows.MakeLogits(step, s);
-        again = rows.Exponentiate(scale, false, s, p, [&] {
-          WgmmaWait<0>();
-          if constexpr (Shape::kMultipliesCodes) {
-            PinRegisters(step_o);
-            rows.AddStep(step_o, o);
-          } else {
-            PinRegisters(o);
-          }
-          if constexpr (Rows::kMoves) rows.Rescale(o);
-          Release(Barriers().empty_v, v_cursor_, joint);
-          Cursor next_k = k_cursor_;
-          next_k.Advance();
-          has_rows = TestBarrier(SharedAddress(Barriers().full_k + next_k.slot), next_k.parity) &
-                     TestBarrier(FullV(), v_cursor_.parity);
-        });
-        if constexpr (Rows::kFitsCodes) rows.Rescale(o);
-        StoreCodes(p);
+        again = ComputeP(step, joint, rows, s, p, o, step_o, arrived);
       }
       ReleaseQ();
-      const bool has_room = Shape::kWritesBoxes && joint;
-      const int slot = v_cursor_.slot;
-      if (has_room) {
+      const bool has_staging = Shape::kWritesByTma && joint;
+      const int slot = v_cursor_.slot;  // slot of the last K
+      if (has_staging) {
         __syncwarp();
-        if (Lane() == 0) ArriveBarrier(SharedAddress(&Barriers().free_room));
+        if (Lane() == 0) ArriveBarrier(SharedAddress(&Barriers().staging_free));
         is_written = rows.AreWhole();
       } else if (kReleasesLate) {
         Release(Barriers().empty_k, slot, joint);
       }
-      WaitFull(Barriers().full_v, v_cursor_);
-      if constexpr (Shape::kMultipliesCodes) {
-        WgmmaFence();
-        StartPvOfCodes(VSlot(), step_o);
-      } else {
-        PinRegisters(p);
-        PinRegisters(o);
-        WgmmaFence();
-        StartPv(p, VSlot(), o);
-      }
+      StartLastPv(p, o, step_o);
       rows.FinishSums();
       float o_scale[2];
       if (is_written) rows.WriteStates(o_scale);
-      WgmmaWait<0>();
-      if constexpr (Shape::kMultipliesCodes) {
-        PinRegisters(step_o);
-        rows.AddStep(step_o, o);
-      } else {
-        PinRegisters(o);
-      }
+      FinishPv(rows, o, step_o);
       Release(Barriers().empty_v, v_cursor_, joint);
-      if constexpr (Shape::kWritesBoxes) {
-        if (has_room) {
-          WaitBarrier(SharedAddress(&Barriers().free_room), room_parity_);
-          room_parity_ ^= 1;
-          if (is_written) {
-            constexpr int kWarpBytes = 16 * Shape::kVoPadded * 2;
-            const u32 room = SharedAddress(shared_.k[slot]) + (group_ * 4 + Warp()) * kWarpBytes;
-            rows.WriteBoxes(o, o_scale, Uniform(room));
-            room_slot_ = slot;
-          } else {
-            Release(Barriers().empty_k, slot, true);
-          }
-        }
+      if constexpr (Shape::kWritesByTma) {
+        if (has_staging) WriteFromStaging(slot, is_written, rows, o, o_scale);
       }
       if (kLeavesEarly && joint && group_ < kLast) {
         const int item_end = item.kv_end();
         if (pos < item_end) {
-          // In the second step everybody has a turn.
-          if (pos == FirstStep<kStep>(item) + kStep) {
-            TakeTurn();
-            PassTurn();
+          if (pos == FirstStep<kStep>(item) + kStep) {  // there every consumer gets the token
+            WaitForToken();
+            PassToken();
           }
           num_left = Uniform(CeilDiv(item_end - pos, kStep));
         }
@@ -920,42 +974,46 @@ class HopperConsumer {
     if (num_groups == 0) return;
     if (joint) {
       ArriveAndMerge<Traits, Consumers>(p_, index, item.merge_idx(), num_groups,
-                                        shared_.small.merge[Shape::kNumConsumers]);
+                                        shared_.control.merge[Shape::kNumConsumers]);
     } else {
-      struct One : OneHopperConsumer, HopperFold<Shape::kNumConsumers> {};
+      struct One : OneHopperConsumer, HopperReduce<Shape::kNumConsumers> {};
       ArriveAndMerge<Traits, One>(p_, index, item.merge_idx(), num_groups,
-                                  shared_.small.merge[group_]);
+                                  shared_.control.merge[group_]);
     }
   }
 
-  // takes_turn, passes_turn: of decodes alone, whether there is an item before it, or behind it.
-  __device__ __forceinline__ void RunDecode(int index, bool takes_turn, bool passes_turn) {
-    ReleaseRoom();
+  // waits_for_token, passes_token: in a kernel that only decodes, whether another item comes
+  // before, and behind.
+  __device__ __forceinline__ void RunDecode(int index, bool waits_for_token, bool passes_token) {
+    ReleaseStaging();
     RecordBegin<Traits>(p_, index, thread_);
     const ItemRecord item(p_, index);
     if (Traits::kGroupSize <= kFewRows && NumRows<Traits>(item) <= kFewRows) {
-      RunDecodeItem<DecodeRows<Traits, kFewRows>>(index, takes_turn, passes_turn);
+      RunDecodeItem<DecodeRows<Traits, kFewRows>>(index, waits_for_token, passes_token);
     } else {
-      RunDecodeItem<DecodeRows<Traits, kDecodeRows>>(index, takes_turn, passes_turn);
+      RunDecodeItem<DecodeRows<Traits, kHopperDecodeRows>>(index, waits_for_token, passes_token);
     }
     Merge(index, item, false);
     RecordEnd<Traits>(p_, index, thread_);
   }
 
-  // Weights go to the other warps by shared memory. The barrier that lets them be read says as well
-  // whether the reference of a row has to grow first, as all have to in the first step.
+  // P goes to the other warps through shared memory. The barrier behind which they may read it also
+  // tells whether the running max of a row must grow first. In the first step every row's must.
   template <class Decode>
-  __device__ __forceinline__ void RunDecodeItem(int index, bool takes_turn, bool passes_turn) {
+  __device__ __forceinline__ void RunDecodeItem(int index, bool waits_for_token,
+                                                bool passes_token) {
     const ItemRecord item(p_, index);
-    // Anew: else addresses that only this loop needs would be kept in registers all along.
-    const int group = Uniform(Anew(group_));
-    typename Decode::Shared& mine = shared_.shares[group].decode;
+    // Opaque: else registers would keep addresses that only this loop needs.
+    const int group = Uniform(Opaque(group_));
+    typename Decode::Shared& mine = shared_.consumers[group].decode;
     const u32 q_at = SharedAddress(mine.q), p_at = SharedAddress(mine.p);
     if constexpr (kOnlyDecodes<Traits>) {
-      if (takes_turn) OneHopperConsumer::Sync();  // nobody reads results of the item before
+      if (waits_for_token)
+        OneHopperConsumer::Sync();  // the results of the item before have been
+                                    // read
       LoadDecodeQ(item, q_at);
     }
-    Decode rows(p_, index, Anew(thread_), mine, shared_.small.exchange[group]);
+    Decode rows(p_, index, Opaque(thread_), mine, shared_.control.exchange[group]);
     typename Decode::Output o = {};
     typename Decode::Scores s = {};
     const int end = Uniform(item.kv_end());
@@ -964,12 +1022,12 @@ class HopperConsumer {
       WaitCopies<0>();  // q
       FenceSharedForWgmma();
       OneHopperConsumer::Sync();
-      if (takes_turn) TakeTurn();
+      if (waits_for_token) WaitForToken();
     } else {
       WaitBarrier(SharedAddress(Barriers().full_q + group_), q_parity_);
       q_parity_ ^= 1;
     }
-    WaitFull(Barriers().full_k, k_cursor_);
+    WaitForK();
     WgmmaFence();
     StartKq<Decode>(s, Uniform(SharedAddress(shared_.k[k_cursor_.slot])), q_at);
     WgmmaWait<0>();
@@ -982,11 +1040,11 @@ class HopperConsumer {
       const bool is_last = pos >= end;
       const u32 k_slot = Uniform(SharedAddress(shared_.k[k_cursor_.slot]));
       const u32 v_slot = Uniform(SharedAddress(shared_.v[v_cursor_.slot]));
-      FenceSharedForWgmma();  // our weights
+      FenceSharedForWgmma();  // our P
       if ((kOnlyDecodes<Traits> && is_first) || OneHopperConsumer::SyncOr(grows)) {
         rows.Grow(s, o);
         rows.Exponentiate(s);
-        rows.StoreWeights();
+        rows.StoreP();
         FenceSharedForWgmma();
         OneHopperConsumer::Sync();
       }
@@ -995,10 +1053,10 @@ class HopperConsumer {
       if (!is_last) {
         WaitBarrier(SharedAddress(Barriers().full_k + k_cursor_.slot), k_cursor_.parity);
       }
-      FenceSharedForWgmma();  // rows of these
+      FenceSharedForWgmma();  // rows of K and V
       PinBlocks(o);
       if (is_last) {
-        if (kOnlyDecodes<Traits> && passes_turn) PassTurn();
+        if (kOnlyDecodes<Traits> && passes_token) PassToken();
         WgmmaFence();
         StartVp<Decode>(o, v_slot, p_at);
         break;
@@ -1015,8 +1073,8 @@ class HopperConsumer {
       KeepBefore(rows.LastWritten());
       WgmmaWait<0>();
       PinBlocks(o);
-      OneHopperConsumer::Sync();  // nobody reads the weights before
-      rows.StoreWeights();
+      OneHopperConsumer::Sync();  // the products that read P are done
+      rows.StoreP();
       Release(Barriers().empty_v, v_cursor_, false);
     }
     rows.FinishStates();
@@ -1027,7 +1085,7 @@ class HopperConsumer {
     if constexpr (!kOnlyDecodes<Traits>) ReleaseQ();
   }
 
-  // By the consumer that has the item.
+  // Copies q of a decode item, by the consumer that has it.
   __device__ __forceinline__ void LoadDecodeQ(const ItemRecord& item, u32 q_at) const {
     using DecodeQ = typename DecodeShared<Traits>::Q;
     const int num_rows = NumRows<Traits>(item);
@@ -1049,13 +1107,7 @@ class HopperConsumer {
     CommitCopies();
   }
 
-  template <class Blocks>
-  __device__ __forceinline__ static void PinBlocks(Blocks& d) {
-#pragma unroll
-    for (int b = 0; b < static_cast<int>(sizeof(d) / sizeof(d[0])); ++b) PinRegisters(d[b]);
-  }
-
-  // The first fresh position; a step across it is copied by rows.
+  // The first fresh position. A step across it is copied row by row.
   __device__ __forceinline__ int Border(const ItemRecord& item) const {
     if constexpr (Traits::kHasFreshKv) return FreshTokens(p_, item.request()).begin;
     return 0;
@@ -1064,18 +1116,18 @@ class HopperConsumer {
   const AttentionParams& p_;
   Shared& shared_;
   const int group_;   // which consumer
-  const int thread_;  // of the group
+  const int thread_;  // within the consumer
   Cursor k_cursor_, v_cursor_;
   u32 q_parity_ = 0;
-  u32 room_parity_ = 0;
-  int room_slot_ = -1;  // of this warp's results on their way; -1: none
+  u32 staging_parity_ = 0;
+  int staging_slot_ = -1;  // slot of this warp's results on their way; -1: none
 };
 
 // --- kernel ---
 
 template <class Traits>
-using ProducerOf = typename Choose<Traits::kKvFormat != kPlainFormat, E4m3Producer<Traits>,
-                                   HopperProducer<Traits>>::Type;
+using ProducerOf = typename Conditional<Traits::kKvFormat != kPlainFormat,
+                                        QuantizedProducer<Traits>, HopperProducer<Traits>>::Type;
 
 template <class Traits>
 using HopperAttentionBody =

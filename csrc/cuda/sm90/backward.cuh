@@ -1,31 +1,33 @@
-// The backward pass on sm_90a: wgmma, TMA, one pass of five products. 16-bit elements, head_dim_qk
-// = head_dim_vo of 64 or 128; all else is sm80/backward.cuh's, where the formulas are.
+// The backward pass on sm_90a: wgmma, TMA, one pass of five products. It takes 16-bit elements and
+// head_dim_qk = head_dim_vo of 64 or 128. sm80/backward.cuh has the formulas and does everything
+// else.
 //
-// A unit of work is a block of 128 keys of a kv head, of which it writes dk and dv. Tiles of
-// query tokens of each query head of the group stream by:
+// A unit of work is a block of 128 keys of a kv head, for which it writes dk and dv. Tiles of query
+// tokens of each query head of the group stream by:
 //   S^T = k q^T    dP^T = v d_o^T    dv += P^T d_o    dk += dS^T q    dq = dS k
-// Of the first four each of two consumers has 64 keys. P^T and dS^T are operand a from registers;
-// dS^T goes to shared memory besides, for dq, of which a consumer has half: of the columns
-// (head_dim 128) or of the rows (64).
+// In the first four products each of two consumers has 64 keys. P^T and dS^T are operand a from
+// registers. dS^T also goes to shared memory, for dq, of which each consumer computes half: half of
+// the columns (head_dim 128) or half of the rows (64).
 //
-// dq is that of the step before where registers allow it (HopperBackwardOrder): its products need
-// no barrier then, and run while dS^T is made.
+// Where registers allow it, dq is that of the step before (kSumsLater): its products need no
+// barrier then, and run while dS^T is computed.
 //
-// dq leaves through shared memory for f32 sums in global memory, by bulk copies that add. Blocks of
-// keys add to a tile in turns, the last one first, so the order of the sums is fixed. Units are
-// numbered in the order of turns and taken in the order of numbers: whoever is waited for runs
-// already, whatever the grid, so this cannot lock up. A causal block begins at its diagonal, where
-// the blocks behind it have been before: the turn has come when it gets there.
+// dq leaves through shared memory: bulk copies add it to f32 sums in global memory. Blocks of keys
+// add to a tile one after the other, the last block first, so the order of the sums is fixed. Units
+// are numbered in this order and taken in the order of numbers. So a unit that another one waits
+// for is already running, whatever the grid, and there is no deadlock. A causal block begins at its
+// diagonal, where the blocks behind it have been before, so it rarely waits.
 //
-// Pages that several requests have belong to the first one (BackwardIndex). A block of its own keys
-// goes through all requests that read some of them, itself first, in their order; a block in which
-// its own keys begin is a unit of each owner. dk and dv stay in registers meanwhile. Units of the
-// first request come first, so a tile has its turns by owners, and by blocks of each as above. It
-// counts the keys that have added to it, not the blocks, so nobody has to count owners.
+// Pages that several requests read belong to the first of them (BackwardIndex). A block of its own
+// keys goes through all requests that read some of them, the owner first, in their order. A block
+// in which its own keys begin is a unit of each owner. dk and dv stay in registers meanwhile. Units
+// of the first request come first, so owners add to a tile in their order, and the blocks of each
+// as above. A tile counts the keys that have added to it, not the blocks, so no owners need to be
+// counted.
 //
-// What is not finite makes a result that is not finite. Then needs_portable is set, and the
-// portable kernel, which knows what to do about it, computes everything again. So it does if pages
-// in common are no prefixes, which is known before this kernel begins.
+// A value that is not finite makes a result that is not finite. Then needs_portable is set, and the
+// portable kernel, which handles such values, computes everything again. It also does so if shared
+// pages are no prefixes, which is known before this kernel begins.
 #pragma once
 
 #include "cuda/any/backward_index.cuh"
@@ -35,27 +37,27 @@
 
 namespace jax_attn {
 
-// Keys of the owner that a request reads, in all of the owner's blocks.
+// The owner's keys that a request reads, in all of the owner's blocks.
 struct HopperBackwardSpan {
   int key_begin, key_end;
 };
 struct HopperBackwardNoSpan {};
 
-// A unit, as the producer hands it around. With pages: a part of a unit for each request that reads
-// its keys, and behind them one without tiles, of the owner and all of its keys: there results are
-// complete.
+// A unit, as the producer hands it out. With pages: one part for each request that reads the unit's
+// keys, and behind them a part without tiles, with the owner and all of its keys; there the results
+// are complete.
 template <class Traits>
 struct HopperBackwardUnit
-    : Choose<(Traits::kPageSize > 0), HopperBackwardSpan, HopperBackwardNoSpan>::Type {
+    : Conditional<(Traits::kPageSize > 0), HopperBackwardSpan, HopperBackwardNoSpan>::Type {
   BackwardSource source;
   int kv_head;
-  int block;  // of keys; -1: there are no more units
-  // Tiles of query tokens that see the block, of the request; and the request's first one.
+  int block;  // block of keys; -1: there are no more units
+  // The request's tiles of query tokens that see the block, and the request's first tile.
   int tile_begin, tile_end, first_tile;
 };
 
-// Which keys and which tiles of query tokens see each other. Asked either way, the answer is the
-// same: a tile counts its turns by it.
+// Which keys and which tiles of query tokens see each other. Both directions must agree: a tile
+// counts its progress by it.
 template <class Traits>
 struct HopperBackwardPairs {
   static constexpr int kKeys = kHopperBackwardKeys;
@@ -73,7 +75,7 @@ struct HopperBackwardPairs {
   __device__ __forceinline__ Range TilesOf(int block) const {
     return TilesOf(block * kKeys, Min(block * kKeys + kKeys, source.kv_len));
   }
-  // Of keys [first_key, end_key), one or more.
+  // The same for keys [first_key, end_key), one or more.
   __device__ __forceinline__ Range TilesOf(int first_key, int end_key) const {
     const int last_key = end_key - 1;
     int begin = 0, end = source.qo_len;
@@ -112,13 +114,13 @@ struct HopperBackwardShape {
   static constexpr int kKeys = HopperBackwardPairs<Traits>::kKeys;
   static constexpr int kRows = HopperBackwardPairs<Traits>::kRows;
   static constexpr int kSlots = 2, kUnits = 2;
-  static constexpr int kSumWords = kRows * kDim;  // of a tile's dq
+  static constexpr int kSumWords = kRows * kDim;  // f32 words of a tile's dq
   static constexpr int kConsumerWarps = 8;
   static constexpr bool kIsWide = kDim == 128 && !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
-  // Whether dk is on its way while the next step begins. As far as registers go, as kSumsLater.
+  // Whether the product for dk runs into the next step. Where registers allow it, as kSumsLater.
   static constexpr bool kCarries = kIsWide && Traits::kPageSize > 0;
-  // Whether dq of a step is computed in the next step, behind its dS^T, beside dv and dk. Else in
-  // the step, behind a barrier of all consumers, ahead of dk.
+  // Whether dq of a step is computed in the next step, behind its dS^T, beside dv and dk. Otherwise
+  // in the same step, behind a barrier of all consumers, ahead of dk.
   static constexpr bool kSumsLater = kDim == 128 && !kCarries;
   static constexpr int kWriters = 2;
   using K = SwizzledTile<kDim, kKeys>;   // of k and v
@@ -132,7 +134,7 @@ struct HopperBackwardShape {
     u64 full_kv, empty_kv;
     u64 full[kSlots], empty[kSlots];
     u64 full_slopes[2];
-    u64 full_sums[2], empty_sums[2];  // of tiles in turns
+    u64 full_sums[2], empty_sums[2];  // of a tile's dq, which is added in order
     u64 full_unit[kUnits], empty_unit[kUnits];
   };
   struct alignas(1024) Shared {
@@ -140,7 +142,7 @@ struct HopperBackwardShape {
     Slot slots[kSlots];
     unsigned char d_s[2][S::kBytes];
     float sums[kSlots][kSumWords];
-    float lse_log2[kSlots][kRows];  // inf: the row counts for nothing
+    float lse_log2[kSlots][kRows];  // inf: the row does not count
     float d[kSlots][kRows];
     HopperBackwardUnit<Traits> units[kUnits];
     Barriers barriers;
@@ -148,7 +150,7 @@ struct HopperBackwardShape {
 
   __device__ __forceinline__ static void Init(Shared& shared) {
     Barriers& b = shared.barriers;
-    // By each lane of the producer: for its copies, and for what it stored.
+    // Each lane of the producer arrives twice: for its copies, and for what it stored.
     InitBarrier(SharedAddress(&b.full_kv), 2 * kWarpSize);
     InitBarrier(SharedAddress(&b.empty_kv), kConsumerWarps);
     for (int i = 0; i < kSlots; ++i) {
@@ -167,7 +169,7 @@ struct HopperBackwardShape {
   }
 };
 
-// What producer, consumers and the writers of sums have in common: their way through the units.
+// The base of producer, consumers and the writers of sums: their walk through the units.
 template <class Traits>
 class HopperBackwardRole {
  public:
@@ -184,7 +186,7 @@ class HopperBackwardRole {
 
  protected:
   __device__ typename Shape::Barriers& Barriers() const { return shared_.barriers; }
-  // The next unit, which is there until the caller passes it.
+  // The next unit. It stays until the caller passes it.
   __device__ __forceinline__ const Unit& WaitForUnit() const {
     WaitBarrier(SharedAddress(Barriers().full_unit + unit_.slot), unit_.parity);
     return shared_.units[unit_.slot];
@@ -193,7 +195,7 @@ class HopperBackwardRole {
     ArriveBarrier(SharedAddress(Barriers().empty_unit + unit_.slot));
     unit_.Advance();
   }
-  // Where a ring of two was before.
+  // The previous position in a ring of two.
   __device__ __forceinline__ static RingCursor<2> Before(const RingCursor<2>& at) {
     return {at.slot ^ 1, at.parity ^ static_cast<u32>(at.slot ^ 1)};
   }
@@ -201,8 +203,8 @@ class HopperBackwardRole {
   __device__ __forceinline__ i64 TileAt(const Unit& unit, int tile, int g) const {
     return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
   }
-  // Whether boxes of tensor maps have all of rows [row, row + num) of `len`, and none else.
-  __device__ __forceinline__ bool IsBoxed(int row, int num, int len) const {
+  // Whether TMA can copy rows [row, row + num) of `len`: all of them exist.
+  __device__ __forceinline__ bool FitsTma(int row, int num, int len) const {
     return f_.has_tensor_maps != 0 && row + num <= len;
   }
 
@@ -229,7 +231,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     UnitSearch search = {0, 0};
 #pragma unroll 1
     for (;;) {
-      WaitForRoom();
+      WaitForFreeSlot();
       const Unit unit = Take(batch_size, search);
       if constexpr (kPage > 0) {
         if (unit.block >= 0) RunReaders(unit);
@@ -244,11 +246,11 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   using Base::f_, Base::p_, Base::shared_;
   __device__ static int Lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  __device__ __forceinline__ void WaitForRoom() const {
+  __device__ __forceinline__ void WaitForFreeSlot() const {
     WaitBarrier(SharedAddress(this->Barriers().empty_unit + this->unit_.slot),
                 this->unit_.parity ^ 1);
   }
-  // After WaitForRoom.
+  // Hands out a unit; after WaitForFreeSlot.
   __device__ __forceinline__ void HandOut(const Unit& unit) {
     if (Lane() == 0) {
       shared_.units[this->unit_.slot] = unit;
@@ -257,10 +259,11 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     this->unit_.Advance();
   }
 
-  // The parts of a unit, after WaitForRoom; there is room for one more afterwards.
+  // Hands out the parts of a unit; after WaitForFreeSlot. One more slot is free afterwards.
   __device__ __forceinline__ void RunReaders(const Unit& owner) {
     const int first = Max(owner.block * kKeys, owner.key_begin);
-    int entry = owner.source.kv_begin + first / kPage;  // of the first of the block's own pages
+    int entry = owner.source.kv_begin + first / kPage;  // page table entry of the first one of the
+                                                        // block's own pages
     bool has_kv = false;
 #pragma unroll 1
     for (; entry >= 0; entry = LoadConstant(p_.next_entries + entry) - 1) {
@@ -278,11 +281,11 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       HandOut(part);
       LoadTiles(part, owner, has_kv);
       has_kv = true;
-      WaitForRoom();
+      WaitForFreeSlot();
     }
   }
 
-  // Those that a part of the owner's unit goes through, and the unit's keys unless they are there.
+  // Loads the tiles of a part of the owner's unit, and the unit's keys unless has_kv.
   __device__ __forceinline__ void LoadTiles(const Unit& part, const Unit& owner, bool has_kv) {
 #pragma unroll 1
     for (int g = 0; g < kGroup; ++g) {
@@ -290,18 +293,19 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       for (int tile = part.tile_begin; tile < part.tile_end; ++tile) {
         LoadTile(part, tile, g);
         if (has_kv) continue;
-        LoadKv(owner);  // behind the first tile, whose slot is free before
+        LoadKv(owner);  // behind the first tile, whose slot is free earlier
         has_kv = true;
       }
     }
   }
 
-  // Where a request's own keys end. Whole pages: another request may have more of them.
+  // The end of a request's own keys, in whole pages: another request may have more tokens in the
+  // last one.
   __device__ __forceinline__ int OwnEnd(int request) const {
     return CeilDiv(LoadConstant(f_.kv_lens + request), kPage) * kPage;
   }
 
-  // The next unit; with pages all but its parts.
+  // Takes the next unit; with pages without its parts.
   __device__ __forceinline__ Unit Take(int batch_size, UnitSearch& search) const {
     const auto blocks_of = [&](int request) -> u32 {
       if constexpr (kPage > 0) {
@@ -310,17 +314,17 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       }
       return CeilDiv(LoadConstant(f_.kv_lens + request), kKeys);
     };
-    u32 place = 0;
-    const int request = search.Find(TakeNumber(p_.num_blocks_taken), batch_size, place, [&](int r) {
-      return blocks_of(r) * static_cast<u32>(f_.num_kv_heads);
-    });
+    u32 unit_index = 0;
+    const int request =
+        search.Find(TakeNumber(p_.num_blocks_taken), batch_size, unit_index,
+                    [&](int r) { return blocks_of(r) * static_cast<u32>(f_.num_kv_heads); });
     Unit unit = {};
     unit.block = -1;
     if (request < 0) return unit;
     const u32 blocks = blocks_of(request);
     unit.source = BackwardSource(p_, request);
-    unit.kv_head = static_cast<int>(place / blocks);
-    unit.block = static_cast<int>(blocks - 1 - place % blocks);
+    unit.kv_head = static_cast<int>(unit_index / blocks);
+    unit.block = static_cast<int>(blocks - 1 - unit_index % blocks);
     if constexpr (kPage > 0) {
       unit.key_begin = LoadConstant(p_.own_begins + request);
       unit.key_end = OwnEnd(request);
@@ -334,11 +338,11 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     return unit;
   }
 
-  // kRows of one head, of which the first num_live exist; the others become zeros.
+  // Loads kRows rows of one head. The first num_live exist, the others become zeros.
   template <class Tile, int kNumRows>
   __device__ __forceinline__ void CopyRows(u32 to, const void* array, int num_heads, int row,
                                            int head, int num_live) const {
-    constexpr int kChunks = kDim / 8;  // of 16 bytes
+    constexpr int kChunks = kDim / 8;  // vectors of 16 bytes
     const u16* from =
         static_cast<const u16*>(array) + (static_cast<i64>(row) * num_heads + head) * kDim;
     const i64 stride = static_cast<i64>(num_heads) * kDim;
@@ -351,14 +355,14 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     }
   }
   template <class Tile>
-  __device__ __forceinline__ void CopyBoxes(u32 to, const TensorMap& map, int row, int head,
+  __device__ __forceinline__ void CopyByTma(u32 to, const TensorMap& map, int row, int head,
                                             u32 barrier) const {
 #pragma unroll
     for (int block = 0; block < Tile::kBlocks; ++block) {
-      CopyBox(to + block * Tile::kBlockBytes, map, 64 * block, head, row, 0, barrier);
+      LoadTmaTile(to + block * Tile::kBlockBytes, map, 64 * block, head, row, 0, barrier);
     }
   }
-  // Two arrays of the same rows. What this lane stored before arrives with them.
+  // Loads the same rows of two arrays. What this lane stored before arrives with them.
   template <class Tile, int kNumRows>
   __device__ __forceinline__ void Load(u32 barrier, bool boxed, u32 to1, u32 to2, const void* from1,
                                        const void* from2, const TensorMap& map1,
@@ -367,8 +371,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     if (boxed) {
       if (Lane() == 0) {
         ExpectBytes(barrier, 2 * Tile::kBytes);
-        CopyBoxes<Tile>(to1, map1, row, head, barrier);
-        CopyBoxes<Tile>(to2, map2, row, head, barrier);
+        CopyByTma<Tile>(to1, map1, row, head, barrier);
+        CopyByTma<Tile>(to2, map2, row, head, barrier);
       }
     } else {
       CopyRows<Tile, kNumRows>(to1, from1, num_heads, row, head, num_live);
@@ -387,7 +391,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       this->kv_.Advance();
       return;
     }
-    const bool boxed = this->IsBoxed(first, kKeys, unit.source.kv_len);
+    const bool boxed = this->FitsTma(first, kKeys, unit.source.kv_len);
     Load<typename Shape::K, kKeys>(full, boxed, SharedAddress(shared_.k), SharedAddress(shared_.v),
                                    f_.k, f_.v, f_.k_map, f_.v_map, f_.num_kv_heads,
                                    unit.source.kv_begin + first, unit.kv_head,
@@ -396,13 +400,14 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     this->kv_.Advance();
   }
 
-  // The owner's keys from `first` on, with those before its own; zeros for what nobody reads.
+  // Loads the owner's keys from `first` on, with those before its own; zeros for what no request
+  // reads.
   __device__ __forceinline__ void LoadPages(const Unit& owner, int first, u32 full) const {
     using K = typename Shape::K;
-    constexpr int kBox = HopperBackwardBoxRows(kPage), kChunks = kDim / 8;
+    constexpr int kBox = HopperBackwardTmaRows(kPage), kChunks = kDim / 8;
     const u32 k_to = SharedAddress(shared_.k), v_to = SharedAddress(shared_.v);
     const auto page_at = [&](int pos) { return LoadPage<kPage>(f_, owner.source.kv_begin, pos); };
-    // Of the last page as much as the request with the most has.
+    // The last page counts up to the tokens of the request that has the most there.
     const int last = owner.key_end - kPage;
     const int end = last + LoadConstant(p_.page_lens + page_at(last));
     if (kBox > 0 && f_.has_tensor_maps != 0 && first + kKeys <= end) {
@@ -414,8 +419,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
 #pragma unroll
         for (int block = 0; block < K::kBlocks; ++block) {
           const u32 at = block * K::kBlockBytes + Lane() * kBox * 128;
-          CopyBox(k_to + at, f_.k_map, 64 * block, owner.kv_head, row, layer, full);
-          CopyBox(v_to + at, f_.v_map, 64 * block, owner.kv_head, row, layer, full);
+          LoadTmaTile(k_to + at, f_.k_map, 64 * block, owner.kv_head, row, layer, full);
+          LoadTmaTile(v_to + at, f_.v_map, 64 * block, owner.kv_head, row, layer, full);
         }
       }
       ArriveBarrier(full, 2);
@@ -448,12 +453,12 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     const u32 full = SharedAddress(barriers.full + slot);
     const int first = tile * kRows, head = unit.kv_head * kGroup + g;
     const int row = unit.source.qo_begin + first, num_live = unit.source.qo_len - first;
-    const bool boxed = this->IsBoxed(first, kRows, unit.source.qo_len);
+    const bool boxed = this->FitsTma(first, kRows, unit.source.qo_len);
     typename Shape::Slot& to = shared_.slots[slot];
     Load<typename Shape::Q, kRows>(full, boxed, SharedAddress(to.q), SharedAddress(to.d_o), f_.q,
                                    p_.d_o, p_.q_map, p_.d_o_map, f_.num_qo_heads, row, head,
                                    num_live);
-    // Two of each at a time: registers are few here.
+    // Two of each at a time: the producer has few registers.
 #pragma unroll 1
     for (int begin = 0; begin < kRows; begin += 2 * kWarpSize) {
       float lse[2], d[2];
@@ -472,7 +477,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       for (int i = 0; i < 2; ++i) {
         const int r = begin + i * kWarpSize + Lane();
         const bool counts = lse[i] != -Infinity();
-        // Of +inf NaN.
+        // NaN for +inf.
         shared_.lse_log2[slot][r] = counts ? (lse[i] - lse[i]) + lse[i] * kLog2E : Infinity();
         shared_.d[slot][r] = counts ? d[i] : 0.0f;
       }
@@ -482,7 +487,7 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
 };
 
-// --- writers of sums: a thread each, which take tiles in turns ---
+// --- writers of sums: one thread each; they take alternate tiles ---
 
 template <class Traits>
 class HopperBackwardWriter : HopperBackwardRole<Traits> {
@@ -513,34 +518,35 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
  private:
   __device__ __forceinline__ void Write(const Unit& unit, int tile, int g) {
     const i64 at = this->TileAt(unit, tile, g);
-    int turn, share = 1;
+    int before, share = 1;  // what is added ahead of this block, and by it
     if constexpr (Base::kPage > 0) {
       const auto seen = Pairs{this->f_, unit.source}.KeysOf(tile);
       const auto count = [&](int begin, int end) {
         return Max(0, Min(end, seen.end) - Max(begin, seen.begin));
       };
-      // Of owners before this one, and of its blocks behind this one; and of the block.
+      // Keys that add before this block: those of earlier owners, and those of the owner's later
+      // blocks. And the keys of the block.
       const int first = unit.block * Base::kKeys, next = first + Base::kKeys;
-      turn = count(0, unit.key_begin) + count(Max(next, unit.key_begin), unit.key_end);
+      before = count(0, unit.key_begin) + count(Max(next, unit.key_begin), unit.key_end);
       share = count(Max(first, unit.key_begin), Min(next, unit.key_end));
     } else {
-      turn = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+      before = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
     }
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
-    i32* turns = this->p_.turns + at;
+    i32* progress = this->p_.tile_progress + at;
     const int slot = this->slot_.slot;
     const u32 from = SharedAddress(this->shared_.sums[slot]);
     constexpr int kBytes = Shape::kSumWords * 4;
-    // Asked ahead, too: behind the sums it takes a trip to memory.
-    const bool has_turn = turn == 0 || LoadAcquire(turns) >= turn;
+    // Asked early as well: behind the sums it takes a trip to memory.
+    const bool may_add = before == 0 || LoadAcquire(progress) >= before;
     WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
-    if (turn == 0) {
+    if (before == 0) {
       StoreBulk(to, from, kBytes);
     } else {
-      // With pages for a unit, perhaps, that goes through many requests first.
+      // With pages the unit that is waited for may go through many requests first.
       constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
       int naps = 0;
-      while (!has_turn && LoadAcquire(turns) < turn && naps < kMost) {
+      while (!may_add && LoadAcquire(progress) < before && naps < kMost) {
         Nap();
         ++naps;
       }
@@ -553,7 +559,7 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
     ArriveBarrier(SharedAddress(this->Barriers().empty_sums + slot));
     WaitStores();
     FenceGlobalForBulk();
-    AddAcquireRelease(turns, share);
+    AddAcquireRelease(progress, share);
   }
 };
 
@@ -592,11 +598,11 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
  private:
   using Base::f_, Base::p_, Base::shared_;
   using Sums = float[kDim / 8][4];
-  using Tile = float[kRows / 8][4];      // of S^T or dP^T: keys are rows
-  using Fragments = u32[kRows / 16][4];  // likewise, packed
-  // Anew: registers are few, so nothing that follows from it is kept from step to step.
-  __device__ int Lane() const { return Anew(thread_) % kWarpSize; }
-  // Of the block, the first key of this warp's 16.
+  using Tile = float[kRows / 8][4];      // S^T or dP^T, keys are rows
+  using Fragments = u32[kRows / 16][4];  // the same, packed
+  // Opaque: registers are few, so nothing derived from it stays in them from step to step.
+  __device__ int Lane() const { return Opaque(thread_) % kWarpSize; }
+  // The first of this warp's 16 keys in the block.
   __device__ int FirstKey() const { return 64 * consumer_ + 16 * warp_; }
   __device__ __forceinline__ void Arrive(const u64* barrier) const {
     __syncwarp();
@@ -632,7 +638,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
   }
 
-  // Returns what is behind the parts, which the caller passes.
+  // Returns the part behind the last one, which the caller passes.
   __device__ __forceinline__ const Unit* RunParts(const Unit* part, Sums& d_k, Sums& d_v) {
     if (Uniform(part->tile_begin) == Uniform(part->tile_end)) return part;
     WaitForKv();
@@ -653,10 +659,10 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   __device__ __forceinline__ void WaitForKv() {
     WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
     this->kv_.Advance();
-    FenceSharedForWgmma();  // rows of it may not have come by boxes
+    FenceSharedForWgmma();  // some rows may not have come by TMA
   }
 
-  // is_first: whether the first of the tiles is the unit's first one.
+  // is_first: whether the first tile is the unit's first one.
   __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, bool& is_first,
                                            Sums& d_k, Sums& d_v) {
     int tile = begin;
@@ -668,14 +674,15 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
-  // dk is on its way at the end, and reads this tile of q, until the next step, or Finish.
+  // At the end the product for dk still runs, and reads this tile of q, until the next step or
+  // Finish.
   __device__ __forceinline__ void RunStep(const Unit& unit, int tile, bool is_first, Sums& d_k,
                                           Sums& d_v) {
     const int slot = this->slot_.slot;
     const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
     const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
     const u32 d_s_at = Uniform(SharedAddress(shared_.d_s[slot]));
-    const bool boxed = this->IsBoxed(tile * kRows, kRows, unit.source.qo_len);
+    const bool boxed = this->FitsTma(tile * kRows, kRows, unit.source.qo_len);
     WaitBarrier(SharedAddress(this->Barriers().full + slot), this->slot_.parity);
     if (!boxed) FenceSharedForWgmma();
 
@@ -710,7 +717,8 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     PinRegisters(d_p);
     Fragments d_s;
     MakeSlopes(slot, s, d_p, p, d_s);
-    // The buffer of two steps ago is free if all consumers have come as far as they are waited for.
+    // The buffer of two steps ago is free once all consumers have come as far as this wait
+    // requires.
     if constexpr (Shape::kSumsLater) WaitForSlopesBefore();
     StoreSlopes(d_s_at, d_s);
     FenceSharedForWgmma();
@@ -718,7 +726,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     PinRegisters(d_s);
     if constexpr (Shape::kSumsLater) DotSlopesBefore(d_q);
 
-    // dv and dk, and dq beside them.
+    // dv and dk, with dq beside them.
     PinRegisters(d_v);
     PinRegisters(d_k);
     WgmmaFence();
@@ -750,7 +758,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     this->slot_.Advance();
   }
 
-  // Behind the last step of a unit.
+  // Called behind the last step of a unit.
   __device__ __forceinline__ void Finish(Sums& d_k) {
     if constexpr (Shape::kSumsLater) {
       float d_q[8][4] = {};
@@ -767,14 +775,14 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
-  // The tile of the step before may be overwritten.
+  // Releases the tile of the step before.
   __device__ __forceinline__ void ArriveBefore() const {
     Arrive(this->Barriers().empty + Base::Before(this->slot_).slot);
   }
 
   // --- products ---
 
-  // c = this consumer's rows of `own`, k or v, times those of a tile of q or d_o.
+  // c = this consumer's rows of `own` (k or v) times rows of a tile (q or d_o).
   __device__ __forceinline__ void Dot(u32 own, u32 tile, Tile& c) const {
     const u64 a = K::Descriptor(own, 64 * consumer_), b = Q::Descriptor(tile, 0);
 #pragma unroll
@@ -790,7 +798,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       Wgmma<kDim, Traits::kDtype>::RegistersATransposedB(sums, a[kk], Q::AlongRows(b, kk), true);
     }
   }
-  // This consumer's half of dS k.
+  // dq: this consumer's half of dS k.
   __device__ __forceinline__ void DotSlopes(u32 d_s_at, float (&d_q)[8][4]) const {
     u64 a = S::TransposedDescriptor(d_s_at, 0);
     u64 b = K::TransposedDescriptor(SharedAddress(shared_.k), 0);
@@ -806,7 +814,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     }
   }
 
-  // Of the step before, behind everybody's dS^T; in a unit's first step of no use.
+  // The same for the step before, behind all consumers' dS^T. Meaningless in a unit's first step.
   __device__ __forceinline__ void DotSlopesBefore(float (&d_q)[8][4]) const {
     WaitForSlopesBefore();
     WgmmaFence();
@@ -816,7 +824,8 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- between them ---
 
-  // All consumers' dS^T of the step before is there, and their dq of two steps ago is complete.
+  // Waits until all consumers' dS^T of the step before is there, and their dq of two steps ago is
+  // complete.
   __device__ __forceinline__ void WaitForSlopesBefore() const {
     const RingCursor<2> before = Base::Before(this->slot_);
     WaitBarrier(SharedAddress(this->Barriers().full_slopes + before.slot), before.parity);
@@ -829,7 +838,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       return unit.source.kv_len;
     }
   }
-  // Whether the request has such a key, and with pages whether it is the owner's.
+  // Whether the request has such a key, and with pages whether the owner owns it.
   __device__ __forceinline__ static bool IsOwn(const Unit& unit, int key) {
     bool is_own = key < KeyEnd(unit);
     if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
@@ -847,8 +856,8 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     return Uniform(static_cast<int>(all)) != 0;
   }
 
-  // Products become what dP - d is multiplied by: weights, with a soft cap times its slope. p: then
-  // weights, packed; else MakeSlopes packs them.
+  // Turns S into P, and with a soft cap into P times the cap's slope: the factor of dP - d. p: P,
+  // packed; without a soft cap MakeSlopes packs it.
   template <bool kMasks>
   __device__ __forceinline__ void Weigh(const Unit& unit, int tile, int slot, Tile& s,
                                         Fragments& p) const {
@@ -878,14 +887,14 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[j][2 * h + c];
-          const float reference = c == 0 ? lse.x : lse.y;
+          const float row_lse = c == 0 ? lse.x : lse.y;
           float factor = 1.0f;
           if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
             const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
             factor = fmaf(-tanh, tanh, 1.0f);
-            weights[c] = Exp2(fmaf(cap, tanh, -reference));
+            weights[c] = Exp2(fmaf(cap, tanh, -row_lse));
           } else {
-            weights[c] = Exp2(fmaf(x, scale, -reference));
+            weights[c] = Exp2(fmaf(x, scale, -row_lse));
           }
           if constexpr (kMasks) {
             const int row = 8 * j + 2 * (lane % 4) + c;
@@ -928,13 +937,14 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- results ---
 
-  // at: of the step that it is of, in the ring of tiles, which is as long as that of sums.
+  // Hands dq over to the writers. at: the step's position in the ring of tiles, which is as long as
+  // that of sums.
   __device__ __forceinline__ void HandOver(const RingCursor<2>& at,
                                            const float (&d_q)[8][4]) const {
-    // The buffer is free when the sums of two steps ago have left it.
+    // The buffer is free once the sums of two steps ago have left it.
     const RingCursor<2> last = {at.slot, at.parity ^ 1};
     WaitBarrier(SharedAddress(this->Barriers().empty_sums + last.slot), last.parity);
-    float* to = shared_.sums[at.slot] + consumer_ * (Shape::kSumWords / 2) + Anew(thread_) * 4;
+    float* to = shared_.sums[at.slot] + consumer_ * (Shape::kSumWords / 2) + Opaque(thread_) * 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       *reinterpret_cast<float4*>(to + j * 512) =
@@ -944,7 +954,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     Arrive(this->Barriers().full_sums + at.slot);
   }
 
-  // Rows of dk or dv. Whether all of them are finite.
+  // Writes rows of dk or dv. Returns whether all of them are finite.
   __device__ __forceinline__ bool Write(void* result, const Unit& unit, float scale,
                                         const Sums& sums) const {
     const int lane = Lane();
@@ -993,7 +1003,7 @@ class HopperBackwardRounding {
   __device__ __forceinline__ HopperBackwardRounding(const BackwardCudaParams& p, int batch_size)
       : p_(p), f_(p.forward), batch_size_(batch_size) {}
 
-  // By all threads of the grid, CTAs side by side.
+  // Called by all threads of the grid; CTAs run side by side.
   __device__ __forceinline__ void Run() const {
     const i64 num_items = static_cast<i64>(p_.max_tiles) * f_.num_qo_heads * kTileItems;
     const i64 per_cta = (num_items + gridDim.x - 1) / gridDim.x;
@@ -1010,7 +1020,7 @@ class HopperBackwardRounding {
     }
   }
 
-  // Zeros for rows of nobody. Pages are zeros at entry.
+  // Writes zeros to rows of no request. Pages are zeros at entry.
   __device__ __forceinline__ void ClearRest() const {
     const i64 q_row = static_cast<i64>(f_.num_qo_heads) * kDim;
     const i64 kv_row = static_cast<i64>(f_.num_kv_heads) * kDim;
@@ -1028,15 +1038,15 @@ class HopperBackwardRounding {
   }
 
  private:
-  // An item is two rows, 8 apart, by 8 columns.
+  // A work item is two rows, 8 apart, by 8 columns.
   static constexpr int kTileItems = Shape::kSumWords / 16;
 
   __device__ __forceinline__ int FirstTile(int request) const {
     return LoadConstant(f_.qo_indptr + request) / kRows + request;
   }
-  // The request of a tile; -1: of none.
+  // The request of a tile slot; -1: none.
   __device__ __forceinline__ int RequestOf(int slot) const {
-    int low = 0, high = batch_size_;  // the last one that begins at it or before
+    int low = 0, high = batch_size_;  // the last request that begins at it or before
 #pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -1054,7 +1064,7 @@ class HopperBackwardRounding {
   __device__ __forceinline__ void Round(int request, int tile, i64 tile_and_head, int item) const {
     const BackwardSource source(p_, request);
     const auto keys = Pairs{f_, source}.KeysOf(tile);
-    // As HandOver has it: column tile, row of 8, warp, consumer.
+    // The order of HandOver: column tile, row of 8, warp, consumer.
     const int j = item % 8, row_of_8 = item / 8 % 8, warp = item / 64 % 4, part = item / 256;
     float4 x[4] = {};
     if (keys.begin < keys.end) {
@@ -1087,7 +1097,7 @@ class HopperBackwardRounding {
     if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
   }
 
-  // Elements [begin, end), multiples of 8.
+  // Clears elements [begin, end), multiples of 8.
   __device__ __forceinline__ static void Clear(void* array, i64 begin, i64 end) {
     const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 num_threads = static_cast<i64>(gridDim.x) * blockDim.x;
@@ -1112,7 +1122,8 @@ struct HopperBackwardBody {
   static constexpr int kMinCtasPerSm = 1;
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
-  // No more in all than the CTA begins with, 168 a thread. Consumers hold dk, dv, S and dP, or dq.
+  // In total at most what the CTA begins with, 168 a thread. Consumers hold dk, dv, and S and dP or
+  // dq.
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
@@ -1120,7 +1131,7 @@ struct HopperBackwardBody {
     extern __shared__ __align__(1024) unsigned char smem[];
     Shared& shared = *reinterpret_cast<Shared*>(smem);
     const HeaderCounts plan(p.forward.header, p.forward);
-    if (!plan.is_plan) return;  // the portable kernel answers
+    if (!plan.is_plan) return;  // the portable kernel writes the results
     if (p.phase == kBackwardRound) {
       const HopperBackwardRounding<Traits> rounding(p, plan.batch_size);
       rounding.Run();

@@ -1,7 +1,7 @@
-// Items of few rows: the operands of both products change places. What a wgmma has 64 of is tokens
-// in s^T = k * q^T and columns of v in o^T = v^T * p^T, and the rows of the item are its n. So a
-// step costs as many exponentials as there are rows, not 64, and little more than reading k and v.
-// Up to 8 rows, which is a token of a group of heads, have a copy of the code.
+// Items of few rows, with the operands of both products swapped. The 64 rows of a wgmma are tokens
+// in S^T = K Q^T and columns of v in O^T = V^T P^T; the rows of the item are its n columns. So a
+// step needs exponentials for the rows that exist, not for 64, and little more than reading K and
+// V. Up to 8 rows, one token of a group of heads, have a smaller copy of the code.
 #pragma once
 
 #include "cuda/common/logits.cuh"
@@ -12,28 +12,28 @@
 
 namespace jax_attn {
 
-// What a consumer keeps in shared memory for an item of up to kRows rows.
+// Shared memory of a consumer for an item of up to kRows rows.
 template <class Traits>
 struct DecodeShared {
-  static constexpr int kRows = kDecodeRows;
+  static constexpr int kRows = kHopperDecodeRows;
   using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
   using O = SwizzledTile<Traits::kHeadDimVo, kRows>;
   using P = SwizzledTile<Traits::kTileKv, kRows>;
 
-  alignas(1024) unsigned char q[Max(Q::kBytes, O::kBytes)];  // in the end 16-bit results
+  alignas(1024) unsigned char q[Max(Q::kBytes, O::kBytes)];  // at the end 16-bit results
   alignas(1024) unsigned char p[P::kBytes];
 };
 
-// What the warps of a consumer tell each other, of each row.
+// Data that the warps of a consumer exchange for each row.
 struct DecodeExchange {
   float of_warps[4][32];  // maxima or sums
-  float references[32], o_scales[32];
-  u32 nan_rows[4];  // of each warp, a bit each
+  float running_maxima[32], o_scales[32];
+  u32 nan_rows[4];  // one bit a row, for each warp
 };
 
-// What a consumer knows of the rows of an item after the kv tokens it has seen, besides o. Of
-// accumulators [64, kRows] a thread has rows 8j + 2 * (lane % 4) + {0, 1} of the item; 64b + 16 *
-// warp + 8h + lane / 4 is its token in s, and its column in o.
+// State of an item's rows after the kv tokens seen so far, without o. In accumulators [64, kRows] a
+// thread has rows 8j + 2 * (lane % 4) + {0, 1} of the item. 64b + 16 * warp + 8h + lane / 4 is its
+// token in S^T and its column in O^T.
 template <class Traits, int kMostRows>
 class DecodeRows {
  public:
@@ -69,13 +69,13 @@ class DecodeRows {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        reference_[j][c] = kNoReference;
+        running_max_[j][c] = kInitialMax;
         sum_[j][c] = 0.0f;
       }
     }
   }
 
-  // From k * q^T of the tokens of a step to logits, but for their scale.
+  // Turns K Q^T of a step into logits, without their scale.
   __device__ __forceinline__ void MakeLogits(KvStep<Traits> step, Scores& s) const {
     const int begin = step.begin();
     const bool seen_by_all = begin >= all_begin_ && begin + 64 * kBlocks <= all_end_;
@@ -83,8 +83,8 @@ class DecodeRows {
     Stage().Apply(layout, begin, seen_by_all, step.is_masked(), s);
   }
 
-  // p = 2^(logit - reference), into shared memory by StoreWeights. Returns whether a logit of this
-  // thread exceeds its reference by more than the slack: then Grow has to come first.
+  // p = 2^(logit - running max); StoreP writes it to shared memory. Returns whether a logit of this
+  // thread exceeds its running max by more than kMaxSlack. Then the caller calls Grow and repeats.
   __device__ __forceinline__ bool Exponentiate(const Scores& s) {
     const float scale = Stage().scale();
     float highest = -Infinity();
@@ -100,7 +100,7 @@ class DecodeRows {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             if constexpr (LogitStage<Traits>::kNormalizes) {
-              x[c] = fmaf(s[b][j][2 * h + c], scale, -reference_[j][c]);
+              x[c] = fmaf(s[b][j][2 * h + c], scale, -running_max_[j][c]);
               highest = fmaxf(highest, x[c]);
               x[c] = Exp2(x[c]);
             } else {
@@ -108,14 +108,14 @@ class DecodeRows {
             }
             step_sum_[j][c] += x[c];
           }
-          weights_[b][j][h] = E::Pack(x[0], x[1]);
+          step_p_[b][j][h] = E::Pack(x[0], x[1]);
         }
       }
     }
-    return highest > kReferenceSlack;
+    return highest > kMaxSlack;
   }
 
-  // Not negative, and known when all exponentials are.
+  // A value that depends on all exponentials and is not negative; for KeepBefore.
   __device__ __forceinline__ float LastWritten() const {
     float all = 0.0f;
 #pragma unroll
@@ -126,15 +126,15 @@ class DecodeRows {
     return all;
   }
 
-  __device__ __forceinline__ void StoreWeights() const {
+  __device__ __forceinline__ void StoreP() const {
     const u32 to = SharedAddress(shared_.p) + lane_offset_;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       if (j >= num_tiles()) break;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        StoreMatrix2Transposed(to + b * Shared::P::kBlockBytes + j * 1024, weights_[b][j][0],
-                               weights_[b][j][1]);
+        StoreMatrix2Transposed(to + b * Shared::P::kBlockBytes + j * 1024, step_p_[b][j][0],
+                               step_p_[b][j][1]);
       }
     }
   }
@@ -148,8 +148,9 @@ class DecodeRows {
     }
   }
 
-  // The references follow the maxima of the step, o and sums the references. By the whole consumer,
-  // which must have met since anybody read its exchange, and meet again before the next use of it.
+  // Moves running maxima to the maxima of the step, and rescales o and sums. The whole consumer
+  // calls it. It must have met since any thread read its exchange, and must meet again before the
+  // next use of it.
   __device__ __forceinline__ void Grow(const Scores& s, Output& o) {
     if constexpr (!LogitStage<Traits>::kNormalizes) return;
     const float scale = Stage().scale();
@@ -178,10 +179,10 @@ class DecodeRows {
         const int row = Row(j, c);
         const float x = fmaxf(fmaxf(exchange_.of_warps[0][row], exchange_.of_warps[1][row]),
                               fmaxf(exchange_.of_warps[2][row], exchange_.of_warps[3][row]));
-        const float before = reference_[j][c];
-        // As Exponentiate asks, so that it does not depend on other rows when it is asked here.
-        if (fmaf(x, scale, -before) > kReferenceSlack) reference_[j][c] = x * scale;
-        const float factor = Exp2(before - reference_[j][c]);
+        const float before = running_max_[j][c];
+        // The same test as in Exponentiate, so that the result does not depend on other rows.
+        if (fmaf(x, scale, -before) > kMaxSlack) running_max_[j][c] = x * scale;
+        const float factor = Exp2(before - running_max_[j][c]);
         sum_[j][c] *= factor;
 #pragma unroll
         for (int m = 0; m < kOBlocks; ++m) {
@@ -192,7 +193,7 @@ class DecodeRows {
     }
   }
 
-  // Stores all but o, while the last products run. By the whole consumer, as Grow.
+  // Stores lse or partial states while the last products run. The whole consumer calls it, as Grow.
   __device__ __forceinline__ void FinishStates() {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -203,7 +204,7 @@ class DecodeRows {
         for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
           sum_[j][c] += __shfl_xor_sync(kFullWarp, sum_[j][c], lanes);
         }
-        if (warp_ == 0 && lane_ < 4) exchange_.references[Row(j, c)] = reference_[j][c];
+        if (warp_ == 0 && lane_ < 4) exchange_.running_maxima[Row(j, c)] = running_max_[j][c];
       }
     }
     Publish(sum_);
@@ -214,8 +215,8 @@ class DecodeRows {
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const float (&sums)[4][32] = exchange_.of_warps;
-    const float reference = exchange_.references[row];
-    const RowState state = {reference == kNoReference ? -Infinity() : reference,
+    const float running_max = exchange_.running_maxima[row];
+    const RowState state = {running_max == kInitialMax ? -Infinity() : running_max,
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
     float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
                                        map.QoHead(row), true, state);
@@ -225,23 +226,23 @@ class DecodeRows {
     exchange_.o_scales[row] = o_scale;
   }
 
-  // Stores o. Final rows go through q, which all warps must be through with.
+  // Stores o. Final rows are staged in q, which no product may read any more.
   __device__ __forceinline__ void Write(const Output& o) {
     if (ItemRecord(p_, index_).partial_row() < 0) {
       WriteFinalRows(o);
     } else {
       WritePartialRows(o);
     }
-    if (kRowsMayDiffer<Traits> && differ_) Mend(NanRows(o));
+    if (kRowsMayDiffer<Traits> && differ_) RecomputeRows(NanRows(o));
   }
 
  private:
   __device__ int Row(int j, int c) const { return 8 * j + 2 * (lane_ % 4) + c; }
-  // Of s, or column of o, within 64.
+  // The thread's token in S^T, or column in O^T, within 64.
   __device__ int Token() const { return 16 * warp_ + lane_ / 4; }
-  // Tiles of 8 rows; what lies beyond is anything.
+  // Live tiles of 8 rows. Others hold anything.
   __device__ int num_tiles() const { return kTiles == 1 ? 1 : CeilDiv(num_rows_, 8); }
-  // A number a row of each warp, for all warps.
+  // Shares one number for each row of each warp with all warps.
   __device__ __forceinline__ void Publish(const float (&x)[kTiles][2]) {
     if (lane_ < 4) {
 #pragma unroll
@@ -258,10 +259,10 @@ class DecodeRows {
     return LogitStage<Traits>(p_, index_, k_scale_);
   }
 
-  // 16 bytes a thread, all columns of a row by neighbours.
+  // Each thread stores 16 bytes; neighbouring threads store all columns of a row.
   __device__ __forceinline__ void WriteFinalRows(const Output& o) const {
     using O = typename Shared::O;
-    OneHopperConsumer::Sync();  // for the scales
+    OneHopperConsumer::Sync();  // wait for the scales
     const u32 to = SharedAddress(shared_.q) + lane_offset_;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -291,7 +292,7 @@ class DecodeRows {
     }
   }
 
-  // 32 neighbouring bytes by eight lanes.
+  // Eight lanes store 32 neighbouring bytes.
   __device__ __forceinline__ void WritePartialRows(const Output& o) const {
     const int partial_row = ItemRecord(p_, index_).partial_row();
 #pragma unroll
@@ -314,7 +315,7 @@ class DecodeRows {
     }
   }
 
-  // Rows of which this thread has a NaN, a bit each.
+  // The rows in which this thread has a NaN, one bit each.
   __device__ __forceinline__ u32 NanRows(const Output& o) const {
     u32 rows = 0;
 #pragma unroll
@@ -333,38 +334,38 @@ class DecodeRows {
     return rows;
   }
 
-  // As TileRows::Mend, a quarter of the rows by each warp.
-  __device__ __forceinline__ void Mend(u32 nan_rows) {
+  // The same as TileRows::RecomputeRows; each warp does a quarter of the rows.
+  __device__ __forceinline__ void RecomputeRows(u32 nan_rows) {
 #pragma unroll
     for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
       nan_rows |= __shfl_xor_sync(kFullWarp, nan_rows, lanes);
     }
     if (lane_ == 0) exchange_.nan_rows[warp_] = nan_rows;
-    OneHopperConsumer::Sync();  // what the others wrote is about to be overwritten, too
+    OneHopperConsumer::Sync();  // other warps' rows are about to be overwritten, too
     nan_rows = exchange_.nan_rows[0] | exchange_.nan_rows[1] | exchange_.nan_rows[2] |
                exchange_.nan_rows[3];
     if (nan_rows == 0) return;
     const float (&sums)[4][32] = exchange_.of_warps;
     const float sum = sums[0][lane_] + sums[1][lane_] + sums[2][lane_] + sums[3][lane_];
     nan_rows &= __ballot_sync(kFullWarp, lane_ < num_rows_ && sum == sum) & 0x11111111u << warp_;
-    MendRows<Traits>(p_, index_, 0, nan_rows, exchange_.references[lane_],
-                     exchange_.o_scales[lane_], lane_);
+    RecomputeNonFiniteRows<Traits>(p_, index_, 0, nan_rows, exchange_.running_maxima[lane_],
+                                   exchange_.o_scales[lane_], lane_);
   }
 
   const AttentionParams& p_;
   const int index_;  // of the item
   const int warp_, lane_;
-  const u32 lane_offset_;  // in a tile, of the row of an 8x8 matrix that this lane has to address
+  const u32 lane_offset_;  // offset in a tile of the row of an 8x8 matrix that this lane addresses
   const float k_scale_;
   Shared& shared_;
   DecodeExchange& exchange_;
   int num_rows_;
-  int all_begin_, all_end_;  // inside of it every row sees everything
+  int all_begin_, all_end_;  // inside it every row sees everything
   bool differ_;              // some rows see tokens that others do not
-  float reference_[kTiles][2];
+  float running_max_[kTiles][2];
   float sum_[kTiles][2],
-      step_sum_[kTiles][2] = {};          // over this thread's tokens only, until FinishSums
-  u32 weights_[kBlocks][kTiles][2] = {};  // p of the last step, packed
+      step_sum_[kTiles][2] = {};         // over this thread's tokens only, until FinishStates
+  u32 step_p_[kBlocks][kTiles][2] = {};  // P of the last step, packed
 };
 
 }  // namespace jax_attn

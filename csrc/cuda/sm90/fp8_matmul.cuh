@@ -1,12 +1,12 @@
-// Products of e4m3 codes by wgmma, at twice the rate of 16 bits: q with k, and weights with v. Keys
-// are multiplied as they lie in memory. What these products need besides:
-//   - operand b with its rows along k, of 8-bit types the only way: values, whose rows are tokens,
-//     are transposed in shared memory by the producer (ValueTransposer);
-//   - operand a of codes: q (QueryCodes), and weights, in the order in which the accumulators of
-//     q . k have them (TileRows::PackCodes).
+// E4m3 products by wgmma, at twice the rate of 16 bits: Q K^T and P V. K is multiplied as it lies
+// in memory. These products need two things besides:
+//   - 8-bit operands b must have their rows along k. Rows of V are tokens, so the producer
+//   transposes them in shared memory (ValueTransposer).
+//   - Operand a must be e4m3: q (QuantizedQuery), and P in the order of tokens that the
+//   accumulators of Q K^T have (TileRows::PackFp8).
 #pragma once
 
-#include "cuda/common/e4m3.cuh"
+#include "cuda/common/head_scales.cuh"
 #include "cuda/common/work.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
@@ -25,29 +25,29 @@ constexpr __host__ __device__ int PaddedValues() {
   return 64 * CeilDiv(Traits::kHeadDimVo, 64);
 }
 
-// Behind the columns of v that of ones, and zeros: what a row's weights add up to once they are
-// codes. A weight that is rounded up counts as much in that sum as in o, so a row that sees one key
-// has its value exactly, and rows that see few lose little. The products of a step are summed by
-// the tensor cores, steps in f32: next to a sum of many steps the tensor cores would lose the
-// addends.
+// Extra columns behind those of v: one of ones, the others zeros. The first one sums up a row's
+// rounded P. A P that is rounded up counts as much in this sum as in o. So a row that sees one key
+// gets its value exactly, and rows that see few keys lose little. Tensor cores sum the products of
+// a step; steps are added in f32, because the tensor cores would lose small addends beside a sum of
+// many steps.
 inline constexpr int kSumColumns = 8;
 
-// Transposes a warp's rows of a tile of codes, kNumRows tokens from first_row on: a row of the
-// result is a column of v, and has the tokens of a step as bytes. Of each 16 tokens byte 4q + 2a +
-// c is token 8a + 2q + c, so that the accumulators of q . k, packed, are operand a as they are.
-// Columns of padding are zeros there and here.
+// Transposes a warp's rows of an e4m3 tile: kNumRows tokens from first_row on. A row of the result
+// is a column of v, with the tokens of a step as bytes. In each 16 tokens, byte 4q + 2a + c is
+// token 8a + 2q + c, so that the packed accumulators of Q K^T are operand a as they are. Padding
+// columns are zeros in both.
 //
-// ldmatrix has pairs of columns as its elements; of what it gives to a lane, two tokens by two
-// columns twice, a permutation of bytes makes four tokens of a column. Lanes of the lower half take
-// the odd column second, those of the upper half first: so the eight rows that stmatrix writes at
-// once meet in no bank.
+// ldmatrix moves pairs of columns. A lane gets two tokens by two columns twice, and byte
+// permutations make four tokens of a column. Lanes of the lower half take the odd column second,
+// those of the upper half first, so the eight rows that stmatrix writes at once hit different
+// banks.
 template <class Traits, int kNumRows>
 class ValueTransposer {
  public:
   __device__ __forceinline__ ValueTransposer(int first_row, int lane) {
     const int matrix = lane / 8, i = lane % 8;
-    // Of lines of 16 tokens, or, where a warp has no more than these, of 16 columns: that of the
-    // upper two matrices.
+    // For the upper two matrices: the second line of 16 tokens, or, where a warp has only 16
+    // tokens, the second 16 columns.
     const int second = matrix / 2;
     const int token = first_row + matrix % 2 * 8 + i + (kByTokens ? second * 16 : 0);
     from_ = static_cast<u32>(token * 128 + (i ^ (kByTokens ? 0 : second)) * 16);
@@ -60,19 +60,20 @@ class ValueTransposer {
     second_bytes_ = upper ? 0x6420 : 0x7531;
   }
 
-  template <class Tile, class Codes>
-  __device__ __forceinline__ void Convert(const unsigned char* codes, unsigned char* tile) const {
+  template <class Tile, class Quantized>
+  __device__ __forceinline__ void Convert(const unsigned char* quantized,
+                                          unsigned char* tile) const {
     constexpr int kColumns = PaddedValues<Traits>();
     constexpr int kUnits = kColumns / kUnitColumns, kBatch = PowerOfTwoDivisor(kUnits, 4);
-    static_assert(Tile::kBlocks == 1 && Codes::kPadded * 2 >= kColumns, "one block of tokens");
-    const u32 from = SharedAddress(codes) + from_, to = SharedAddress(tile) + to_;
+    static_assert(Tile::kBlocks == 1 && Quantized::kPadded * 2 >= kColumns, "one block of tokens");
+    const u32 from = SharedAddress(quantized) + from_, to = SharedAddress(tile) + to_;
 #pragma unroll
     for (int first = 0; first < kUnits; first += kBatch) {
       u32 r[kBatch][4];
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
-        const int chunk = (first + u) * kUnitColumns / 16;  // of the row of codes
-        LoadMatrix4Transposed(r[u], (from ^ chunk % 8 * 16) + chunk / 8 * Codes::kBlockBytes);
+        const int chunk = (first + u) * kUnitColumns / 16;  // of the quantized row
+        LoadMatrix4Transposed(r[u], (from ^ chunk % 8 * 16) + chunk / 8 * Quantized::kBlockBytes);
       }
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
@@ -85,38 +86,38 @@ class ValueTransposer {
     }
   }
 
-  // The columns behind those of v, which Convert leaves as they are. By the 128 threads of a
-  // producer.
+  // Writes the columns behind those of v, which Convert leaves as they are. Called by the 128
+  // threads of a producer.
   __device__ __forceinline__ static void AddSumColumns(unsigned char* tile, int thread) {
     static_assert(kSumColumns * 128 == 128 * sizeof(uint2), "a vector of each thread");
-    const u32 ones = thread < 16 ? 0x38383838 : 0;  // 1, in the first column
+    const u32 ones = thread < 16 ? 0x38383838 : 0;  // 1.0 in e4m3, in the first column
     *reinterpret_cast<uint2*>(tile + PaddedValues<Traits>() * 128 + thread * 8) =
         make_uint2(ones, ones);
   }
 
  private:
-  // What a warp takes at once: 32 tokens by 16 columns, or 16 by 32.
+  // A warp transposes 32 tokens by 16 columns at once, or 16 by 32.
   static constexpr bool kByTokens = kNumRows == 32;
   static_assert(kByTokens || kNumRows == 16, "a quarter of a step");
   static constexpr int kUnitColumns = kByTokens ? 16 : 32;
 
-  u32 from_, to_;  // bytes from the begin of a tile
+  u32 from_, to_;  // bytes from the beginning of a tile
   u32 first_bytes_, second_bytes_;
 };
 
 // --- queries ---
 
-// What the codes of q stand for: times scales[h], of row 8h + lane / 4 of a warp's 16. q of 16 bits
-// becomes codes in its place, of a warp's rows, which its share of a product reads, by the warp,
-// with the largest magnitude of a row as 448. The caller fences, once it has waited for K as well.
+// q as e4m3 with one scale a row: scales[h] belongs to row 8h + lane / 4 of a warp's 16. 16-bit q
+// is quantized in place, with the largest magnitude of a row as 448. Each warp quantizes the rows
+// that its own part of the product reads. The caller fences once it has waited for K as well.
 template <class Traits>
-class QueryCodes {
+class QuantizedQuery {
  public:
   float scales[2];
 
-  // q: the consumer's tile, whose rows are the item's from first_row on.
-  __device__ __forceinline__ QueryCodes(const AttentionParams& p, const ItemRecord& item,
-                                        unsigned char* q, int first_row, int thread) {
+  // q: the consumer's tile. Its rows are the item's rows from first_row on.
+  __device__ __forceinline__ QuantizedQuery(const AttentionParams& p, const ItemRecord& item,
+                                            unsigned char* q, int first_row, int thread) {
     const int lane = thread % kWarpSize, row = thread / kWarpSize * 16 + lane / 4;
     if constexpr (Traits::kQFormat == kE4m3Format) {
 #pragma unroll
@@ -133,10 +134,10 @@ class QueryCodes {
 
  private:
   using E = Element<Traits::kDtype>;
-  static constexpr int kUnits = CeilDiv(Traits::kHeadDimQk, 32) * 2;  // of 16 elements
+  static constexpr int kUnits = CeilDiv(Traits::kHeadDimQk, 32) * 2;  // units of 16 elements
 
-  // Byte of the lane's four elements of 16 from 16 * i on, of num_bytes bytes each, in its row of
-  // the tile. Its number modulo 8 is lane / 4.
+  // Byte offset, in a row of the tile, of the lane's four elements of num_bytes each within the 16
+  // elements from 16 * i on. Its number modulo 8 is lane / 4.
   __device__ __forceinline__ static u32 At(int i, int num_bytes, int lane) {
     constexpr int kBlockBytes = 64 * 128;
     const int column = i * 16 * num_bytes;  // bytes
@@ -147,7 +148,7 @@ class QueryCodes {
 
   __device__ __forceinline__ void Round(unsigned char* row, int h, int lane) {
     uint2 pairs[kUnits];
-    float most = 0x1p-100f;  // of a row of zeros: a scale is positive
+    float most = 0x1p-100f;  // for rows of zeros: a scale is positive
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       pairs[i] = *reinterpret_cast<const uint2*>(row + At(i, 2, lane));
@@ -158,14 +159,14 @@ class QueryCodes {
     }
     most = QuadMax(most);
     scales[h] = most * (1.0f / 448.0f);
-    const float codes_of_one = 448.0f * Reciprocal(most);
-    __syncwarp();  // all have read
+    const float quantized_one = 448.0f * Reciprocal(most);
+    __syncwarp();  // all lanes have read
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       float x[4];
       Unpack(pairs[i], x);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] *= codes_of_one;
+      for (int c = 0; c < 4; ++c) x[c] *= quantized_one;
       *reinterpret_cast<u32*>(row + At(i, 1, lane)) = PackE4m3(x[0], x[1], x[2], x[3]);
     }
   }

@@ -1,29 +1,28 @@
-// Multi-head latent attention on Hopper, for tiles of 64 rows: wgmma fed by a producer warpgroup.
+// Multi-head latent attention on Hopper, for tiles of 64 rows: a producer warpgroup feeds wgmma.
 //
 // As in sm80/mla.cuh k has one head, v is the first columns of k, heads are rows of the tile, and
 // blocks of heads count as kv heads. o of 64 rows and 512 columns fills the registers of two
 // warpgroups: each consumer has all rows and half of the columns (FlashMLA's arrangement).
 //
-// kv steps have 64 tokens. Of a pair of steps one consumer owns the first and the other the second:
-// it computes logits and probabilities. Both multiply the probabilities of every step with their
-// half of its values. So they hand over: probabilities, as the fragments that they are in the
-// registers of the same thread of the other consumer, and the references of the rows, which go from
-// step to step in order.
+// kv steps have 64 tokens. In a pair of steps one consumer owns the first and the other the second:
+// the owner computes logits and P. Both consumers multiply P of every step with their half of its
+// values. So the owner hands over P, as register fragments for the same thread of the other
+// consumer, and the running maxima, which go from step to step in order.
 //
-// The cache's rows lie in one ring of two steps beside q, which is all that fits, so what counts is
-// how soon the memory of a step is given back, and how soon what lands there is multiplied. Hence
-// the units of a step are columns: each consumer's values, which it gives back by itself, and the
-// columns beyond v, which are through with the logits. Logits are summed up unit by unit, as they
-// land.
+// Only one ring of two steps fits beside q. So it matters how soon the memory of a step is
+// released, and how soon the rows that land there are multiplied. Therefore a step is divided into
+// units by columns: each consumer's values, which that consumer releases by itself, and the columns
+// beyond v, which are free after the logits. Logits are summed unit by unit, as the units land.
 //
-// From one step's probabilities to the next's, which nothing else can hide, there are: handing
-// over, the products with the values, those of the logits, the softmax. So the owner of a step
-// begins its logits before it takes over the probabilities of the step before, with what lands
-// first: its own half of the columns, the other's being given back later. And probabilities are
-// handed over by halves of the step: the first is multiplied while the second is exponentiated.
+// The critical path from one step's P to the next step's P is: handing over, P V, Q K^T, the
+// softmax. So the owner of a step starts its logits before it takes over P of the step before. It
+// starts with the columns that land first: its own half, as the other half is released later. And P
+// is handed over in halves of the step: the first half is multiplied while the second is
+// exponentiated.
 //
-// Partial states lie in the workspace as they do in registers. Of two of a tile whoever comes last
-// adds the other's to its own, which it still has; more are folded in slices.
+// Partial states lie in the workspace in the order of registers. If a tile has two items, the CTA
+// that comes last adds the other's state to its own, which it still has in registers. More states
+// are reduced in slices.
 #pragma once
 
 #include "cuda/common/logits.cuh"
@@ -33,7 +32,7 @@
 
 namespace jax_attn {
 
-// A producer that keeps what it knows of a step and its rows.
+// Registers for a producer that keeps a step and its rows in them.
 struct HopperMlaRoles : HopperRoles {
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
@@ -44,31 +43,32 @@ struct HopperMlaShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep, Base::kValueBlocks;
   static constexpr int kSlots = 2;           // steps in the ring
-  static constexpr bool kReadsOnce = false;  // other blocks of heads read it, too
+  static constexpr bool kReadsOnce = false;  // other blocks of heads read the rows, too
   static_assert(Traits::kTileQ0 == 64 && Traits::kNumTiles == 1, "as select/cuda.cc has it");
   using Q = SwizzledTile<Traits::kHeadDimQk, 64>;
   using Ring = SwizzledTile<Traits::kHeadDimQk, kSlots * kStep>;
-  static constexpr int kColumns = Traits::kHeadDimVo / 2;  // of o that a consumer has
+  static constexpr int kColumns = Traits::kHeadDimVo / 2;  // columns of o that a consumer has
   static_assert(kColumns % 64 == 0, "whole blocks of columns");
 
-  // The consumer that owns the step of a turn (LatentSteps). The order of a step's units depends on
-  // it, and so do bits, hence it depends on nothing else.
-  __device__ static int Owner(int turn) { return turn / kStep % 2; }
+  // The consumer that owns the step at a step offset (LatentSteps). The order of a step's units
+  // depends on it, and so do bits. Therefore it must not depend on anything else.
+  __device__ static int Owner(int step_offset) { return step_offset / kStep % 2; }
   // Units of a step, in the order in which they are loaded and multiplied: the columns beyond v,
-  // which are given back first, the values of its owner, those of the other consumer.
+  // which are released first; the values of its owner; those of the other consumer.
   static constexpr int kUnits = 3, kBeyond = 0, kOwners = 1, kOthers = 2;
   __device__ static constexpr int NumBlocks(int unit) {
     return unit == kBeyond ? kBlocks - kValueBlocks : kValueBlocks / 2;
   }
-  // Where they are, which is what barriers go with: the values of consumers 0 and 1, and beyond.
+  // The part of the ring, and its barrier, that a unit is in: 0 and 1 are the values of consumers 0
+  // and 1, 2 is the columns beyond v.
   __device__ static constexpr int Part(int unit, int owner) {
     return unit == kBeyond ? 2 : (unit == kOwners) == (owner == 1);
   }
   __device__ static constexpr int FirstBlock(int part) { return part * (kValueBlocks / 2); }
-  struct RingPlace {
+  struct RingPosition {
     RingCursor<kSlots> cursor;
     int owner = 0;
-    __device__ __forceinline__ void StartStep(int turn) { owner = Owner(turn); }
+    __device__ __forceinline__ void StartStep(int step_offset) { owner = Owner(step_offset); }
     __device__ int FirstBlock(int unit) const {
       return HopperMlaShape::FirstBlock(Part(unit, owner));
     }
@@ -88,13 +88,13 @@ struct HopperMlaShape : LatentShape<Traits> {
   struct Shared {
     alignas(1024) unsigned char q[Q::kBytes];
     alignas(1024) unsigned char ring[Ring::kBytes];
-    // What the consumers hand over. A thread overwrites only what it has read itself.
+    // Data that the owner of a step hands over. A thread overwrites only what it has read itself.
     uint4 probabilities[kStep / 16][128];
-    float2 references[128];
-    u32 grows[4];  // whether a warp's references are others than before the step
+    float2 running_maxima[128];
+    u32 grows[4];  // whether a warp's running maxima changed in the step
     Barriers barriers;
     MergeScratch merge;
-    bool gave_up;  // waiting for the other of two
+    bool timed_out;  // the wait for the other of two items ended without it
   };
 
   __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
@@ -111,7 +111,7 @@ struct HopperMlaShape : LatentShape<Traits> {
 
 // --- producer ---
 
-// q of an item, by 128 threads. Zeros where there is no row.
+// Loads q of an item, by 128 threads. Rows that do not exist are zeros.
 template <class Traits>
 __device__ __forceinline__ void LoadHopperMlaQ(const AttentionParams& p,
                                                typename HopperMlaShape<Traits>::Shared& shared,
@@ -144,17 +144,17 @@ class HopperMlaProducer {
   __device__ __forceinline__ HopperMlaProducer(const AttentionParams& p, Shared& shared)
       : p_(p), shared_(shared) {}
 
-  // q of an item goes ahead of its first step. The queue's first q is loaded by a consumer, who has
+  // q of an item is copied ahead of its first step. A consumer loads the queue's first q, as it has
   // nothing else to do yet.
   __device__ __forceinline__ void Run(int begin, int end) {
     LatentSteps<Traits, Shape> steps(p_);
     steps.Start(begin, end);
-    LatentRows<Traits, Shape> rows(p_, shared_);  // the layer comes beside the first page
+    LatentRows<Traits, Shape> rows(p_, shared_);  // the layer is loaded beside the first page
     bool is_first_q = true;
     u32 q_parity = 0;
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
-      const int turn = steps.turn();
+      const int step_offset = steps.step_offset();
       const u32 row = has_step ? steps.Row() : kNoRow;
       if (has_step && steps.is_first()) {
         if (!is_first_q) {
@@ -166,7 +166,7 @@ class HopperMlaProducer {
       }
       if (has_step) steps.PrefetchPages();
       steps.Next();
-      if (has_step) rows.LoadStep(row, turn);
+      if (has_step) rows.LoadStep(row, step_offset);
     }
   }
 
@@ -177,23 +177,23 @@ class HopperMlaProducer {
 
 // --- partial states ---
 
-// A tile has one query token, so its rows are one merge group's. Where the consumers' registers of
-// eight rows lie, behind the first row of the state: chunks of 16 columns, in each of them four
-// words a lane, those of rows of a warp as TileRows has them. As RowStrips, a chunk a strip.
+// A tile has one query token, so its rows belong to one merge group. This is where the consumers'
+// registers of eight rows lie behind the first row of a state: chunks of 16 columns, each with four
+// words a lane, in the layout of TileRows. Like RowStrips, with one chunk a strip.
 template <class Traits>
 struct HopperMlaStrips {
   static constexpr int kRows = Traits::kGroupSize, kDim = Traits::kHeadDimVo;
   static_assert(kRows > 32 && kRows <= 64, "one token a tile, as select/cuda.cc has it");
   static constexpr int kChunks = kDim / 16;
-  int num_heads;  // the last of the blocks of heads may not be full
+  int num_heads;  // the last block of heads may not be full
 
   __device__ __forceinline__ HopperMlaStrips(const AttentionParams& p, int kv_head)
       : num_heads(Min(kRows, p.num_qo_heads - kv_head * kRows)) {}
 
-  // Of eight rows, from `row` on: how many there are, words of a chunk of them, and where the
-  // lane's are behind the first of their words.
-  __device__ static int Height(int row) { return kRows % 8 == 0 ? 8 : Min(8, kRows - row); }
-  __device__ static int ChunkWords(int row) { return Height(row) * 16; }
+  // For the eight rows from `row` on: how many exist, words of a chunk of them, and the offset of
+  // the lane's words.
+  __device__ static int NumRows(int row) { return kRows % 8 == 0 ? 8 : Min(8, kRows - row); }
+  __device__ static int ChunkWords(int row) { return NumRows(row) * 16; }
   __device__ static int InEight(int row, int chunk, int lane) {
     return chunk * ChunkWords(row) + lane * 4;
   }
@@ -248,16 +248,17 @@ class HopperMlaConsumer {
   static constexpr int kColumns = Shape::kColumns;
   static constexpr int kOTiles = kColumns / 8;
   static constexpr int kBoth = HopperRoles::kConsumerThreads;
-  // Named barriers: each half of what consumer 0 or 1 hands over is there.
+  // Named barriers: a half of P that consumer 0 or 1 hands over is there.
   static constexpr int kHandOver[2] = {1, 6};
   using StepLogits = float[kStep / 8][4];
-  // Of half of a step.
+  // One half of a step.
   static constexpr int kHalf = kStep / 2;
   using Probabilities = u32[kHalf / 16][4];
   using Output = float[kOTiles][4];
   using Cursor = RingCursor<Shape::kSlots>;
 
-  // Tokens of an item that its rows see. All see the same: they are of one query token.
+  // The tokens that all rows of an item see. They are rows of one query token, so they see the
+  // same.
   struct SeenByAll {
     int begin, end;
     __device__ __forceinline__ SeenByAll(const AttentionParams& p, const ItemRecord& item) {
@@ -270,7 +271,7 @@ class HopperMlaConsumer {
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
-  // Moved in uniform registers, where wgmma wants it, instead of four detours a product.
+  // Moves a descriptor in uniform registers, where wgmma needs it, instead of four moves a product.
   __device__ static u64 UniformDescriptor(u64 x) {
     return (x & 0xffffffff00000000ull) | static_cast<u32>(Uniform(static_cast<int>(x)));
   }
@@ -281,7 +282,7 @@ class HopperMlaConsumer {
     WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot * kUnits + part), cursor.parity);
     FenceSharedForWgmma();
   }
-  // One arrival a warp: the others may still read.
+  // One arrival a warp: other warps may still read.
   __device__ __forceinline__ void Release(const Cursor& cursor, int part) const {
     __syncwarp();
     if (Lane() == 0) {
@@ -295,16 +296,15 @@ class HopperMlaConsumer {
 
   // --- products ---
 
-  // Adds what the columns of a unit of the consumer's own step give to its logits, once they have
-  // landed.
+  // Adds Q K^T over the columns of a unit of the consumer's own step, once they have landed.
   template <int kUnit>
   __device__ __forceinline__ void StartQk(const Cursor& cursor, StepLogits& s) const {
     if constexpr (Shape::NumBlocks(kUnit) > 0) {
       const int part = Shape::Part(kUnit, group_), block = Shape::FirstBlock(part);
       const u64 q = UniformDescriptor(
-          Q::Descriptor(Anew(SharedAddress(shared_.q)) + block * Q::kBlockBytes, 0));
+          Q::Descriptor(Opaque(SharedAddress(shared_.q)) + block * Q::kBlockBytes, 0));
       const u64 k = UniformDescriptor(Ring::Descriptor(
-          Anew(SharedAddress(shared_.ring)) + block * Ring::kBlockBytes, cursor.slot * kStep));
+          Opaque(SharedAddress(shared_.ring)) + block * Ring::kBlockBytes, cursor.slot * kStep));
       WaitFull(cursor, part);
       WgmmaFence();
 #pragma unroll
@@ -314,11 +314,11 @@ class HopperMlaConsumer {
     }
   }
 
-  // Adds the consumer's columns of half of a step to o.
+  // Adds P V of half of a step to o, in the consumer's columns.
   template <int kPart>
   __device__ __forceinline__ void StartPv(const Cursor& cursor, Probabilities& p, Output& o) const {
     const u32 half = SharedAddress(shared_.ring) + group_ * (kColumns / 64) * Ring::kBlockBytes;
-    const u64 v = Ring::TransposedDescriptor(Anew(half), cursor.slot * kStep + kPart * kHalf);
+    const u64 v = Ring::TransposedDescriptor(Opaque(half), cursor.slot * kStep + kPart * kHalf);
     PinRegisters(p);
     if (kPart == 0) PinRegisters(o);
     WgmmaFence();
@@ -331,8 +331,8 @@ class HopperMlaConsumer {
 
   // --- handing over ---
 
-  // grows: whether references of the warp's rows are others than before the step; with the first
-  // half.
+  // Hands over half of P. The first half also carries the running maxima. grows: whether those of
+  // the warp's rows changed in this step.
   template <int kPart>
   __device__ __forceinline__ void HandOver(const Rows& rows, bool grows, const Probabilities& p) {
 #pragma unroll
@@ -341,8 +341,9 @@ class HopperMlaConsumer {
           make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
     }
     if (kPart == 0) {
-      if (grows) shared_.references[thread_] = make_float2(rows.reference[0], rows.reference[1]);
-      shared_.grows[Warp()] = grows;  // all lanes say the same
+      if (grows)
+        shared_.running_maxima[thread_] = make_float2(rows.running_max[0], rows.running_max[1]);
+      shared_.grows[Warp()] = grows;  // the same in all lanes
     }
     ArriveNamed(kHandOver[kPart] + group_, kBoth);
   }
@@ -358,19 +359,20 @@ class HopperMlaConsumer {
       p[kk][3] = x.w;
     }
   }
-  // After the first half was taken over. Rarely; o must not change beside products in flight.
-  __device__ __forceinline__ void FollowReferences(Rows& rows, Output& o) const {
+  // Takes the new running maxima after the first half was taken over, and rescales o, which no
+  // product in flight may use. This is rare.
+  __device__ __forceinline__ void FollowRunningMax(Rows& rows, Output& o) const {
     if (shared_.grows[Warp()] == 0) return;
-    const float2 references = shared_.references[thread_];
-    rows.Follow(references.x, references.y);
+    const float2 running_maxima = shared_.running_maxima[thread_];
+    rows.Follow(running_maxima.x, running_maxima.y);
     rows.Rescale(o);
   }
-  // The products of the other's step, in flight: by halves, as its owner exponentiates it.
+  // Issues P V of the other consumer's step, half by half, as its owner hands P over.
   __device__ __forceinline__ void TakeOverAndStartPv(const Cursor& other, Rows& rows,
                                                      Probabilities (&p)[2], Output& o) const {
-    WaitFull(other, group_);  // for its owner it was so before it handed over
+    WaitFull(other, group_);  // the owner waited for K before it handed over
     TakeOver<0>(p[0]);
-    FollowReferences(rows, o);
+    FollowRunningMax(rows, o);
     StartPv<0>(other, p[0], o);
     TakeOver<1>(p[1]);
     StartPv<1>(other, p[1], o);
@@ -379,19 +381,19 @@ class HopperMlaConsumer {
 
   // --- probabilities of the own step ---
 
-  // 2^(logit - reference) of half of a step; sums go on from half to half.
+  // P of half of a step. The second half continues the sums of the first.
   template <int kPart>
   __device__ __forceinline__ void Exponentiate(Rows& rows, StepLogits& s, float (&odd)[2]) const {
     const float scale = rows.Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float reference = rows.reference[h];
+      const float running_max = rows.running_max[h];
       float sums[2] = {rows.sum[h], kPart == 0 ? 0.0f : odd[h]};
 #pragma unroll
       for (int j = kPart * (kHalf / 8); j < (kPart + 1) * (kHalf / 8); ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          s[j][2 * h + c] = Exp2(fmaf(s[j][2 * h + c], scale, -reference));
+          s[j][2 * h + c] = Exp2(fmaf(s[j][2 * h + c], scale, -running_max));
           sums[c] += s[j][2 * h + c];
         }
       }
@@ -416,7 +418,7 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunItem(int index) {
     RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
-    Rows rows(p_, index, 0, thread_, kNoReference);
+    Rows rows(p_, index, 0, thread_, kInitialMax);
     Output o;
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -430,7 +432,7 @@ class HopperMlaConsumer {
     }
     const bool is_split = item.num_groups() > 0;
     if (is_split) {
-      HopperConsumers::Sync();  // nobody needs what is kept of the item before
+      HopperConsumers::Sync();  // what was kept of the item before is not needed any more
       if (HopperConsumers::thread() < kWarpSize) {
         KeepGroup(p_, item.merge_idx(), Lane(), shared_.merge);
         __syncwarp();
@@ -440,7 +442,7 @@ class HopperMlaConsumer {
       WaitBarrier(SharedAddress(&shared_.barriers.full_q), num_q_++ % 2);
       RunSteps(index, begin, end, rows, o);
     }
-    const int came_before = is_split ? ComeToOther(item.merge_idx()) : 0;
+    const int came_before = is_split ? AnnounceArrival(item.merge_idx()) : 0;
     rows.FinishSums();
     AddSums(rows);
     int is_final = 1;
@@ -450,14 +452,15 @@ class HopperMlaConsumer {
       is_final = is_last && shared_.merge.group.num_partials == 2;
       if (is_final) AddOther(own_row, rows, o);
     }
-    if (Anew(is_final) != 0) Write(ItemRecord(p_, index), rows, o);  // one copy of it
+    if (Opaque(is_final) != 0)
+      Write(ItemRecord(p_, index), rows, o);  // Opaque: one copy of the code
     if (is_split && shared_.merge.group.num_partials > 2) {
-      HelpFold(index, ItemRecord(p_, index).merge_idx());
+      HelpReduce(index, ItemRecord(p_, index).merge_idx());
     }
     RecordEnd<Traits>(p_, index, HopperConsumers::thread());
   }
 
-  // A step of the consumer's own; kFollows: and the other's before it.
+  // Runs a step that this consumer owns. kFollows: and the other consumer's step before it.
   template <bool kFollows>
   __device__ __forceinline__ void RunOwn(const SeenByAll& seen, KvStep<Traits> step, bool is_last,
                                          Rows& rows, Output& o) {
@@ -484,7 +487,7 @@ class HopperMlaConsumer {
     }
     WgmmaWait<0>();
     PinRegisters(s);
-    // Nearly always no row needs a mask or another reference.
+    // Nearly always no row needs a mask or another running max.
     bool plain = false, grows = false;
     if constexpr (LogitStage<Traits>::kScalesLater && !Traits::Variant::kHasMask)
       plain = seen.Has(step.begin()) & !rows.AnyGrows(s);
@@ -521,12 +524,12 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunSteps(int index, int begin, int end, Rows& rows, Output& o) {
     const SeenByAll seen(p_, ItemRecord(p_, index));
     int pos = begin;
-    const auto step_at = [&](int place) { return KvStep<Traits>(p_, place, end); };
+    const auto step_at = [&](int offset) { return KvStep<Traits>(p_, offset, end); };
     if (Shape::Owner(Traits::kHasSteps ? 0 : begin) == group_) {
       RunOwn<false>(seen, step_at(pos), pos + 2 * kStep >= end, rows, o);
       pos += kStep;
     } else if (begin + kStep >= end) {
-      ReleaseQ();  // no step is its own
+      ReleaseQ();  // this consumer owns no step
     }
 #pragma unroll 1
     for (; pos + kStep < end; pos += 2 * kStep) {
@@ -537,20 +540,20 @@ class HopperMlaConsumer {
 
   // --- results ---
 
-  // Each consumer has summed up the probabilities of its own steps.
+  // Adds the sums of P of both consumers, each of which summed its own steps.
   __device__ __forceinline__ void AddSums(Rows& rows) {
     float2(*sums)[128] = reinterpret_cast<float2(*)[128]>(shared_.probabilities);
-    HopperConsumers::Sync();  // nobody takes over any more
+    HopperConsumers::Sync();  // P has been taken over everywhere
     sums[group_][thread_] = make_float2(rows.sum[0], rows.sum[1]);
     HopperConsumers::Sync();
-    // In the same order for both.
+    // in the same order for both
     const float2 a = sums[0][thread_], b = sums[1][thread_];
     rows.sum[0] = a.x + b.x;
     rows.sum[1] = a.y + b.y;
-    HopperConsumers::Sync();  // before the next item's probabilities
+    HopperConsumers::Sync();  // before the next item's P is handed over
   }
 
-  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. By 16 bytes, half a
+  // Final rows: a row's four lanes store 64 neighbouring bytes at a time. With 16 bytes, half a
   // sector, it took as long as three steps (profiled, H200).
   __device__ __forceinline__ void Write(const ItemRecord& item, const Rows& rows,
                                         const Output& o) const {
@@ -587,9 +590,8 @@ class HopperMlaConsumer {
   static constexpr int kChunks = kColumns / 16;
 
   __device__ int RowOf(int h) const { return Warp() * 16 + 8 * h + Lane() / 4; }
-  // Where the lane's words of row h are in the state that begins at `partial_row`; on it goes by
-  // kChunkWords(h) a chunk.
-  // The lane's words of row h of the state that begins at `partial_row`, and on to the next chunk.
+  // The lane's words of row h in the state that begins at `partial_row`. ChunkWords(h): from there
+  // to the same words of the next chunk.
   __device__ float* PartialWords(i64 partial_row, int h) const {
     return p_.partial_o + (partial_row + Warp() * 16) * Traits::kHeadDimVo +
            h * (8 * Traits::kHeadDimVo) +
@@ -615,14 +617,16 @@ class HopperMlaConsumer {
     }
   }
 
-  // Of two items of a tile the first to come leaves its state to the other, which waits until it is
-  // there: not for long, it is being written. So the other writes none. To the first thread: how
-  // many came before. The counter goes on by one when the state is there.
-  __device__ __forceinline__ int ComeToOther(int merge_idx) const {
+  // If a tile has two items, the CTA that comes first writes its state, and the other one waits
+  // until it is there. The wait is short, as the state is being written, and the other CTA writes
+  // none. Returns to the first thread how many came before. The counter grows by one again when the
+  // state is there.
+  __device__ __forceinline__ int AnnounceArrival(int merge_idx) const {
     if (HopperConsumers::thread() > 0 || shared_.merge.group.num_partials != 2) return 0;
     return AddRelaxed(shared_.merge.counters + merge_idx, 1);
   }
-  // Leaves the item's state to whoever comes last of its merge group. Whether it is this CTA.
+  // Leaves the item's state to the CTA that comes last in its merge group. Returns whether that is
+  // this CTA.
   __device__ __forceinline__ bool Arrive(int merge_idx, int came_before, int own_row, Rows& rows,
                                          const Output& o) {
     MergeScratch& merge = shared_.merge;
@@ -636,11 +640,11 @@ class HopperMlaConsumer {
         if (came_before > 0) {
           while (LoadAcquire(counter) < 3 && ++naps < kMostNaps) Nap();
         }
-        shared_.gave_up = naps == kMostNaps;
+        shared_.timed_out = naps == kMostNaps;
       }
       HopperConsumers::Sync();
       if (merge.completed[0] != 0) {
-        if (shared_.gave_up) rows.sum[0] = rows.sum[1] = __int_as_float(0x7fffffff);
+        if (shared_.timed_out) rows.sum[0] = rows.sum[1] = __int_as_float(0x7fffffff);
         return true;
       }
     }
@@ -654,11 +658,11 @@ class HopperMlaConsumer {
     return merge.completed[0] != 0;
   }
 
-  // Products are rounded by themselves, so that it does not matter which is whose.
+  // Both products are rounded before they are added, so it does not matter which CTA adds.
   __device__ static float Add(float own_weight, float own, float other_weight, float other) {
     return fmaf(own_weight, own, 0.0f) + fmaf(other_weight, other, 0.0f);
   }
-  // Adds the state of the other of two items to the own one.
+  // Adds the state of the other one of two items to the own state.
   __device__ __forceinline__ void AddOther(int own_row, Rows& rows, Output& o) const {
     const i32(&partial_rows)[MergeScratch::kMaxKept] = shared_.merge.partial_rows;
     const int other_row = partial_rows[0] == own_row ? partial_rows[1] : partial_rows[0];
@@ -668,12 +672,13 @@ class HopperMlaConsumer {
       states[h] = LoadCoherentIf(RowOf(h) < Traits::kGroupSize,
                                  p_.partial_states + other_row + RowOf(h), {-Infinity(), 0.0f});
     }
-    constexpr int kAhead = 16, kAll = 2 * kChunks;  // of what is on its way there are registers for
+    constexpr int kAhead = 16, kAll = 2 * kChunks;  // loads in flight, as many as there are
+                                                    // registers for
     float4 others[kAhead];
     const float* from = nullptr;
     auto load = [&](int n) {
       const int h = n / kChunks, i = n % kChunks;
-      if (i == 0) from = PartialWords(Anew(other_row), h);
+      if (i == 0) from = PartialWords(Opaque(other_row), h);
       others[n % kAhead] =
           LoadCoherent16If(RowOf(h) < Traits::kGroupSize, from + i * ChunkWords(h));
     };
@@ -686,7 +691,7 @@ class HopperMlaConsumer {
       const float max_log2 = fmaxf(own.max_log2, states[h].max_log2);
       own_weight[h] = StateWeight(own.max_log2, max_log2);
       other_weight[h] = StateWeight(states[h].max_log2, max_log2);
-      rows.reference[h] = max_log2;
+      rows.running_max[h] = max_log2;
       rows.sum[h] = Add(own_weight[h], own.sum, other_weight[h], states[h].sum);
     }
     auto add = [&](int h, float own, float other) {
@@ -705,20 +710,20 @@ class HopperMlaConsumer {
     }
   }
 
-  __device__ __forceinline__ void HelpFold(int index, int merge_idx) {
+  __device__ __forceinline__ void HelpReduce(int index, int merge_idx) {
     MergeScratch& merge = shared_.merge;
     const bool completed = merge.completed[0] != 0;
     if (completed || index + 1 == QueueEnd(p_)) {
-      FoldSlices<Traits, HopperConsumers, Strips>(p_, merge_idx, completed, true, merge);
+      ReduceSlices<Traits, HopperConsumers, Strips>(p_, merge_idx, completed, true, merge);
     }
   }
 
   const AttentionParams& p_;
   Shared& shared_;
   const int group_;   // 0 or 1
-  const int thread_;  // of the group
+  const int thread_;  // within the consumer
   Cursor cursor_;     // next step to be multiplied
-  u32 num_q_ = 0;     // that were waited for
+  u32 num_q_ = 0;     // q that were waited for
 };
 
 // --- kernel ---

@@ -1,50 +1,50 @@
-// Multi-head latent attention on Hopper, for tiles of 16 or 32 rows: wgmma with its operands
-// swapped.
+// Multi-head latent attention on Hopper, for tiles of 16 or 32 rows: wgmma with swapped operands.
 //
-// Few rows wait for memory, so the latent rows, of which there are always 64 in a step, take the
-// place of the 64 rows of a wgmma, and the heads that of its columns: s^T = k q^T and o^T = v^T
-// p^T. Both have the same tile of shared memory as operand a, as its rows lie and transposed. One
-// consumer warpgroup does all of it, and gives back a step's memory as soon as it has multiplied
-// it; a producer warpgroup copies latent rows and another one q, so that the rows of an item do not
-// wait for its q. Two steps fit beside q. Measured (H200, 128 x 4096 tokens of 16 heads): steps
-// that land and are given back by 1 or 3 blocks of 64 columns took 182 and 187 us, whole ones 182.
+// Few rows are bound by memory. A step always has 64 latent rows, so these are the 64 rows of a
+// wgmma, and heads are its columns: S^T = K Q^T and O^T = V^T P^T. Both products use the same tile
+// of shared memory as operand a, once as its rows lie and once transposed. One consumer warpgroup
+// computes everything and releases a step's memory as soon as it has multiplied it. A producer
+// warpgroup copies latent rows, and another one q, so that the rows of an item do not wait for its
+// q. Two steps fit beside q. Measured (H200, 128 x 4096 tokens of 16 heads): steps that land and
+// are released by 1 or 3 blocks of 64 columns took 182 and 187 us, whole steps 182.
 #pragma once
 
 #include "cuda/common/codec.cuh"
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/sm90/mla_producer.cuh"
-#include "cuda/sm90/references.cuh"
+#include "cuda/sm90/tile_rows.cuh"
 
 namespace jax_attn {
 
-// Warpgroup 0 of a CTA copies latent rows, 1 copies q, 2 consumes.
+// Warpgroup 0 of a CTA copies latent rows, 1 copies q, 2 is the consumer.
 struct HopperMlaDecodeRoles {
   static constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / kWarpSize;
   static constexpr int kNumThreads = 3 * kGroupThreads;
   static constexpr int kConsumer = 2 * kGroupThreads;  // its first thread
   // The consumer holds o; 64K registers are more than enough.
   static constexpr int kProducerRegisters = 56;
-  static constexpr int kConverterRegisters = 136;  // of the first, with a step of codes to come
+  static constexpr int kConverterRegisters = 136;  // of warpgroup 0, which holds the next step of
+                                                   // quantized rows
   static constexpr int kConsumerRegisters = 240;
 };
 
 // The consumer warpgroup as a group of threads.
 struct HopperMlaDecodeConsumers {
   static constexpr int kNamedBarrier = 1;
-  __device__ static int thread() { return Anew(threadIdx.x) - HopperMlaDecodeRoles::kConsumer; }
+  __device__ static int thread() { return Opaque(threadIdx.x) - HopperMlaDecodeRoles::kConsumer; }
   __device__ static int num_threads() { return HopperMlaDecodeRoles::kGroupThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, num_threads()); }
-  // Whether x holds for any of them.
+  // Whether x holds for any of the threads.
   __device__ static bool SyncOr(bool x) { return SyncNamedOr(kNamedBarrier, num_threads(), x); }
 };
 
-// The factor of an item's logits, for each warp of the consumer; in a register it spills.
+// The key scale of an item, for each warp of the consumer. In a register it would spill.
 template <bool kHas>
 struct KeyScales {
   float scales[HopperMlaDecodeRoles::kGroupWarps];
   __device__ __forceinline__ void Keep(int warp, float scale) {
-    __syncwarp();  // nobody reads that of the item before
+    __syncwarp();  // the scale of the item before has been read
     if (threadIdx.x % kWarpSize == 0) scales[warp] = scale;
     __syncwarp();
   }
@@ -61,32 +61,33 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   using Base = LatentShape<Traits>;
   using Base::kBlocks, Base::kStep;
   using Roles = HopperMlaDecodeRoles;
-  static constexpr bool kReadsOnce = true;  // all heads are one block
+  static constexpr bool kReadsOnce = true;  // all heads are one block, so no other CTA reads the
+                                            // rows
   static constexpr int kMaxRows = Max(Traits::kTileQ0, Traits::kTileQ1);
   static_assert(kMaxRows <= 32 && Traits::kTileQ0 % 16 == 0 && Traits::kTileQ1 % 16 == 0,
                 "o^T of 512 columns and 32 rows are 128 registers");
 
-  // Steps are loaded and given back as a whole.
+  // Steps are loaded and released as a whole.
   static constexpr int kUnits = 1;
   using Slot = SwizzledTile<Traits::kHeadDimQk, kStep>;
   using Ring = Slot;
-  // The other slot is on its way meanwhile.
+  // All blocks at once: the other slot is on its way meanwhile.
   __device__ static constexpr int NumBlocks(int) { return kBlocks; }
 
   template <int kRows>
   using Q = SwizzledTile<Traits::kHeadDimQk, kRows>;
-  // Probabilities of a step, or 64 columns of o: 128 bytes a row of q.
+  // P of a step, or 64 columns of o: 128 bytes for each row of q.
   template <int kRows>
   using P = SwizzledTile<64, kRows>;
 
-  static constexpr int kSmallBytes = 3 << 10;
-  static constexpr int kSlots =  // beyond 8 there is nothing to be gained
+  static constexpr int kControlBytes = 3 << 10;
+  static constexpr int kSlots =  // beyond 8 nothing is gained
       Min(8, (CtaSmemBudget(Traits::kArch, 1) - Q<kMaxRows>::kBytes - 2 * P<kMaxRows>::kBytes -
-              kSmallBytes) /
+              kControlBytes) /
                  Slot::kBytes);
   static_assert(kSlots > 1, "the next step comes in while one is multiplied");
 
-  struct RingPlace {
+  struct RingPosition {
     RingCursor<kSlots> cursor;
     __device__ __forceinline__ void StartStep(int) {}
     __device__ int FirstBlock(int) const { return 0; }
@@ -106,13 +107,13 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
   struct Shared {
     alignas(1024) unsigned char q[Q<kMaxRows>::kBytes];
     alignas(1024) unsigned char ring[kSlots * Slot::kBytes];
-    // By turns, so that nobody has to know whether the other warps' products have read the last
-    // one.
+    // Two tiles in alternation, so that no barrier must say that the other warps' products have
+    // read the last one.
     alignas(1024) unsigned char p[2][P<kMaxRows>::kBytes];
-    float rows[4][kMaxRows];  // what the consumer's warps know of the rows
+    float rows[4][kMaxRows];  // maxima or sums of the consumer's warps
     Barriers barriers;
     MergeScratch merge;
-    KeyScales<kLatentCodes<Traits>> key_scales;
+    KeyScales<kQuantizedLatent<Traits>> key_scales;
   };
 
   __device__ __forceinline__ static void Init(Shared& shared, i32* counters) {
@@ -121,9 +122,9 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
     InitBarrier(SharedAddress(&b.full_q), Roles::kGroupThreads);
     InitBarrier(SharedAddress(&b.empty_q), Roles::kGroupWarps);
     for (int i = 0; i < kSlots; ++i) {
-      // Copies arrive for each thread of the producer, conversions for each warp.
+      // Each thread of the producer arrives for its copies, each warp for its conversions.
       InitBarrier(SharedAddress(b.full + i),
-                  kLatentCodes<Traits> ? Roles::kGroupWarps : Roles::kGroupThreads);
+                  kQuantizedLatent<Traits> ? Roles::kGroupWarps : Roles::kGroupThreads);
       InitBarrier(SharedAddress(b.empty + i), Roles::kGroupWarps);
     }
   }
@@ -131,28 +132,27 @@ struct HopperMlaDecodeShape : LatentShape<Traits> {
 
 // --- producers ---
 
-// Latent rows of float8, which become the kernel's 16-bit type on their way to a slot, through
-// registers, in which the next step waits for memory: beside q and the steps that are multiplied
-// shared memory has no room for it. The consumer finds what it finds of plain rows, so bits are the
-// same.
+// Converts float8 latent rows to 16 bits on their way to a slot. The next step waits for memory in
+// registers, as shared memory has no room for it beside q and the ring. The consumer finds the same
+// as with 16-bit rows, so the bits are the same.
 template <class Traits>
-class LatentCodeRows {
+class LatentDequantizer {
  public:
   using Shape = HopperMlaDecodeShape<Traits>;
   using Shared = typename Shape::Shared;
 
-  __device__ __forceinline__ LatentCodeRows(const AttentionParams& p, Shared& shared)
+  __device__ __forceinline__ LatentDequantizer(const AttentionParams& p, Shared& shared)
       : shared_(shared), pool_(LatentPool<Traits>(p)) {}
 
-  // Loads the first step. lane_row: in the pool, of the token that the lane looked up, or kNoRow.
+  // Loads the first step. lane_row: pool row of the token that the lane looked up, or kNoRow.
   __device__ __forceinline__ void Begin(u32 lane_row) {
     FindRows(lane_row);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) step_[n] = Load(n);
   }
 
-  // Converts the step that was loaded, once nobody needs what was in its slot, and loads the one
-  // that `next` is at, if there is one.
+  // Converts the loaded step once its slot is free, and loads the step that `next` is at, if there
+  // is one.
   template <class Steps>
   __device__ __forceinline__ void Convert(const Steps& next) {
     WaitBarrier(SharedAddress(shared_.barriers.empty + cursor_.slot), cursor_.parity ^ 1);
@@ -172,13 +172,14 @@ class LatentCodeRows {
  private:
   using Slot = typename Shape::Slot;
   static constexpr int kBlocks = Shape::kBlocks;        // of 64 columns
-  static constexpr int kRows = Shape::kWarpTokens / 8;  // of a block that a lane has 16 codes of
-  struct Codes {
+  static constexpr int kRows = Shape::kWarpTokens / 8;  // rows of a block of which a lane has 16
+                                                        // values
+  struct Quantized {
     uint4 rows[kRows];
   };
 
-  // As in RowConverter: four lanes have 64 codes of a row, and the rows of eight lanes, which
-  // shared memory serves at once, are such that they meet in no bank.
+  // As in Float8Dequantizer: four lanes have 64 values of a row. Shared memory serves eight lanes
+  // at once; their rows are chosen so that they hit different banks.
   __device__ static int Lane() { return threadIdx.x % kWarpSize; }
   __device__ static int Row() { return Lane() / 8 ^ Lane() / 4 % 2 * 5; }
   __device__ static int Chunk() { return Lane() % 4; }
@@ -194,8 +195,8 @@ class LatentCodeRows {
     }
   }
 
-  __device__ __forceinline__ Codes Load(int block) const {
-    Codes x;
+  __device__ __forceinline__ Quantized Load(int block) const {
+    Quantized x;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       x.rows[i] = LoadRow16If(from_[i] != nullptr, from_[i] + block * 64);
@@ -203,25 +204,25 @@ class LatentCodeRows {
     return x;
   }
 
-  // block: where it is in the ring.
-  __device__ __forceinline__ void Store(const Codes& codes, int block) const {
+  // block: byte offset in the ring.
+  __device__ __forceinline__ void Store(const Quantized& quantized, int block) const {
     unsigned char* tile = shared_.ring + block;
     const int to = threadIdx.x / kWarpSize * (Shape::kWarpTokens * 128) + Row() * 128 +
                    (2 * Chunk() ^ Row()) * 16;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // Converted here: ahead of the blocks before it, it would be twice as many registers.
-      const uint4 x = Anew(codes.rows[i]);
-      *reinterpret_cast<uint4*>(tile + to + i * 1024) = DecodeFloat8<Traits>(x.x, x.y);
-      *reinterpret_cast<uint4*>(tile + (to ^ 16) + i * 1024) = DecodeFloat8<Traits>(x.z, x.w);
+      // Converted only here: earlier it would take twice as many registers.
+      const uint4 x = Opaque(quantized.rows[i]);
+      *reinterpret_cast<uint4*>(tile + to + i * 1024) = DequantizeFloat8<Traits>(x.x, x.y);
+      *reinterpret_cast<uint4*>(tile + (to ^ 16) + i * 1024) = DequantizeFloat8<Traits>(x.z, x.w);
     }
   }
 
   Shared& shared_;
-  const char* pool_;                  // rows of the layer
-  RingCursor<Shape::kSlots> cursor_;  // of the step that is converted
-  const char* from_[kRows];           // its rows, behind the lane's chunk; null: there is none
-  Codes step_[kBlocks];
+  const char* pool_;                  // row 0 of the layer
+  RingCursor<Shape::kSlots> cursor_;  // slot of the step that is converted
+  const char* from_[kRows];           // the step's rows, at the lane's chunk; null: no row
+  Quantized step_[kBlocks];
 };
 
 template <class Traits>
@@ -233,18 +234,18 @@ class HopperMlaDecodeProducer {
                                              typename Shape::Shared& shared, int begin, int end) {
     LatentSteps<Traits, Shape> steps(p);
     steps.Start(begin, end);
-    if constexpr (kLatentCodes<Traits>) {
+    if constexpr (kQuantizedLatent<Traits>) {
       Convert(p, shared, steps);
       return;
     }
-    LatentRows<Traits, Shape> rows(p, shared);  // the layer comes beside the first page
+    LatentRows<Traits, Shape> rows(p, shared);  // the layer is loaded beside the first page
     while (steps.has_item()) {
       const bool has_step = steps.has_step();
-      const int turn = steps.turn();
+      const int step_offset = steps.step_offset();
       const u32 row = has_step ? steps.Row() : kNoRow;
       if (has_step) steps.PrefetchPages();
       steps.Next();
-      if (has_step) rows.LoadStep(row, turn);
+      if (has_step) rows.LoadStep(row, step_offset);
     }
   }
 
@@ -255,7 +256,7 @@ class HopperMlaDecodeProducer {
     const auto pass_items = [&] {
       while (steps.has_item() && !steps.has_step()) steps.Next();
     };
-    LatentCodeRows<Traits> rows(p, shared);  // the layer comes beside the first page
+    LatentDequantizer<Traits> rows(p, shared);  // the layer is loaded beside the first page
     pass_items();
     if (!steps.has_item()) return;
     rows.Begin(steps.Row());
@@ -268,7 +269,7 @@ class HopperMlaDecodeProducer {
   }
 };
 
-// q of every item that has steps.
+// Loads q of every item that has steps.
 template <class Traits>
 class HopperMlaDecodeQLoader {
  public:
@@ -295,7 +296,7 @@ class HopperMlaDecodeQLoader {
   }
 
  private:
-  // Zeros where there is no row.
+  // Rows that do not exist are zeros.
   template <int kRows>
   __device__ __forceinline__ static void Load(const AttentionParams& p, Shared& shared,
                                               const ItemRecord& item) {
@@ -321,9 +322,9 @@ class HopperMlaDecodeQLoader {
 
 // --- consumer ---
 
-// What the consumer knows of an item of up to kRows rows: accumulators of columns of wgmma are rows
-// of q, j tiles of 8 rows, and the tokens, or columns of o, are its rows. A thread has rows Row(j,
-// c), and of these tokens, or columns, Across(h).
+// One item of up to kRows rows in the consumer's registers. Columns of a wgmma accumulator are rows
+// of q, in j tiles of 8 rows; its rows are tokens of S^T, or columns of O^T. A thread has rows
+// Row(j, c), and tokens or columns Across(h) of them.
 template <class Traits, int kRows>
 class HopperMlaDecodeItem {
  public:
@@ -358,7 +359,7 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // All steps. cursor: the slot that comes next.
+  // Runs all steps. cursor: the next slot.
   __device__ __forceinline__ void RunSteps(Cursor& cursor) {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOfItem<Traits>(p_, item);
@@ -378,7 +379,7 @@ class HopperMlaDecodeItem {
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Traits::Variant::kHasMask && step.is_masked();
         if (by_mask || (!seen_by_all && item.qo_len() > 1))
-          MendValues(cursor, item, begin, step.is_masked());
+          IsolateNonFinite(cursor, item, begin, step.is_masked());
       }
       MultiplyPv(cursor, p);
       cursor.Advance();
@@ -441,11 +442,11 @@ class HopperMlaDecodeItem {
 
   // --- products ---
 
-  // Two chains of sums: short products wait for each other.
+  // Two chains of sums: short products would wait for each other.
   __device__ __forceinline__ void MultiplyQk(const Cursor& cursor, Scores& s) const {
     Scores chains[2] = {};
     PinBlocks(chains);
-    const u64 q = Q::Descriptor(Anew(SharedAddress(shared_.q)), 0);
+    const u64 q = Q::Descriptor(Opaque(SharedAddress(shared_.q)), 0);
     const u64 k = Slot::Descriptor(SlotAddress(cursor), 0);
     WaitBarrier(SharedAddress(shared_.barriers.full + cursor.slot), cursor.parity);
     FenceSharedForWgmma();
@@ -464,7 +465,7 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // Adds a step to o, and gives it back.
+  // Adds P V of a step to o, and releases the step.
   __device__ __forceinline__ void MultiplyPv(const Cursor& cursor, u32 p) {
     PinBlocks(o_);
     WgmmaFence();
@@ -495,9 +496,9 @@ class HopperMlaDecodeItem {
 
   // --- softmax ---
 
-  // Probabilities 2^(logit - reference) of a step to shared memory, and their sums.
-  // That a reference grows (kReferenceSlack) hardly ever happens after the first step, and the
-  // barrier that products wait for anyway tells it to everybody.
+  // Writes P of a step to shared memory, and adds up its sums. A running max rarely grows
+  // (kMaxSlack) after the first step. The barrier that the products wait for anyway tells all
+  // threads.
   __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
     const float scale = ItemStage().scale();
     Scores x;
@@ -508,12 +509,12 @@ class HopperMlaDecodeItem {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float reference = FiniteMax(max_log2_[j][c]);
-          // -inf is not above -inf.
+          const float running_max = FiniteMax(max_log2_[j][c]);
+          // False for -inf against -inf.
           grows |= Stage::kNormalizes &&
-                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kReferenceSlack;
-          x[j][c] = Stage::Weight(s[j][c], scale, reference);
-          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, reference);
+                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kMaxSlack;
+          x[j][c] = Stage::Weight(s[j][c], scale, running_max);
+          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, running_max);
         }
       }
       StoreTransposed(p, x);
@@ -528,7 +529,7 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // New references for the rows that need one; sums and o follow.
+  // Moves the running max of the rows that need it; sums and o follow.
   __device__ __forceinline__ void FollowMaxima(const Scores& s, float scale) {
     auto& maxima = shared_.rows;
 #pragma unroll
@@ -552,7 +553,7 @@ class HopperMlaDecodeItem {
 #pragma unroll
         for (int warp = 1; warp < 4; ++warp) step_max = fmaxf(step_max, maxima[warp][Row(j, c)]);
         const float old_max = max_log2_[j][c];
-        if (step_max > old_max + kReferenceSlack) max_log2_[j][c] = step_max;
+        if (step_max > old_max + kMaxSlack) max_log2_[j][c] = step_max;
         const float factor = Exp2(old_max - FiniteMax(max_log2_[j][c]));
         sum_[j][c] *= factor;
 #pragma unroll
@@ -562,10 +563,10 @@ class HopperMlaDecodeItem {
         }
       }
     }
-    // Before anybody writes the maxima, or sums, again: the barrier that follows.
+    // The next barrier comes before any thread writes maxima or sums again.
   }
 
-  // Accumulators as 16-bit rows of q, 64 tokens or columns each.
+  // Stores accumulators as 16-bit rows of q, 64 tokens or columns each.
   __device__ __forceinline__ void StoreTransposed(u32 tile, const Scores& x) const {
     const int lane = Lane();
     // Lanes 0 to 15 give addresses of 8 rows of each of two matrices, Across(0) and Across(1).
@@ -577,12 +578,13 @@ class HopperMlaDecodeItem {
     }
   }
 
-  // In a step that some rows see more of than others, a value that is not finite must reach the
-  // rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there is one, the rows that
-  // see it get it here, and it becomes 0. All warps have read the keys: they met since. A thread
-  // looks after half of a row of 64 columns; columns beyond v do no harm.
-  __device__ __forceinline__ void MendValues(const Cursor& cursor, const ItemRecord& item, int pos,
-                                             bool is_masked) {
+  // Handles values that are not finite in a step that some rows see more of than others. Such a
+  // value must reach the rows that see it and no other, but 0 * NaN and 0 * inf are NaN. If there
+  // is one, it is added here to the rows that see it, and replaced by 0. All warps have read the
+  // keys, as they met since. A thread handles half of a row of each block of 64 columns; columns
+  // beyond v do no harm.
+  __device__ __forceinline__ void IsolateNonFinite(const Cursor& cursor, const ItemRecord& item,
+                                                   int pos, bool is_masked) {
     unsigned char* slot = shared_.ring + cursor.slot * Slot::kBytes;
     auto values = [&](int block, int i) -> uint4& {
       return *reinterpret_cast<uint4*>(slot + block * Slot::kBlockBytes + thread_ * 64 + i * 16);
@@ -633,7 +635,8 @@ class HopperMlaDecodeItem {
           const u16 x = *reinterpret_cast<const u16*>(slot + block * Slot::kBlockBytes +
                                                       token * 128 + chunk * 16 + Across(h) % 8 * 2);
           if (E::IsFinite(x)) continue;
-          // In the logit it is -inf, if that is no NaN, and its weight 0; a soft cap is finite.
+          // Such a value makes its logit -inf, unless it is NaN, and its P 0. With a soft cap the
+          // logit is finite.
           const float mark =
               (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) * E::ToFloat(x);
 #pragma unroll
@@ -653,7 +656,7 @@ class HopperMlaDecodeItem {
 
   // --- results ---
 
-  // Over all tokens, in the same order for every thread.
+  // Adds up sums over all tokens, in the same order in every thread.
   __device__ __forceinline__ void AddSums() {
     auto& sums = shared_.rows;
 #pragma unroll
@@ -677,10 +680,10 @@ class HopperMlaDecodeItem {
         sum_[j][c] = (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
       }
     }
-    Team::Sync();  // nobody reads probabilities, or sums, any more
+    Team::Sync();  // P and sums have been read everywhere
   }
 
-  // o, normalised, 64 columns at a time through shared memory: eight threads write 128 bytes of a
+  // Writes final o, 64 columns at a time through shared memory: eight threads write 128 bytes of a
   // row.
   __device__ __forceinline__ void WriteFinal(int num_rows,
                                              const RowMap<Traits::kGroupSize>& map) const {
@@ -689,7 +692,7 @@ class HopperMlaDecodeItem {
     for (int block = 0; block < kValueBlocks; ++block) {
       const unsigned char* tile = shared_.p[block % 2];
       StoreTransposed(SharedAddress(tile), o_[block]);
-      Team::Sync();  // and so nobody reads the other tile any more
+      Team::Sync();  // so the other tile has been read, too
 #pragma unroll
       for (int i = 0; i < kRows; i += 16) {
         const int row = i + first_row;
@@ -699,14 +702,14 @@ class HopperMlaDecodeItem {
             *reinterpret_cast<const uint4*>(tile + row * 128 + (chunk ^ row % 8) * 16);
       }
     }
-    if (kValueBlocks % 2 == 1) Team::Sync();  // before the next item's probabilities
+    if (kValueBlocks % 2 == 1) Team::Sync();  // before the next item's P
   }
 
   const AttentionParams& p_;
   Shared& shared_;
   const int index_;
   const int thread_;
-  float max_log2_[kTiles][2];  // references, see Exponentiate
+  float max_log2_[kTiles][2];  // running maxima, see Exponentiate
   float sum_[kTiles][2];       // over this thread's tokens only, until AddSums
   float o_[kValueBlocks][kTiles][4];
 };
@@ -769,8 +772,8 @@ struct HopperMlaDecodeTeams {
   __device__ __forceinline__ static void Run(const AttentionParams& p, Shared& shared, int begin,
                                              int end) {
     if (threadIdx.x < Roles::kGroupThreads) {
-      LowerRegisterLimit<kLatentCodes<Traits> ? Roles::kConverterRegisters
-                                              : Roles::kProducerRegisters>();
+      LowerRegisterLimit<kQuantizedLatent<Traits> ? Roles::kConverterRegisters
+                                                  : Roles::kProducerRegisters>();
       HopperMlaDecodeProducer<Traits>::Run(p, shared, begin, end);
     } else if (threadIdx.x < Roles::kConsumer) {
       LowerRegisterLimit<Roles::kProducerRegisters>();

@@ -1,13 +1,14 @@
-// The producer warpgroup of mla.cuh and mla_decode.cuh: latent rows of the steps of a queue, on
-// their way to shared memory as blocks of 64 columns, swizzled.
+// The producer warpgroup of mla.cuh and mla_decode.cuh. It copies the latent rows of a queue's
+// steps to shared memory, as swizzled blocks of 64 columns.
 #pragma once
 
 #include "cuda/sm90/pipeline.cuh"
 
 namespace jax_attn {
 
-// A producer's way through the kv steps of a queue, as QueueSteps. What a step needs of its item
-// stays in registers: a producer that loads it in every step is late, as slots come back late.
+// A producer's walk over the kv steps of a queue, as QueueSteps. What a step needs of its item
+// stays in registers: slots are released late, so a producer that loads it in every step is too
+// late.
 template <class Traits, class Shape>
 class LatentSteps : ListedStep<Traits> {
  public:
@@ -22,20 +23,21 @@ class LatentSteps : ListedStep<Traits> {
   }
 
   __device__ bool has_item() const { return index_ < end_; }
-  __device__ int index() const { return index_; }  // of the item
-  // By what consumers take turns: steps of the pool, or with step lists those of the item, so that
-  // bits do not depend on the lists before.
-  __device__ int turn() const { return Traits::kHasSteps ? pos_ - begin_pos_ : pos_; }
-  // An item without a span is passed, too, but has no step.
+  __device__ int index() const { return index_; }  // of the step's item
+  // Decides which consumer owns the step: the offset of the step in the pool, or with step lists
+  // within its item, so that bits do not depend on the lists before.
+  __device__ int step_offset() const { return Traits::kHasSteps ? pos_ - begin_pos_ : pos_; }
+  // The walk also passes items without a span, which have no step.
   __device__ bool has_step() const { return pos_ < end_pos_; }
   __device__ bool is_first() const { return pos_ <= begin_pos_; }
 
-  // On to the next step; its page is asked for at once and used one step later.
+  // Moves to the next step. Its page is asked for at once and used one step later.
   __device__ __forceinline__ void Next() {
     pos_ += Shape::kStep;
     if constexpr (Traits::kHasSteps) {
       this->step = this->next;
-      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
+      this->next =
+          KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // early, as the load takes time
     }
     if (pos_ >= end_pos_) {
       ++index_;
@@ -60,7 +62,7 @@ class LatentSteps : ListedStep<Traits> {
     }
   }
 
-  // Row of this lane's token in the pool, kNoRow where no row of the item sees it.
+  // Pool row of this lane's token; kNoRow where no row of the item sees it.
   __device__ __forceinline__ u32 Row() const {
     const int pos = Shape::LanePosition(this->Begin(pos_));
     if (!Sees(pos)) return kNoRow;
@@ -68,12 +70,12 @@ class LatentSteps : ListedStep<Traits> {
     return static_cast<u32>(base_) + pos;
   }
 
-  // Brings the page ids of steps to come into L2. With pages of a token they are as many lines as
-  // steps take at a time, and each is read once, so they come from memory, which under load answers
-  // in about the time of a step.
+  // Prefetches the page ids of later steps into L2. With pages of one token a step needs as many
+  // cache lines as it has groups of 16 tokens, and each id is read once. So they come from memory,
+  // which under load answers in about the time of a step.
   __device__ __forceinline__ void PrefetchPages() const {
     if (Traits::kPageSize == 0 || threadIdx.x / kWarpSize != 0) return;
-    constexpr int kSteps = 3;  // ahead: 6 us, while L2 keeps a line for some 10
+    constexpr int kSteps = 3;  // steps ahead: 6 us, while L2 keeps a line for some 10
     if (is_first()) {
       PrefetchPages<kSteps + 1>(pos_, end_pos_, base_, seen_end_);
     } else {
@@ -91,8 +93,9 @@ class LatentSteps : ListedStep<Traits> {
     return pos >= begin_pos_ && pos < end_pos_;
   }
 
-  // Ids of 16 positions are 64 bytes, or less with larger pages. Of the steps from `pos` on; with
-  // step lists, whose places these are, up to position seen_end.
+  // Prefetches the ids of kSteps steps from `pos` on. Ids of 16 positions are 64 bytes, or less
+  // with larger pages. With step lists pos and end_pos are offsets in the lists, and positions end
+  // at seen_end.
   template <int kSteps>
   __device__ __forceinline__ void PrefetchPages(int pos, int end_pos, int base,
                                                 int seen_end) const {
@@ -109,23 +112,24 @@ class LatentSteps : ListedStep<Traits> {
   }
 
   const AttentionParams& p_;
-  int index_, end_;                    // item of the step
-  int pos_;                            // kv position, or place, of the step
+  int index_, end_;                    // item of the step; end of the queue
+  int pos_;                            // kv offset of the step
   int begin_pos_ = 0, end_pos_;        // span of its item, likewise
-  int seen_begin_ = 0, seen_end_ = 0;  // with step lists: the kv positions that the item's rows see
-  int base_ = 0;                       // where its pages are, or rows
+  int seen_begin_ = 0, seen_end_ = 0;  // with step lists: kv positions that the item's rows see
+  int base_ = 0;                       // first entry of its page table; ragged: first row
   i32 page_ = 0;                       // page of this lane's token
 };
 
 template <class Traits>
-inline constexpr bool kLatentCodes = Traits::kKvFormat != kPlainFormat;
-// Of the one row that a token has.
+inline constexpr bool kQuantizedLatent = Traits::kKvFormat != kPlainFormat;
+// Bytes of the one row that a token has.
 template <class Traits>
 inline constexpr int kLatentRowBytes =
-    kLatentCodes<Traits> ? static_cast<int>(CodeRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
-                         : Traits::kHeadDimQk * 2;
+    kQuantizedLatent<Traits>
+        ? static_cast<int>(QuantizedRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
+        : Traits::kHeadDimQk * 2;
 
-// Rows of the layer.
+// Row 0 of the layer.
 template <class Traits>
 __device__ __forceinline__ const char* LatentPool(const AttentionParams& p) {
   const char* pool = static_cast<const char*>(p.k);
@@ -135,11 +139,11 @@ __device__ __forceinline__ const char* LatentPool(const AttentionParams& p) {
   return pool;
 }
 
-// A Shape has kUnits units of a step, which are loaded by themselves, one after the other:
-// NumBlocks(unit) blocks of 64 columns. Its RingPlace says which, after StartStep, and where they
-// go: from FirstBlock(unit) on; Barrier(unit) of Shared::full and empty, phase parity(); the offset
-// in bytes of Block(unit, i), and on it moves by NextUnit and NextStep. kReadsOnce: a row is read
-// by nobody else, as a rule.
+// Copies latent rows to the ring. A Shape divides a step into kUnits units, which are loaded one
+// after the other: NumBlocks(unit) blocks of 64 columns. Its RingPosition tells, after StartStep,
+// where they are: blocks from FirstBlock(unit) on; entry Barrier(unit) of Shared::full and empty,
+// with phase parity(); the byte offset Block(unit, i) in the ring. NextUnit and NextStep move it
+// on. kReadsOnce: usually no other CTA reads the row.
 template <class Traits, class Shape>
 class LatentRows {
  public:
@@ -148,10 +152,10 @@ class LatentRows {
   __device__ __forceinline__ LatentRows(const AttentionParams& p, Shared& shared)
       : shared_(shared), pool_(LatentPool<Traits>(p)) {}
 
-  // The rows of a step that this warp copies, each unit once nobody needs what was there.
-  // lane_row: in the pool, of the token that the lane looked up, or kNoRow. turn: of the step.
-  __device__ __forceinline__ void LoadStep(u32 lane_row, int turn) {
-    place_.StartStep(turn);
+  // Copies this warp's rows of a step, each unit once its slot is free. lane_row: pool row of the
+  // token that the lane looked up, or kNoRow. step_offset: that of the step.
+  __device__ __forceinline__ void LoadStep(u32 lane_row, int step_offset) {
+    place_.StartStep(step_offset);
     const Sources sources = FindSources(lane_row);
 #pragma unroll
     for (int unit = 0; unit < Shape::kUnits; ++unit) {
@@ -171,7 +175,7 @@ class LatentRows {
   static constexpr int kWarpTokens = Shape::kStep / 4;
   static constexpr int kRowsPerCopy = 4;  // eight lanes copy 128 bytes of a row
   static constexpr int kCopies = kWarpTokens / kRowsPerCopy;
-  // What the lane copies of the first block of columns.
+  // Sources of the lane's copies, in the first block of columns.
   struct Sources {
     const char* from[kCopies];
     bool valid[kCopies];
@@ -190,13 +194,13 @@ class LatentRows {
     for (int i = 0; i < kCopies; ++i) {
       const u32 row = __shfl_sync(kFullWarp, lane_row, i * kRowsPerCopy + Lane() / 8);
       x.valid[i] = row != kNoRow;
-      // The address of a copy that reads nothing still is one of the pool.
+      // A copy that reads nothing still needs an address within the pool.
       x.from[i] = RowAt(x.valid[i] ? row : 0) + Lane() % 8 * 16;
     }
     return x;
   }
 
-  // This warp's rows one by one.
+  // Copies this warp's rows of a unit one by one.
   __device__ __forceinline__ void CopyRows(int unit, const Sources& sources) const {
     const int lane_token = Lane() / 8, chunk = Lane() % 8;
     const u32 ring = SharedAddress(shared_.ring) + (Warp() * kWarpTokens + lane_token) * 128;
@@ -204,7 +208,7 @@ class LatentRows {
                              ring + (chunk ^ (lane_token + 4)) * 16};
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const char* from = Anew(sources.from[i] + place_.FirstBlock(unit) * 128);
+      const char* from = Opaque(sources.from[i] + place_.FirstBlock(unit) * 128);
       const u32 to = swizzled[i % 2] + i * kRowsPerCopy * 128 + place_.Block(unit, 0);
 #pragma unroll
       for (int b = 0; b < Shape::NumBlocks(unit); ++b) {
@@ -219,11 +223,11 @@ class LatentRows {
   }
 
   Shared& shared_;
-  const char* pool_;  // rows of the layer
-  typename Shape::RingPlace place_;
+  const char* pool_;  // row 0 of the layer
+  typename Shape::RingPosition place_;
 };
 
-// What the two Shapes have in common.
+// The common part of the Shapes of both kernels.
 template <class Traits>
 struct LatentShape {
   static constexpr int kStep = 64;  // kv tokens
@@ -232,8 +236,8 @@ struct LatentShape {
   static constexpr int kValueBlocks = Traits::kHeadDimVo / 64;
   static_assert(Traits::kHeadDimQk % 64 == 0 && Traits::kHeadDimVo % 64 == 0, "whole blocks");
 
-  static constexpr int kWarpTokens = kStep / 4;  // that a producer's warp copies
-  // kv position of the token that a producer's lane looks up in the step at `pos`.
+  static constexpr int kWarpTokens = kStep / 4;  // tokens that one warp of the producer copies
+  // kv position of the token that a lane of the producer looks up in the step at `pos`.
   __device__ static int LanePosition(int pos) {
     return pos + threadIdx.x / kWarpSize * kWarpTokens + threadIdx.x % kWarpTokens;
   }

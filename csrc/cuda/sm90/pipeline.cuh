@@ -1,32 +1,34 @@
-// What the loops of sm90 have in common: tiles as wgmma reads them, rings of them in shared memory,
-// the steps of a queue as a producer takes them, and the kernel around producer and consumers.
+// Parts that the loops of sm90 share: tiles as wgmma reads them, the roles of warpgroups, and the
+// kernel around producer and consumers.
 #pragma once
 
 #include "cuda/common/budget.cuh"
 #include "cuda/common/partials.cuh"
+#include "cuda/common/producer.cuh"
 #include "cuda/common/work.cuh"
 #include "cuda/sm90/ptx.cuh"
 
 namespace jax_attn {
 
-// Rows of an item that decode.cuh has, few of them, and whether there are no others.
-inline constexpr int kDecodeRows = 32, kFewRows = 8;
+// Whether decode.cuh computes all items of a kernel; and up to how many rows it has a smaller copy
+// of its code.
 template <class Traits>
 inline constexpr bool kOnlyDecodes =
-    !Traits::kIsMla && Traits::kNumTiles == 1 && Traits::kTileQ0 == kDecodeRows;
+    HopperOnlyDecodes(Traits::kIsMla, Traits::kNumTiles, Traits::kTileQ0);
+inline constexpr int kFewRows = 8;
 
-// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, and in each block
+// A tile of 16-bit rows in shared memory as wgmma reads it: blocks of 64 columns, in each block
 // rows of 128 bytes, swizzled. head_dim is padded with zeros to a multiple of 64.
 template <int kHeadDim, int kRows>
 struct SwizzledTile {
   static constexpr int kBlocks = CeilDiv(kHeadDim, 64);
   static constexpr int kPadded = 64 * kBlocks;
-  static constexpr int kLiveChunks = kHeadDim / 8;  // of 16 bytes in a row, with data
+  static constexpr int kLiveChunks = kHeadDim / 8;  // vectors of 16 bytes in a row that hold data
   static constexpr int kBlockBytes = kRows * 128;
   static constexpr int kBytes = kBlocks * kBlockBytes;
 
-  // Rows from `row` on as operand a or b, columns along k; AlongK(.., kk) moves it to the columns
-  // [16 * kk, 16 * kk + 16).
+  // Descriptor of rows from `row` on as operand a or b, columns along k. AlongK(.., kk) moves it to
+  // the columns [16 * kk, 16 * kk + 16).
   __device__ __forceinline__ static u64 Descriptor(u32 tile, int row) {
     return MatrixDescriptor(tile + row * 128, 16, 1024);
   }
@@ -36,9 +38,9 @@ struct SwizzledTile {
   __device__ __forceinline__ static u64 Down(u64 descriptor, int num_rows) {
     return MoveDescriptor(descriptor, num_rows * 128);
   }
-  // All columns along n, rows from `row` on along k: operand b, transposed; or 64 columns along m:
-  // operand a, transposed. AlongRows(.., kk) moves it to the rows [row + 16 * kk, row + 16 * kk +
-  // 16), Right(.., block) to the columns from 64 * block on.
+  // Descriptor of transposed rows, from `row` on along k: all columns along n as operand b, or 64
+  // columns along m as operand a. AlongRows(.., kk) moves it to the rows [row + 16 * kk, row + 16 *
+  // kk + 16), Right(.., block) to the columns from 64 * block on.
   __device__ __forceinline__ static u64 TransposedDescriptor(u32 tile, int row) {
     return MatrixDescriptor(tile + row * 128, kBlockBytes, 1024);
   }
@@ -50,33 +52,15 @@ struct SwizzledTile {
   }
 };
 
-// The accumulators of several products side by side.
+// PinRegisters for the accumulators of several products.
 template <class T, int kBlocks, int kTiles>
 __device__ __forceinline__ void PinBlocks(T (&d)[kBlocks][kTiles][4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) PinRegisters(d[b]);
 }
 
-// Position in a ring of slots. The parity is that of the slot's current phase.
-template <int kSlots>
-struct RingCursor {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void Advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void Advance(int num_slots) {
-    slot += num_slots;
-    parity ^= slot / kSlots & 1;
-    slot %= kSlots;
-  }
-};
-
-// The first warpgroups of a CTA, usually one, produce, the others consume. kConverts: producers
-// also convert what they copied, for which they need registers.
+// The roles of a CTA's warpgroups: the first ones, usually one, are producers, the others
+// consumers. kConverts: producers also convert what they copied, and need registers for it.
 template <int kConsumers, int kProducers = 1, bool kConverts = false>
 struct HopperRolesOf {
   static_assert(kConsumers + kProducers == 3 || kConsumers + kProducers == 4);
@@ -87,7 +71,7 @@ struct HopperRolesOf {
   static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-  // 64K registers; the consumers hold o, logits and probabilities, the producer a few addresses.
+  // A CTA has 64K registers. Consumers hold o, logits and P, a producer a few addresses.
   static constexpr int kProducerRegisters = kProducers == 2 || kConverts ? 56
                                             : kNumConsumers == 2         ? 40
                                                                          : 32;
@@ -98,34 +82,35 @@ struct HopperRolesOf {
 };
 using HopperRoles = HopperRolesOf<2>;
 
-// How consumers pass parameters to a fold. Three have no registers left for them, and would keep
-// on the stack what their steps need.
+// How consumers pass parameters to a merge. Three consumers have no registers left for them: by
+// value, they would push what the steps need onto the stack.
 template <int kConsumers>
-struct HopperFold {
-  using Params = FoldParams;
+struct HopperReduce {
+  using Params = ReduceParams;
 };
 template <>
-struct HopperFold<3> {
+struct HopperReduce<3> {
   using Params = const AttentionParams&;
 };
 
-// The consumers as one group of threads.
+// All consumers as one group of threads.
 template <class Roles>
-struct HopperConsumersOf : HopperFold<Roles::kNumConsumers> {
+struct HopperConsumersOf : HopperReduce<Roles::kNumConsumers> {
   static constexpr int kNamedBarrier = 3;
-  __device__ static int thread() { return Anew(threadIdx.x) - Roles::kProducerThreads; }
+  __device__ static int thread() { return Opaque(threadIdx.x) - Roles::kProducerThreads; }
   __device__ static int num_threads() { return Roles::kConsumerThreads; }
   __device__ static void Sync() { SyncNamed(kNamedBarrier, Roles::kConsumerThreads); }
 };
 using HopperConsumers = HopperConsumersOf<HopperRoles>;
 
-// Of decodes alone, whose consumers make the barriers: producers wait for them here.
+// Named barrier of kernels that only decode: a consumer initialises the mbarriers, and producers
+// wait here until they are there.
 inline constexpr int kBarriersMade = 7;
 
 // The threads of one consumer.
 struct OneHopperConsumer {
-  static constexpr int kNamedBarrier = 4;  // and 5; 6 of a third
-  __device__ static int thread() { return Anew(threadIdx.x) % 128; }
+  static constexpr int kNamedBarrier = 4;  // also 5, and 6 with a third consumer
+  __device__ static int thread() { return Opaque(threadIdx.x) % 128; }
   __device__ static int num_threads() { return 128; }
   __device__ static int barrier() { return kNamedBarrier - 1 + threadIdx.x / 128; }
   __device__ static void Sync() { SyncNamed(barrier(), num_threads()); }
@@ -133,136 +118,8 @@ struct OneHopperConsumer {
   __device__ static bool SyncOr(bool x) { return SyncNamedOr(barrier(), num_threads(), x); }
 };
 
-// A producer's way through the kv steps of a queue, across the borders of items. Every lane looks
-// up the pool row of one token of each step, the one at Shape::LanePosition(step). What steps have
-// to know of their item is in registers: read from L1 in each step it would be five answers, one
-// asked for after the other, a quarter of the time that a producer had a step of decodes in.
-template <class Traits, class Shape>
-class QueueSteps : ListedStep<Traits> {
- public:
-  __device__ __forceinline__ explicit QueueSteps(const AttentionParams& p) : p_(p) {}
-
-  __device__ __forceinline__ void Start(int begin, int end) {
-    index_ = begin - 1;
-    end_ = end;
-    pos_ = 0;
-    end_pos_ = 0;
-    Next();
-  }
-  // The same, but that item blockIdx.x is known.
-  __device__ __forceinline__ void Start(int begin, int end, const ItemCopy& item) {
-    index_ = begin;
-    end_ = end;
-    if (begin >= end) return;
-    item_ = item;
-    if (begin != static_cast<int>(blockIdx.x)) item_ = ItemCopy(p_, begin);
-    BeginItem();
-    AskForPages();
-  }
-
-  __device__ bool has_item() const { return index_ < end_; }
-  __device__ int index() const { return index_; }  // of the item
-  __device__ const ItemCopy& item() const { return item_; }
-  __device__ int pos() const { return pos_; }  // of the step
-  // An item without a span is passed, too, but has no step.
-  __device__ bool has_step() const { return pos_ < end_pos_; }
-  // Of its item.
-  __device__ bool is_first() const { return pos_ == FirstStep<Shape::kStep>(item_); }
-
-  // Of its item, with itself.
-  __device__ int NumLeft() const { return CeilDiv(end_pos_ - pos_, Shape::kStep); }
-
-  // On to the next step; what its pages are is asked at once and used one step later.
-  __device__ __forceinline__ void Next() {
-    bool asks = Advance();
-    if (pos_ >= end_pos_) {
-      ++index_;
-      if (index_ >= end_) return;
-      item_ = ItemCopy(p_, index_);
-      BeginItem();
-      asks = true;
-    }
-    if (asks) AskForPages();
-  }
-  // The same where the item has a next step.
-  __device__ __forceinline__ void NextOfItem() {
-    if (Advance()) AskForPages();
-  }
-
-  // Row of this lane's token in the pool, or kFreshRow and that of k_new and v_new; kNoRow outside
-  // of the item's span.
-  __device__ __forceinline__ u32 Row() const {
-    const int pos = Shape::LanePosition(this->Begin(pos_));
-    i32 page = page_;
-    if constexpr (kHasGroups) {
-      page = __shfl_sync(kFullWarp, page_, static_cast<u32>(pos) / Traits::kPageSize % kWarpSize);
-    }
-    if (!IsInSpan(pos)) return kNoRow;
-    if constexpr (Traits::kHasFreshKv) {
-      const FreshTokens fresh(p_, item_.request());
-      if (pos >= fresh.begin) return kFreshRow | fresh.Row(pos);
-    }
-    if constexpr (Traits::kPageSize > 0) return PoolRow<Traits::kPageSize>(page, pos);
-    return static_cast<u32>(item_.kv_base()) + pos;
-  }
-
- private:
-  // Steps whose pages are asked for at the same time: those of a group of 32 entries of a page
-  // table, one a lane, or one step, whose lanes ask for the pages of their tokens.
-  static constexpr int kWarpPages = kWarpSize * Traits::kPageSize;  // tokens
-  static constexpr bool kHasGroups = kWarpPages > 0 && kWarpPages % Shape::kStep == 0;
-  static constexpr int kGroupTokens = kHasGroups ? kWarpPages : Shape::kStep;
-
-  // Whether the step has other pages.
-  __device__ __forceinline__ bool Advance() {
-    pos_ += Shape::kStep;
-    if constexpr (Traits::kHasSteps) {
-      const u32 group = static_cast<u32>(this->Begin(pos_)) / kGroupTokens;
-      this->step = this->next;
-      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);  // ahead: it takes its time
-      return static_cast<u32>(this->Begin(pos_)) / kGroupTokens != group;
-    }
-    return static_cast<u32>(pos_) % kGroupTokens == 0;
-  }
-  __device__ bool IsInSpan(int pos) const {
-    if constexpr (Traits::kHasSteps) return pos < this->kv_len;
-    return pos >= item_.kv_begin() && pos < item_.kv_end();
-  }
-  __device__ __forceinline__ void BeginItem() {
-    pos_ = FirstStep<Shape::kStep>(item_);
-    // As consumers see it, who ask whether there is a span; of decodes alone nobody asks.
-    end_pos_ = item_.kv_begin() < item_.kv_end() ? item_.kv_end() : pos_;
-    if constexpr (Traits::kHasSteps) {
-      this->kv_len = EndOfItem<Traits>(p_, item_);
-      this->step = KvStep<Traits>(p_, pos_, end_pos_);
-      this->next = KvStep<Traits>(p_, pos_ + Shape::kStep, end_pos_);
-    }
-  }
-  __device__ __forceinline__ void AskForPages() {
-    if constexpr (Traits::kPageSize > 0) {
-      const int step = this->Begin(pos_);
-      int pos = Shape::LanePosition(step);
-      bool needed = IsInSpan(pos);
-      if constexpr (kHasGroups) {
-        const int lane = threadIdx.x % kWarpSize;
-        const int place = static_cast<int>(static_cast<u32>(step) % kGroupTokens);
-        pos = step - place + lane * Traits::kPageSize;
-        needed = Traits::kHasSteps
-                     ? IsInSpan(pos)
-                     : pos + Traits::kPageSize > item_.kv_begin() && pos < item_.kv_end();
-      }
-      page_ = needed ? LoadPage<Traits::kPageSize>(p_, item_.kv_base(), pos) : 0;
-    }
-  }
-
-  const AttentionParams& p_;
-  int index_, end_;  // item of the step
-  ItemCopy item_;
-  int pos_, end_pos_;  // kv position, or place, of the step; end of its item's span
-  i32 page_ = 0;       // what this lane asked for
-};
-
-// A producer and its consumers as the warpgroups of a CTA. first: what the producer knows besides.
+// Runs a producer and its consumers as the warpgroups of a CTA. first: what the producer already
+// knows of its first item.
 template <class Producer, class Consumer, class Roles = HopperRoles>
 struct HopperTeams {
   static constexpr int kNumThreads = Roles::kNumThreads;
@@ -280,19 +137,8 @@ struct HopperTeams {
   }
 };
 
-// What a queue probably begins with: queues of small batches have one item each, which is item
-// blockIdx.x of the plan. Asked for beside the borders of the queue it is there two trips to memory
-// earlier.
-template <class Traits>
-struct FirstItem {
-  ItemCopy item;
-  int layer;
-  __device__ __forceinline__ explicit FirstItem(const AttentionParams& p)
-      : item(p, blockIdx.x), layer(LoadLayer<Traits>(p)) {}
-};
-
-// The kernel around the warpgroups: Teams::Run has a queue's items [begin, end). A Shape has
-// Shared, and inits its barriers and where it finds counters.
+// The kernel around the warpgroups. Teams::Run executes a queue's items [begin, end). A Shape has
+// the struct Shared and its Init, which initialises barriers and says where the counters are.
 template <class Traits, class Shape, class Teams>
 struct HopperBody {
   using Shared = typename Shape::Shared;
@@ -307,7 +153,7 @@ struct HopperBody {
     if constexpr (kOnlyDecodes<Traits>) {
       const FirstItem<Traits> first(p);
       const int begin = QueueBegin(p);
-      // By a consumer, while the producers ask for the first page.
+      // A consumer thread does it while the producers ask for the first page.
       if (threadIdx.x == kNumThreads - 1) Shape::Init(shared, LaunchCounters(p));
       Teams::Run(p, shared, begin, QueueEnd(p), first);
     } else {

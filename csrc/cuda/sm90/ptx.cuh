@@ -1,7 +1,7 @@
-// One function a PTX instruction of sm_90a: barriers in shared memory, register budgets, wgmma.
+// One function for each PTX instruction of sm_90a: mbarriers, TMA, register limits, wgmma.
 //
-// tests/csrc/emulation/cuda_emulation_sm90.h takes the place of this file on the host, hence a
-// guard with a name.
+// tests/csrc/emulation/cuda_emulation_sm90.h replaces this file on the host, so the include guard
+// has a name.
 #ifndef JAX_ATTN_CUDA_SM90_PTX_CUH_
 #define JAX_ATTN_CUDA_SM90_PTX_CUH_
 
@@ -12,16 +12,16 @@ namespace jax_attn {
 
 // --- barriers in shared memory (mbarrier) ---
 //
-// A barrier counts the arrivals of its current phase; the last one completes the phase and begins
+// A barrier counts the arrivals of its current phase. The last one completes the phase and begins
 // the next. WaitBarrier(b, parity) returns once the phase of that parity (0 for the first one) is
 // complete, so waiting for parity 1 on a fresh barrier returns at once.
 //
-// A wait has no bound of its own. It ends because warps that wait and warps that arrive count their
-// phases by the same words of a plan, which nobody writes meanwhile, and by the same conditions on
-// them: the borders of a queue (QueueBegin, QueueEnd), whether an item has steps, and how many,
-// from its span, who has it, from its tokens and tile. That holds for words of any value, not only
-// for those of good plans; faults_sm90_test.cc has damaged ones. What depends on other CTAs,
-// counters of merge groups, is spun on with a bound.
+// A wait has no time limit. It ends because warps that wait and warps that arrive count their
+// phases by the same words of a plan, which do not change meanwhile, and by the same conditions:
+// the borders of a queue (QueueBegin, QueueEnd); whether an item has steps, and how many, by its
+// span; which consumer has it, by its tokens and tile. This holds for words of any value, not only
+// for valid plans: faults_sm90_test.cc runs damaged ones. Waits for other CTAs, on counters of
+// merge groups, have a limit.
 
 __device__ __forceinline__ void InitBarrier(u32 barrier, int num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals)
@@ -32,29 +32,30 @@ __device__ __forceinline__ void ArriveBarrier(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// This thread arrives when all of its asynchronous copies so far have landed; it does not wait.
+// Makes this thread arrive when all of its asynchronous copies so far have landed. It does not
+// wait.
 __device__ __forceinline__ void ArriveBarrierAfterCopies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// As many arrivals of this thread at once.
+// Arrives `count` times at once.
 __device__ __forceinline__ void ArriveBarrier(u32 barrier, int count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
                : "memory");
 }
 
-// The current phase does not complete before that many more bytes were copied by CopyBox.
+// Adds num_bytes to what LoadTmaTile must copy before the current phase completes.
 __device__ __forceinline__ void ExpectBytes(u32 barrier, int num_bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
                "r"(num_bytes)
                : "memory");
 }
 
-// Copies one box of a tensor map by the copy engine: 64 columns from `column` on of head `head`,
-// rows from `row` on of layer `layer`, as rows of 128 bytes, swizzled. wgmma may read them once
-// `barrier` lets pass; no fence is needed.
-__device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int column, int head,
-                                        int row, int layer, u32 barrier) {
+// Loads one TMA tile: 64 columns from `column` on of head `head`, rows from `row` on of layer
+// `layer`, as swizzled rows of 128 bytes. wgmma may read them after a wait for `barrier`; no fence
+// is needed.
+__device__ __forceinline__ void LoadTmaTile(u32 shared, const TensorMap& map, int column, int head,
+                                            int row, int layer, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
@@ -62,19 +63,18 @@ __device__ __forceinline__ void CopyBox(u32 shared, const TensorMap& map, int co
       : "memory");
 }
 
-// The other way: one box of the 16 rows that WriteBoxes has in shared memory. What the copies read
-// may be written again after WaitStoresRead, and what they write after WaitStores, both by the
-// thread that issued them.
-__device__ __forceinline__ void StoreBox(const TensorMap& map, int column, int head, int row,
-                                         u32 shared) {
+// Stores one TMA tile: the 16 rows that WriteByTma has in shared memory. The thread that issued it
+// may overwrite the source after WaitStoresRead, and the destination after WaitStores.
+__device__ __forceinline__ void StoreTmaTile(const TensorMap& map, int column, int head, int row,
+                                             u32 shared) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::
           "l"(&map),
       "r"(column), "r"(head), "r"(row), "r"(0), "r"(shared)
       : "memory");
 }
-// Copies, or adds in f32, num_bytes, a multiple of 16, from shared to global memory. Waited for as
-// StoreBox is.
+// Copies, or adds in f32, num_bytes, a multiple of 16, from shared to global memory. Wait for it as
+// for StoreTmaTile.
 __device__ __forceinline__ void StoreBulk(float* global, u32 shared, int num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared), "r"(num_bytes)
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool TryWaitBarrier(u32 barrier, u32 parity) {
   return done != 0;
 }
 
-// Whether the phase is over, without any waiting.
+// Whether the phase is complete. It does not wait.
 __device__ __forceinline__ bool TestBarrier(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -130,31 +130,31 @@ __device__ __forceinline__ void WaitBarrier(u32 barrier, u32 parity) {
   }
 }
 
-// Shared memory that was written by ordinary instructions or CopyAsync16 may now be read by wgmma,
-// and by StoreBox. Executed by the reader after it waited for the writers, or by the writers before
-// they arrive.
+// Makes shared memory that ordinary instructions or CopyAsync16 wrote visible to wgmma and
+// StoreTmaTile. The reader executes it after it waited for the writers, or the writers before they
+// arrive.
 __device__ __forceinline__ void FenceSharedForWgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Bulk copies and ordinary accesses of this thread to global memory keep their order across this.
+// Keeps the order of bulk copies and ordinary accesses of this thread to global memory.
 __device__ __forceinline__ void FenceGlobalForBulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // --- matrix fragments ---
 
-// Stores two 8x8 matrices of 16-bit elements, each transposed. Of each matrix a lane has, before,
-// elements 2 * (l % 4) and the next of row l / 4; lane l < 16 gives the address of what becomes row
-// l % 8 of matrix l / 8, 16 bytes.
+// Stores two 8x8 matrices of 16-bit elements, each transposed. Before, a lane has elements 2 * (l %
+// 4) and the next of row l / 4 of each matrix. Lane l < 16 gives the address of row l % 8 of the
+// transposed matrix l / 8, 16 bytes.
 __device__ __forceinline__ void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared),
                "r"(r0), "r"(r1)
                : "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements. Of each a lane has elements 2 * (l % 4) and the next
-// of row l / 4, and gives the address of row l % 8 of matrix l / 8, 16 bytes.
+// Stores four 8x8 matrices of 16-bit elements. A lane has elements 2 * (l % 4) and the next of row
+// l / 4 of each, and gives the address of row l % 8 of matrix l / 8, 16 bytes.
 __device__ __forceinline__ void StoreMatrix4(u32 shared, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -174,9 +174,9 @@ __device__ __forceinline__ void RaiseRegisterLimit() {
 
 // --- wgmma: matrix products of a warpgroup, asynchronous ---
 
-// A matrix in shared memory whose rows of 128 bytes are swizzled: byte address bits [4, 7) are
-// XORed with bits [7, 10), so that tiles start at multiples of 1024. Blocks of 8 rows follow each
-// other in `stride` bytes. When the rows run along the dimension that is not summed over
+// The descriptor of a matrix in shared memory with swizzled rows of 128 bytes: byte address bits
+// [4, 7) are XORed with bits [7, 10), so tiles start at multiples of 1024. Blocks of 8 rows follow
+// each other in `stride` bytes. If the rows run along the dimension that is not summed over
 // (transposed b), further columns follow in `leading` bytes.
 __device__ __forceinline__ u64 MatrixDescriptor(u32 shared, int leading, int stride) {
   constexpr u64 kSwizzle128 = u64{1} << 62;
@@ -184,19 +184,20 @@ __device__ __forceinline__ u64 MatrixDescriptor(u32 shared, int leading, int str
          (shared & 0x3ffff) >> 4;
 }
 
-// The descriptor of what lies num_bytes further. An address has 18 bits, so nothing is carried into
-// the upper word, which the compiler may keep as a constant.
+// The descriptor of an address num_bytes further. An address has 18 bits, so nothing is carried
+// into the upper word, which the compiler may keep as a constant.
 __device__ __forceinline__ u64 MoveDescriptor(u64 descriptor, int num_bytes) {
   return (descriptor & 0xffffffff00000000ull) |
          (static_cast<u32>(descriptor) + static_cast<u32>(num_bytes >> 4));
 }
 
-// Before the first wgmma, and whenever registers it reads or adds to were written otherwise.
+// Needed before the first wgmma, and after other instructions wrote registers that a wgmma reads or
+// adds to.
 __device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes the group of products since the last commit.
+// Closes the group of products issued since the last commit.
 __device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -207,9 +208,9 @@ __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers that asynchronous products read or write, as the compiler should see them: whatever
-// computes them stays before this point, and whatever uses them behind it. Before a WgmmaFence and
-// after a WgmmaWait.
+// Pins registers that asynchronous products read or write: the compiler keeps what computes them
+// before this point, and what uses them behind it. Use it before a WgmmaFence and after a
+// WgmmaWait.
 template <class T, int kTiles>
 __device__ __forceinline__ void PinRegisters(T (&d)[kTiles][4]) {
 #pragma unroll
@@ -225,17 +226,17 @@ __device__ __forceinline__ void PinRegisters(T (&d)[kTiles][4]) {
   }
 }
 
-// What leads to x, which is not negative, is computed before what follows. ptxas would move it
-// behind a WgmmaWait for products that it does not need, and so wait for both, one after the other.
+// Keeps the computation of x, which is not negative, before what follows. ptxas would move it
+// behind a WgmmaWait for products that it does not need, so two waits would follow each other.
 __device__ __forceinline__ void KeepBefore(float x) {
   if (x < 0.0f) asm volatile("nanosleep.u32 1;" ::: "memory");
 }
 
 // d[64, kN] = (accumulate ? d : 0) + a[64, 16] * b[16, kN].
-// d follows MmaBf16: warp w of the warpgroup has rows [16w, 16w + 16), and d[j][2h + c] is column
-// 8j + 2 * (lane % 4) + c of row 8h + lane / 4 of them. a: in shared memory, rows along k, or
-// transposed: rows along the 64, or in registers, fragments as for MmaBf16. b: in shared memory,
-// rows along k, or transposed: rows along n.
+// d is laid out as in MmaBf16: warp w of the warpgroup has rows [16w, 16w + 16), and d[j][2h + c]
+// is column 8j + 2 * (lane % 4) + c of row 8h + lane / 4 of them.
+// a: in shared memory with rows along k; transposed, with rows along the 64; or in registers, as
+// fragments for MmaBf16. b: in shared memory with rows along k; or transposed, with rows along n.
 template <int kN, int kDtype>
 struct Wgmma;
 
@@ -328,8 +329,8 @@ JAX_ATTN_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 JAX_ATTN_WGMMA_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 JAX_ATTN_WGMMA_BOTH(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-// The same of e4m3, d[64, kN] = (accumulate ? d : 0) + a[64, 32] * b[32, kN], both with rows along
-// k, the one way that 8-bit types have. Addends are cut off at some 13 bits below the largest one.
+// The e4m3 product d[64, kN] = (accumulate ? d : 0) + a[64, 32] * b[32, kN], both with rows along
+// k, the only way for 8-bit types. Addends are cut off at some 13 bits below the largest one.
 template <int kN>
 struct WgmmaE4m3;
 

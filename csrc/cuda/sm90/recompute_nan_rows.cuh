@@ -1,14 +1,14 @@
-// Rows that a product has given a value which they do not see: 0 * NaN and 0 * inf are NaN.
+// Recomputes rows that a product gave a value which they do not see: 0 * NaN and 0 * inf are NaN.
 //
-// Products of sm90 take values from shared memory as they are, and nobody looks at them before.
-// Instead the results tell: where one is not finite, either a row saw such a value, and has what it
-// should, or it did not, and the columns in question are computed again here, straight from global
-// memory. What it costs stays with the rows that need it:
-//   - Rows of a tile see the same tokens but for some at the ends of their spans, no more than the
-//     tile has tokens. If all values there are finite, nothing is wrong.
-//   - Rows are computed from their last token backwards, until no column of theirs is finite any
-//     more. Behind a NaN that is soon; only those few rows of a tile that lie before the first one
-//     go back to their first token.
+// Products of sm90 read values from shared memory directly, so no instruction can check them
+// before. The results tell instead. Where a result is not finite, either the row saw such a value,
+// and the result is right. Or it did not, and the columns in question are recomputed here, straight
+// from global memory. Only rows that need it pay for it:
+//   - Rows of a tile see the same tokens, except some at the ends of their spans, at most as many
+//   as the tile has query tokens. If all values there are finite, nothing is wrong.
+//   - A row is computed from its last token backwards, until none of its columns is finite any
+//   more. Behind a NaN that is soon. Only the few rows of a tile that lie before the first NaN go
+//   back to their first token.
 #pragma once
 
 #include "cuda/common/logits.cuh"
@@ -26,16 +26,17 @@ __device__ __forceinline__ bool IsFinite(float x) {
   return (__float_as_uint(x) & 0x7f800000) != 0x7f800000;
 }
 
-// Work of a warp on rows of an item.
+// Recomputes rows of an item, by one warp.
 template <class Traits>
-class RowMender {
+class NanRowRecomputer {
  public:
-  __device__ __forceinline__ RowMender(const AttentionParams& p, int index, int first_row, int lane)
+  __device__ __forceinline__ NanRowRecomputer(const AttentionParams& p, int index, int first_row,
+                                              int lane)
       : p_(p), index_(index), first_row_(first_row), lane_(lane) {}
 
-  // rows: a bit for each row, from first_row on; their sums are not NaN. reference, o_scale: lane i
-  // has those of row first_row + i.
-  __device__ __forceinline__ void Run(u32 rows, float reference, float o_scale) {
+  // rows: one bit for each row, from first_row on; their sums are not NaN. running_max, o_scale:
+  // lane i has those of row first_row + i.
+  __device__ __forceinline__ void Run(u32 rows, float running_max, float o_scale) {
     if (rows == 0) return;
     const u32 columns = UnseenColumns(rows);
     if (!__any_sync(kFullWarp, columns != 0)) return;
@@ -47,20 +48,20 @@ class RowMender {
         few[i] = rows != 0 ? __ffs(rows) - 1 : kNone;
         rows &= rows - 1;
       }
-      MendFew(few, columns, reference, o_scale);
+      RecomputeFew(few, columns, running_max, o_scale);
     }
   }
 
  private:
   using E = Element<Traits::kDtype>;
   static constexpr int kFormat = Traits::kKvFormat;
-  static constexpr bool kHasQueryCodes = Traits::kQFormat == kE4m3Format;
-  using QueryBits = typename Choose<kHasQueryCodes, unsigned char, u16>::Type;
-  static constexpr int kRows = 2;  // at a time: they share what is loaded
+  static constexpr bool kHasFp8Query = Traits::kQFormat == kE4m3Format;
+  using QueryBits = typename Conditional<kHasFp8Query, unsigned char, u16>::Type;
+  static constexpr int kRows = 2;  // rows at a time: they share loads
   static constexpr int kNone = -1;
-  static constexpr int kColumns = 8;  // of a lane
+  static constexpr int kColumns = 8;  // columns of a lane
   static constexpr int kDimQk = Traits::kHeadDimQk, kDimVo = Traits::kHeadDimVo;
-  // Lanes that have all columns of v; the others have those of other tokens.
+  // So many lanes have all columns of v. The other lanes have those of other tokens.
   static constexpr int kWidth = kDimVo > 128 ? 32 : kDimVo > 64 ? 16 : kDimVo > 32 ? 8 : 4;
   static constexpr int kTokens = kWarpSize / kWidth;
   static_assert(kDimVo <= kWidth * kColumns, "a warp has all columns");
@@ -75,17 +76,17 @@ class RowMender {
                                 (first_row_ + last) / Traits::kGroupSize);
   }
 
-  // The kv position at a place of the item, see KvStep.
-  __device__ __forceinline__ int PositionOf(int place) const {
-    if constexpr (!Traits::kHasSteps) return place;
-    return KvStep<Traits>(p_, place, place + 1).begin() + place % Traits::kTileKv;
+  // The kv position at a kv offset of the item, see KvStep.
+  __device__ __forceinline__ int PositionOf(int offset) const {
+    if constexpr (!Traits::kHasSteps) return offset;
+    return KvStep<Traits>(p_, offset, offset + 1).begin() + offset % Traits::kTileKv;
   }
-  // Whether there is a token at it, of a place in [begin, end).
+  // Whether there is a token at the position of an offset in [begin, end).
   __device__ __forceinline__ bool Exists(int pos) const {
     return !Traits::kHasSteps || pos < EndOfItem<Traits>(p_, ItemRecord(p_, index_));
   }
 
-  // Row of the pool, or kFreshRow and that of k_new and v_new.
+  // Pool row of a position. A row of k_new and v_new has kFreshRow added.
   __device__ __forceinline__ u32 RowOf(int pos) const {
     const ItemRecord item(p_, index_);
     if constexpr (Traits::kHasFreshKv) {
@@ -97,10 +98,10 @@ class RowMender {
     }
     return static_cast<u32>(item.kv_base()) + pos;
   }
-  // That of a place, or kNoRow.
-  __device__ __forceinline__ u32 RowAt(int place) const {
-    if constexpr (!Traits::kHasSteps) return RowOf(place);
-    const int pos = PositionOf(place);
+  // The same for an offset; kNoRow if there is no token.
+  __device__ __forceinline__ u32 RowAt(int offset) const {
+    if constexpr (!Traits::kHasSteps) return RowOf(offset);
+    const int pos = PositionOf(offset);
     return Exists(pos) ? RowOf(pos) : kNoRow;
   }
   template <int kHeadDim>
@@ -116,7 +117,7 @@ class RowMender {
     return FindPoolsOfRows<Traits, kKvRowBytes<Traits, kDimQk>, kKvRowBytes<Traits, kDimVo>>(
         p_, LoadLayer<Traits>(p_));
   }
-  // Eight elements of a row, but for the scale of its head.
+  // Loads eight elements of a row, without the scale of its head.
   template <int kHeadDim>
   __device__ __forceinline__ static void Load(const char* row, int column, float (&x)[8]) {
     if constexpr (kFormat == kPlainFormat) {
@@ -124,7 +125,7 @@ class RowMender {
     } else if constexpr (kFormat == kE4m3Format) {
       LoadE4m3(row + column, x);
     } else {
-      using Unit = CodeUnit<Traits, kHeadDim>;
+      using Unit = QuantizedUnit<Traits, kHeadDim>;
       int unit = column / 8, v = 0;
       if constexpr (Unit::kVectors == 2) {
         constexpr int kSpan = FormatOf(kFormat).span;
@@ -133,20 +134,20 @@ class RowMender {
         unit = (begin / 2 + column - begin - v * half) / 8;
       }
       typename Unit::Vectors vectors;
-      Unit(reinterpret_cast<const unsigned char*>(row), unit).Decode(vectors);
+      Unit(reinterpret_cast<const unsigned char*>(row), unit).Dequantize(vectors);
       Unpack(v == 0 ? vectors[0] : vectors[Unit::kVectors - 1], x);
     }
   }
   __device__ __forceinline__ static void LoadE4m3(const void* from, float (&x)[8]) {
-    const uint2 codes = *static_cast<const uint2*>(from);
+    const uint2 quantized = *static_cast<const uint2*>(from);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      x[i] = E4m3ToFloat32((i < 4 ? codes.x : codes.y) >> i % 4 * 8 & 0xff);
+      x[i] = E4m3ToFloat32((i < 4 ? quantized.x : quantized.y) >> i % 4 * 8 & 0xff);
     }
   }
-  // The same of q. What others round to codes is taken as it is.
+  // Loads eight elements of q. 16-bit q is taken as it is, also where the kernel rounds it to e4m3.
   __device__ __forceinline__ static void LoadQuery(const QueryBits* from, float (&x)[8]) {
-    if constexpr (kHasQueryCodes) {
+    if constexpr (kHasFp8Query) {
       LoadE4m3(from, x);
     } else {
       Unpack(LoadConstant16(from), x);
@@ -158,8 +159,8 @@ class RowMender {
     for (int i = 0; i < 8; ++i) x[i] = E::ToFloat(static_cast<u16>(words[i / 2] >> i % 2 * 16));
   }
 
-  // Of the lane's columns those, a bit each, in which a token that not all of the rows see has a
-  // value that is not finite.
+  // The lane's columns, one bit each, in which a token that not all of the rows see has a value
+  // that is not finite.
   __device__ __forceinline__ u32 UnseenColumns(u32 rows) const {
     const ItemRecord item(p_, index_);
     const VisibleSpan span = SpanOf(__ffs(rows) - 1, 31 - __clz(static_cast<int>(rows)));
@@ -173,9 +174,8 @@ class RowMender {
     }
     return columns;
   }
-  // The same of tokens at places [begin, end), of which this lane looks at every kTokens-th. 32
-  // rows of the pool are looked up at a time, one a lane, so that their values are asked for
-  // together.
+  // The same for the tokens at offsets [begin, end); this lane checks every kTokens-th. 32 pool
+  // rows are looked up at a time, one a lane, so that their values are loaded together.
   __device__ __forceinline__ u32 NotFinite(int begin, int end) const {
     const KvPools pools = Pools();
     u32 columns = 0;
@@ -197,12 +197,12 @@ class RowMender {
     return columns;
   }
 
-  // Columns of few rows anew; kNone: of none.
-  __device__ __forceinline__ void MendFew(const int (&few)[kRows], u32 columns, float reference,
-                                          float o_scale) const {
+  // Recomputes columns of few rows; kNone: no row.
+  __device__ __forceinline__ void RecomputeFew(const int (&few)[kRows], u32 columns,
+                                               float running_max, float o_scale) const {
     const KvPools pools = Pools();
     VisibleSpan spans[kRows];
-    float references[kRows];
+    float running_maxima[kRows];
     float o[kRows][kColumns] = {};
     int begin = 0x7fffffff, end = 0;
 #pragma unroll
@@ -213,7 +213,7 @@ class RowMender {
         begin = Min(begin, spans[i].any_begin);
         end = Max(end, spans[i].any_end);
       }
-      references[i] = __shfl_sync(kFullWarp, reference, few[i] & 31);
+      running_maxima[i] = __shfl_sync(kFullWarp, running_max, few[i] & 31);
     }
     if constexpr (Traits::kHasSteps) {
       begin = ItemRecord(p_, index_).kv_begin();
@@ -222,20 +222,20 @@ class RowMender {
 #pragma unroll 1
     while (end > begin) {
       const int first = Max(begin, end - kWarpSize), num_tokens = end - first;
-      const int place = first + (Traits::kHasSteps ? Min(lane_, num_tokens - 1) : lane_);
-      const int pos = PositionOf(place);
-      const bool is_masked = KvStep<Traits>(p_, place, place + 1).is_masked();
+      const int offset = first + (Traits::kHasSteps ? Min(lane_, num_tokens - 1) : lane_);
+      const int pos = PositionOf(offset);
+      const bool is_masked = KvStep<Traits>(p_, offset, offset + 1).is_masked();
       u32 row = 0;
       float weights[kRows];
       if (lane_ < num_tokens && Exists(pos)) {
         row = RowOf(pos);
-        Weights(few, pos, is_masked, At<kDimQk>(pools.k, p_.k_new, row), references, weights);
+        Weights(few, pos, is_masked, At<kDimQk>(pools.k, p_.k_new, row), running_maxima, weights);
       }
       bool sees[kRows][1];
       Stage(p_, index_).Look(LayoutOf(few), pos, is_masked, [&](int i) { return spans[i]; }, sees);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (!sees[i][0]) weights[i] = UnseenWeight();
+        if (!sees[i][0]) weights[i] = UnseenP();
       }
 #pragma unroll 1
       for (int t = 0; t < kWarpSize; t += kTokens) {
@@ -248,7 +248,7 @@ class RowMender {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float weight = __shfl_sync(kFullWarp, weights[i], token);
-          if (token >= num_tokens || IsUnseen(weight)) continue;  // not 0 * v
+          if (token >= num_tokens || IsUnseenP(weight)) continue;  // must not add 0 * v
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) o[i][c] = fmaf(weight, v[c], o[i][c]);
         }
@@ -281,9 +281,9 @@ class RowMender {
     return layout;
   }
 
-  // Weights of the token at `pos`, whether or not the rows see it. is_masked: of its step.
+  // Softmax weights of the token at `pos`, whether or not the rows see it. is_masked: of its step.
   __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, bool is_masked,
-                                          const char* k, const float (&references)[kRows],
+                                          const char* k, const float (&running_maxima)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
@@ -307,7 +307,7 @@ class RowMender {
         for (int c = 0; c < 8; ++c) s[i] = fmaf(x[c], y[c], s[i]);
       }
     }
-    if constexpr (kHasQueryCodes) {
+    if constexpr (kHasFp8Query) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int head = item.kv_head() * Traits::kGroupSize;
@@ -318,11 +318,11 @@ class RowMender {
     stage.Transform(layout, pos, is_masked, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      weights[i] = Stage::Weight(s[i], stage.scale(), references[i]);
+      weights[i] = Stage::Weight(s[i], stage.scale(), running_maxima[i]);
     }
   }
 
-  // Whether none of the lane's columns that are asked for is finite in any of the rows.
+  // Whether no column that is asked for is finite in any of the rows.
   __device__ __forceinline__ bool AreSettled(const int (&few)[kRows], u32 columns,
                                              const float (&o)[kRows][kColumns]) const {
     bool all = true;
@@ -340,7 +340,7 @@ class RowMender {
     return all;
   }
 
-  // Columns of a row: its result, or of a split item its state, which stays as it is but for o.
+  // Stores columns of a row: its result, or o of its partial state.
   __device__ __forceinline__ void Store(int row, u32 columns, float o_scale,
                                         const float (&o)[kColumns]) const {
     const ItemRecord item(p_, index_);
@@ -364,11 +364,13 @@ class RowMender {
   const int first_row_, lane_;
 };
 
-// Called by a whole warp once results that are not finite are written; see RowMender::Run.
+// Call it with a whole warp once results that are not finite are written. See
+// NanRowRecomputer::Run.
 template <class Traits>
-__device__ __noinline__ void MendRows(const AttentionParams& p, int index, int first_row, u32 rows,
-                                      float reference, float o_scale, int lane) {
-  RowMender<Traits>(p, index, first_row, lane).Run(rows, reference, o_scale);
+__device__ __noinline__ void RecomputeNonFiniteRows(const AttentionParams& p, int index,
+                                                    int first_row, u32 rows, float running_max,
+                                                    float o_scale, int lane) {
+  NanRowRecomputer<Traits>(p, index, first_row, lane).Run(rows, running_max, o_scale);
 }
 
 }  // namespace jax_attn

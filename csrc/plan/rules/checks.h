@@ -1,4 +1,4 @@
-// What makes a batch a fault, and which fault is told. plan/fault.cc has the sentences.
+// Which batches are faulty, and which fault is reported. plan/fault.cc has the sentences.
 #pragma once
 
 #include "plan/rules/costs.h"
@@ -18,7 +18,7 @@ inline bool IsBefore(const PlanFault& a, const PlanFault& b) {
   return a.code != kNoFault && (a.code < b.code || (a.code == b.code && a.at < b.at));
 }
 
-// Of the batch as a whole.
+// Faults of the batch as a whole.
 inline PlanFault CheckBatch(const PlanRules& rules, const PlanInputs& in) {
   const i64 first_qo = in.qo_indptr[0], first_kv = in.kv_indptr[0];
   const i64 nnz_qo = in.qo_indptr[in.batch_size], nnz_kv = in.kv_indptr[in.batch_size];
@@ -32,7 +32,7 @@ inline PlanFault CheckBatch(const PlanRules& rules, const PlanInputs& in) {
   return {};
 }
 
-// Of request r, with its entries r + 1 of the offsets.
+// Faults of request r and its entries r + 1 of the offsets.
 inline PlanFault CheckRequest(const PlanRules& rules, const PlanInputs& in, i64 r) {
   const i64 qo_begin = in.qo_indptr[r], qo_end = in.qo_indptr[r + 1];
   const i64 kv_begin = in.kv_indptr[r], kv_end = in.kv_indptr[r + 1];
@@ -60,7 +60,7 @@ inline PlanFault MakeLevelFault(PlanFaultCode code, i32 level, i64 entry, i64 go
   return MakeFault(code, entry * kMaxLevels + level, got, expected);
 }
 
-// Of entry i of a level's request_indptr.
+// Faults of entry i of a level's request_indptr.
 inline PlanFault CheckBorder(const PlanInputs& in, const PrefixLevels& levels, i32 level, i32 i) {
   const i32* borders = BordersOf(levels, level);
   const i32 n = levels.num_prefixes, border = borders[i];
@@ -78,7 +78,7 @@ inline PlanFault CheckBorder(const PlanInputs& in, const PrefixLevels& levels, i
   return MakeLevelFault(kFaultPrefixNesting, level, i, nearest, outer);
 }
 
-// Of request r, at every level.
+// Faults of request r's prefix lengths at every level.
 inline PlanFault CheckPrefixLens(const PlanInputs& in, const PrefixLevels& levels, i64 r) {
   if (in.qo_indptr[r + 1] == in.qo_indptr[r]) return {};
   for (i32 level = 0; level < levels.num_levels; ++level) {
@@ -90,8 +90,9 @@ inline PlanFault CheckPrefixLens(const PlanInputs& in, const PrefixLevels& level
   return {};
 }
 
-// Of a batch's query tiles, before any is made. Each is an item a head at least; where they are
-// few, what the schedule needs is found out, to be said exactly.
+// Faults of a batch's number of query tiles (capacity), before any tile is made. Each tile is at
+// least one item per head. If there are few tiles, the exact need of the schedule is found out
+// later and reported.
 inline PlanFault CheckTiles(const PlanRules& rules, i64 num_tiles) {
   constexpr i64 kFew = 1 << 16;
   if (num_tiles >= kMaxQueryTiles) return MakeFault(kFaultTiles, 0, num_tiles);
@@ -106,23 +107,24 @@ inline PlanFault CheckCost(const PlanRules& rules, i64 coarse_cost) {
   constexpr int kGotBits = 32 + 4 - kCoarseBits;  // 2^32 kv tokens of 16 each
   return MakeFault(kFaultCost, 0, (coarse_cost >> kGotBits) * rules.num_units);
 }
-// Whether there is anything to be summed. longest: what a tile costs at most; 2^32 - 1: or more.
+// Whether the sum of costs can overflow and must be computed. longest: upper bound on the cost of a
+// tile; 2^32 - 1 also stands for more.
 inline bool MayCostTooMuch(const PlanRules& rules, i64 num_tiles, i64 longest) {
   return longest == 0xffffffffll || num_tiles * longest > kMaxTotalCost / rules.num_units;
 }
 
-// Whether the map has all positions that rows of the tile may see.
+// Whether the map covers all positions that rows of the tile may see.
 inline PlanFault CheckMapColumns(const BlockMap& map, const QueryTile& t) {
   if (t.kv_begin == t.kv_end || (t.kv_end - 1) / map.kv_block < map.num_columns) return {};
   return MakeFault(kFaultMapColumns, t.request, map.num_columns, t.kv_end);
 }
 
-// What the lists of all tiles need, behind CheckMapColumns.
+// Capacity check of the lists of all tiles, after CheckMapColumns.
 inline PlanFault CheckSteps(const PlanRules& rules, i64 num_steps) {
   return num_steps > rules.max_steps ? MakeFault(kFaultSteps, 0, num_steps) : PlanFault{};
 }
 
-// What a schedule needs of a plan's sections.
+// Entries that a schedule needs in a plan's sections.
 struct PlanCounts {
   i64 num_items, num_merge_groups, num_partials, num_partial_rows;
 };

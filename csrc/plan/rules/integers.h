@@ -1,10 +1,9 @@
-// The planners' integers: what bounds them, and arithmetic of them.
+// The planners' integers: their bounds and arithmetic.
 //
-// Each file of this folder has decisions of the planners. They are of integers alone, and each
-// function is of few numbers, because two programs follow them and must write the same bits: the
-// host planner (plan/schedule.cc), one after the other, and the device planner
-// (cuda/plan/plan.cuh), all at once. NVRTC reads them, too, so they include nothing but params.h
-// and each other.
+// Each file of this folder has decisions of the planners. They use integers only, and each function
+// takes few numbers, because two programs follow them and must write the same bits: the host
+// planner (plan/schedule.cc) sequentially and the device planner (cuda/plan/plan.cuh) in parallel.
+// NVRTC compiles these files, too, so they include nothing but params.h and each other.
 #pragma once
 
 #include "params.h"
@@ -13,16 +12,16 @@ namespace jax_attn {
 
 inline constexpr i64 kMaxInt32 = 2147483647;
 
-// Bounds. Of a problem, by plan/check.h: heads 2^16, queues 2^20, items
-// 2^28, kv_cost and fixed costs 2^12. Of a batch, by checks.h:
+// Bounds. plan/check.h checks those of a problem: heads 2^16, queues 2^20, items 2^28, kv_cost and
+// fixed costs 2^12. checks.h checks those of a batch:
 //   kv_len, |position|            2^30   CheckRequest; kernels add positions and windows in 32 bits
-//   query tiles                   2^25   CheckTiles; so items of tiles that are not cut
-//   cost of a tile                2^42   kv_len * kv_cost, more than a key holds: see ChunkKey
+//   query tiles                   2^25   CheckTiles; also bounds items of tiles that are not split
+//   cost of a tile                2^42   kv_len * kv_cost, may overflow a key: see ChunkKey
 //   cost of all, of a partition   2^53   CheckCost; with shared tiles, states and items below 2^57
 //   chunks                        2^26   kFixedSplit: kFaultChunks; kBalanced: 2^25 tiles and, of
-//                                        those that are cut, 8 a queue (LongestChunkCost)
-//   partial states, rows          2^31   CheckCapacities, before any is numbered
-// Products of a cost and a number of queues would not fit: see IsBalanced and BorderPlace.
+//                                        split tiles, 8 per queue (LongestChunkCost)
+//   partial states, rows          2^31   CheckCapacities, before numbering
+// A cost times a number of queues would overflow: see IsBalanced and BorderOffset.
 inline constexpr i64 kPositionLimit = 1ll << 30;
 inline constexpr i64 kMaxQueryTiles = 1ll << 25;
 inline constexpr i64 kMaxTotalCost = 1ll << 53;

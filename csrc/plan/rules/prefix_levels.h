@@ -1,4 +1,4 @@
-// Prefixes that requests share, level by level, as a batch brings them.
+// Prefixes that requests share, level by level, as given with a batch.
 #pragma once
 
 #include "plan/rules/integers.h"
@@ -8,7 +8,7 @@ namespace jax_attn {
 inline const i32* BordersOf(const PrefixLevels& levels, i32 level) {
   return levels.request_indptr + static_cast<i64>(level) * (levels.num_prefixes + 1);
 }
-// The prefix of a level that request r has.
+// The prefix at this level that request r has.
 inline i32 PrefixOf(const PrefixLevels& levels, i32 level, i64 r) {
   return LastAtMost(BordersOf(levels, level), levels.num_prefixes, r);
 }
@@ -16,7 +16,7 @@ inline i32 PrefixLen(const PrefixLevels& levels, i32 level, i32 i) {
   return levels.prefix_lens[static_cast<i64>(level) * levels.num_prefixes + i];
 }
 
-// A request before r, and the pages that both have at their beginning.
+// An earlier request than r, and the leading pages that both have in common.
 struct CommonPages {
   i32 request, num_pages;
 };
@@ -29,7 +29,7 @@ inline CommonPages CommonPagesOf(const PlanRules& rules, const PlanInputs& in,
   }
   for (i32 level = 0; level < levels.num_levels && common.request >= 0; ++level) {
     const i32 i = PrefixOf(levels, level, r);
-    if (common.request < BordersOf(levels, level)[i]) break;  // so it is at every deeper level
+    if (common.request < BordersOf(levels, level)[i]) break;  // then deeper levels differ, too
     const i32 num_pages = PrefixLen(levels, level, i) / rules.page_size;
     common.num_pages = static_cast<i32>(Largest(common.num_pages, num_pages));
   }

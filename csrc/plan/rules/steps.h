@@ -1,11 +1,11 @@
-// Lists of the steps of kv that a block map lets a tile see.
+// Lists of the kv steps that a block map lets a tile see.
 #pragma once
 
 #include "plan/rules/tiles.h"
 
 namespace jax_attn {
 
-// Steps [begin, end) that rows of a tile may see; none where begin == end.
+// Steps [begin, end) that rows of a tile may see; empty if begin == end.
 struct StepSpan {
   i32 begin, end;
 };
@@ -14,7 +14,7 @@ inline StepSpan StepsOf(const PlanRules& rules, const QueryTile& t) {
   return {t.kv_begin / rules.tile_kv, (t.kv_end - 1) / rules.tile_kv + 1};
 }
 
-// Columns [begin, end) of a map that have the positions of a step which rows of the tile may see.
+// Columns [begin, end) of a map that cover the positions of a step which rows of the tile may see.
 struct MapColumns {
   i32 begin, end;
 };
@@ -26,16 +26,16 @@ inline MapColumns ColumnsOf(const PlanRules& rules, const BlockMap& map, const Q
   return {first / map.kv_block, last / map.kv_block + 1};
 }
 
-// Of a tile, 32 steps from `first` on: bit i for step first + i.
+// 32 steps of a tile from `first` on: bit i is step first + i.
 struct StepWord {
   unsigned listed, masked;
   i32 first;
 };
 
-// An entry of a list.
+// One entry of a step list.
 inline i32 StepEntry(i32 step, bool some_hidden) { return 2 * step + some_hidden; }
 
-// A tile whose list has entries [begin, end).
+// Gives a tile the list entries [begin, end).
 inline void TakeList(const PlanRules& rules, i32 begin, i32 end, QueryTile* t) {
   t->kv_begin = begin * rules.tile_kv;
   t->kv_end = end * rules.tile_kv;

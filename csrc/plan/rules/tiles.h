@@ -1,11 +1,11 @@
-// How requests fall into query tiles.
+// How requests are divided into query tiles.
 #pragma once
 
 #include "plan/rules/integers.h"
 
 namespace jax_attn {
 
-// What one request brings to a plan.
+// Lengths of one request in a batch.
 struct RequestLengths {
   i32 qo_begin, qo_len;
   i32 kv_len;
@@ -27,22 +27,22 @@ inline i32 NumPages(const PlanRules& rules, i32 kv_len) {
   return kv_len > 0 ? (kv_len - 1) / rules.page_size + 1 : 0;
 }
 
-// Page ids are below it, seen as unsigned.
+// Page ids must be below this limit, compared as unsigned.
 inline i64 PageIdLimit(const PlanRules& rules) {
   return rules.num_pages >= 0 ? rules.num_pages : kMaxInt32 + 1;
 }
 
-// Query tokens of one request that one item per kv head could serve over the whole span.
+// Query tokens of one request that one item per kv head could process over the whole span.
 struct QueryTile {
   i32 first_token, qo_len, request;  // as in WorkItem; of a unit or a flat tile a row of q
   i32 tile;                          // index into tile_q
-  i32 kv_cost;                       // of 16 kv tokens
-  i32 kv_begin, kv_end;              // places, as in WorkItem: what any row of the tile sees
+  i32 kv_cost;                       // cost of 16 kv tokens
+  i32 kv_begin, kv_end;              // positions, as in WorkItem, that any row of the tile sees
   i32 kv_base, q_pos;                // as in WorkItem
-  i32 section;                       // see SectionKey; 0: the request has no other tile
+  i32 section;                       // see SectionKey; 0: the request has only this tile
 };
 
-// Smallest tile that holds the whole request, else the largest.
+// The smallest tile that holds the whole request, else the largest.
 inline i32 PickTile(const PlanRules& rules, i32 qo_len) {
   for (i32 tile = 0; tile < rules.num_tiles - 1; ++tile) {
     if (qo_len <= rules.tile_tokens[tile]) return tile;
@@ -60,8 +60,8 @@ inline QueryTile MakeTile(const PlanRules& rules, const RequestLengths& r, i32 r
   t.tile = PickTile(rules, r.qo_len);
   t.kv_cost = rules.kv_cost[t.tile];
   const i32 tokens = rules.tile_tokens[t.tile];
-  // The first tile has what whole ones leave: under a causal mask it sees the fewest keys, and a
-  // step takes as long for a few rows as for all.
+  // The first tile gets the remainder: under a causal mask it sees the fewest keys, and a step
+  // takes as long for a few rows as for all.
   const i32 token_end = r.qo_len - (NumTilesOf(rules, r.qo_len) - 1 - index) * tokens;
   const i32 token = static_cast<i32>(Largest(0, token_end - tokens));
   const i64 first = static_cast<i64>(r.q_offset) + token;

@@ -1,1 +1,1 @@
-"""Model directories and what config.json says: families, keys, rotary embeddings. Private."""
+"""Model directories and config.json: families, keys, rotary embeddings. Private."""

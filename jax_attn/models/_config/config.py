@@ -1,4 +1,4 @@
-"""What a decoder computes, whatever family it belongs to."""
+"""The configuration of a decoder, in one form for all families."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from jax_attn.models._config.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What layers of one model may differ in."""
+    """The settings in which layers of one model may differ."""
 
-    rope: Rope | None  # None: positions are not told
-    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    rope: Rope | None  # None: no position embedding
+    window: int | None = None  # tokens visible to a token, itself included; None: all before it
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in the place of an MLP; each token goes to the `per_token` likeliest."""
+    """A mixture of experts instead of an MLP; each token goes to the `per_token` likeliest."""
 
     count: int
     per_token: int
     intermediate_size: int
     names: ExpertNames
-    normalize: bool = True  # probabilities of the experts that a token goes to add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers that have an MLP nevertheless
-    # All experts are one tensor in the files, [experts, in, out], where gate and up alternate; they
-    # and the router have biases. "mxfp4": two tensors, codes and scales.
+    normalize: bool = True  # scale the probabilities of a token's experts to sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP instead of experts
+    # The files store all experts in one tensor, [experts, in, out], with gate and up interleaved.
+    # Experts and router have biases. "mxfp4": two tensors, quantized values and scales.
     stacked: Literal["", "plain", "mxfp4"] = ""
-    # DeepSeek's: scores are sigmoids, to which the choice, but not the weight, adds a bias of each
-    # expert; only experts of the best groups are chosen; scores are scaled; all tokens go to an MLP
-    # of shared_size besides.
+    # DeepSeek: scores are sigmoids. A bias per expert affects the choice but not the weight. Only
+    # experts of the best groups are chosen. Scores are scaled. All tokens also go through a shared
+    # MLP of shared_size.
     sigmoid: bool = False
     groups: ExpertGroups | None = None
     scale: float = 1.0
@@ -41,9 +41,9 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroups:
-    """Experts fall into `count` groups; a token's are of its best `chosen` groups.
+    """`count` groups of experts; a token uses only experts of its best `chosen` groups.
 
-    A group is as good as its best expert, or the sum of its best two.
+    The score of a group is that of its best expert, or the sum of its best two (`by_two`).
     """
 
     count: int
@@ -53,7 +53,7 @@ class ExpertGroups:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertNames:
-    """Of tensors in the files, behind "model.layers.0."; {} is the expert."""
+    """Tensor names in the files, after "model.layers.0."; {} is the expert."""
 
     router: str
     gate_up: tuple[str, ...]
@@ -66,15 +66,18 @@ class Latent:
 
     q_rank: int | None  # None: queries come from the hidden state directly
     kv_rank: int
-    nope: int  # of a head's q and k, without RoPE
-    rope: int  # and with
+    nope: int  # dimensions of a head's q and k without RoPE
+    rope: int  # dimensions of a head's q and k with RoPE
     v: int
     interleaved: bool  # files pair neighbours for RoPE
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Hashable: a static argument of jitted functions. Defaults are those of Llama."""
+    """The configuration of a decoder. Hashable: a static argument of jitted functions.
+
+    Defaults are those of Llama.
+    """
 
     family: str  # model_type of config.json
     vocab_size: int
@@ -91,28 +94,28 @@ class ModelConfig:
     eos_tokens: tuple[int, ...]
     sm_scale: float  # attention logits = sm_scale * (q . k)
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    activation_limit: float = 0.0  # of clamped_swiglu
+    activation_limit: float = 0.0  # clamp limit of clamped_swiglu
     qkv_bias: bool = False
     o_bias: bool = False
     packed: bool = False  # files have q, k, v in one tensor, and gate and up in another
-    # RMSNorm of q and k before RoPE: of each head, or of all heads together.
+    # RMSNorm of q and k before RoPE, over each head or over all heads together.
     qk_norm: Literal["none", "per_head", "all_heads"] = "none"
-    pre_norms: bool = True  # RMSNorm of what goes into attention and MLP
-    sinks: bool = False  # a logit of each head that takes part in its softmax, without a value
-    post_norms: bool = False  # RMSNorm of what attention and MLP add to the residual
-    residual_scale: float = 1.0  # of what attention and MLP add
+    pre_norms: bool = True  # RMSNorm of the inputs of attention and MLP
+    sinks: bool = False  # one logit per head that takes part in its softmax, without a value
+    post_norms: bool = False  # RMSNorm of the outputs of attention and MLP, before the residual
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP
     norm_offset: float = 0.0  # RMSNorm multiplies by norm_offset + weight
     embedding_scale: float = 1.0
     attention_soft_cap: float = 0.0  # 0: none
     logit_soft_cap: float = 0.0
     logit_scale: float = 1.0
     experts: Experts | None = None
-    latent: Latent | None = None  # num_kv_heads is 1 and head_dim that of the cache then
-    extra_layers: int = 0  # of the files, behind the others, that are not for here
-    tensor_prefix: str = ""  # of the names in the files
-    quantization: Quantization | None = None  # of the matrices in the files that are so
-    # Of one device's part (tensor_parallel.py): the mesh axis that heads, columns and experts are
-    # split over, and whether the vocabulary is, too.
+    latent: Latent | None = None  # if set, num_kv_heads is 1 and head_dim is the cache's
+    extra_layers: int = 0  # layers after the others in the files, which are not loaded
+    tensor_prefix: str = ""  # prefix of the tensor names in the files
+    quantization: Quantization | None = None  # of the quantized matrices in the files
+    # For one device's part (tensor_parallel.py): the mesh axis over which heads, columns and
+    # experts are split, and whether the vocabulary is split, too.
     heads_axis: str | None = None
     splits_vocabulary: bool = False
 
@@ -127,5 +130,5 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows of layers, in order of appearance; attention has a spec for each."""
+        """The distinct windows of layers, in order of appearance; attention has one spec each."""
         return tuple(dict.fromkeys(kind.window for kind in self.layers))

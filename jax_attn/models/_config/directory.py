@@ -1,4 +1,4 @@
-"""Files of a model directory, and the error that says what does not fit."""
+"""Files of a model directory, and the error for a directory that cannot be used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUNDLED = _bundled()
 
 
 class ModelDirectoryError(ValueError):
-    """A model directory that does not fit: which file, what was expected, what is there."""
+    """A model directory cannot be used. Names the file, what was expected and what was found."""
 
 
 def existing(path: Path) -> Path:

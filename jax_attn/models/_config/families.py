@@ -1,7 +1,7 @@
-"""From config.json to ModelConfig, family by family.
+"""Conversion of config.json to ModelConfig, family by family.
 
-An option that changes what a model computes is either done or refused. Defaults of missing keys are
-those of transformers.
+Every option that changes the result of a model is either implemented or refused. Missing keys have
+the defaults of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jax_attn.models._config.rope import (
     YarnScaling,
 )
 
-# The fields of these are the keys of config.json; "longrope" has a function of its own.
+# The fields of these classes are the keys of config.json. _long_rope() handles "longrope".
 _SCALINGS: dict[str, type[LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling]] = {
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
@@ -44,16 +44,16 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Reads config.json, and the stop tokens of generation_config.json where there is one.
+    """Reads config.json, and the stop tokens of generation_config.json if it exists.
 
     Raises:
-      ModelDirectoryError: a key is missing, or asks for something that no model here does.
+      ModelDirectoryError: a key is missing, or asks for an unsupported option.
     """
     directory = Path(directory)
     path = directory / "config.json"
     config = parse_config(read_json(path), path)
     generation = directory / "generation_config.json"
-    if generation.is_file():  # chat models end a turn with more tokens than they end a text
+    if generation.is_file():  # chat models have more stop tokens for a turn than for a text
         eos = _eos_tokens(read_json(generation).get("eos_token_id"))
         eos_tokens = tuple(dict.fromkeys(config.eos_tokens + eos))
         config = dataclasses.replace(config, eos_tokens=eos_tokens)
@@ -61,7 +61,7 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], path: Path | str = "config.json") -> ModelConfig:
-    """The model that the object of a config.json describes. `path` is for messages."""
+    """Returns the config of a parsed config.json. `path` is used in error messages only."""
     keys = Keys(raw, path)
     keys.need("model_type")
     keys.expect("model_type", *FAMILIES)
@@ -114,7 +114,7 @@ def _qwen3_moe(keys: Keys) -> ModelConfig:
         [LayerKind(_rope(keys), window)] * num_layers,
         qk_norm="per_head",
         experts=Experts(
-            # transformers 5 writes the second name.
+            # The second name is the one that transformers 5 writes.
             count=keys.size("num_experts", keys.get("num_local_experts") or 128),
             per_token=keys.size("num_experts_per_tok", 8),
             intermediate_size=keys.size("moe_intermediate_size", 768),
@@ -151,7 +151,7 @@ def _mixtral(keys: Keys) -> ModelConfig:
 
 def _deepseek_v2(keys: Keys) -> ModelConfig:
     keys.expect("scoring_func", "softmax")
-    keys.expect("norm_topk_prob", False)  # transformers passes it over
+    keys.expect("norm_topk_prob", False)  # transformers ignores it
     keys.expect("topk_method", "greedy", "group_limited_greedy")
     groups = None
     if keys.get("topk_method") == "group_limited_greedy":
@@ -174,7 +174,7 @@ def _deepseek_v3(keys: Keys) -> ModelConfig:
         scale=keys.number("routed_scaling_factor", 2.5),
         sigmoid=True,
     )
-    # Those that predict more than one token.
+    # The extra layers are for multi-token prediction.
     return dataclasses.replace(config, extra_layers=keys.get("num_nextn_predict_layers") or 0)
 
 
@@ -191,7 +191,7 @@ def _deepseek(keys: Keys, **options: Any) -> ModelConfig:
         v=keys.size("v_head_dim", 128),
         interleaved=keys.flag("rope_interleave", True),
     )
-    # Section 3.4 of YaRN once more, where the paper's scale of the logits was left to the model.
+    # Logit scale of YaRN, section 3.4, applied in the model here and not in cos and sin.
     mscale = 1.0
     if isinstance(rope.scaling, YarnScaling) and rope.scaling.mscale_all_dim:
         mscale = rope.scaling.mscale_of(rope.scaling.mscale_all_dim)
@@ -289,7 +289,7 @@ def _smollm3(keys: Keys) -> ModelConfig:
     keys.expect("mlp_bias", False)
     num_layers = keys.size("num_hidden_layers")
     interval = keys.size("no_rope_layer_interval", 4)
-    # 1: the layer has RoPE, in spite of the name.
+    # Despite the key's name, 1 means that the layer has RoPE.
     has_rope = keys.get("no_rope_layers") or [
         int((i + 1) % interval != 0) for i in range(num_layers)
     ]
@@ -321,7 +321,7 @@ def _gemma2(keys: Keys) -> ModelConfig:
 
 
 def _gemma3(keys: Keys) -> ModelConfig:
-    keys.expect("attn_logit_softcapping", None)  # transformers passes it over
+    keys.expect("attn_logit_softcapping", None)  # transformers ignores it
     if both := keys.get("rope_parameters"):  # transformers 5
         full, sliding = both.get(_FULL) or {}, both.get(_SLIDING) or {}
     else:
@@ -345,11 +345,11 @@ def _gemma3(keys: Keys) -> ModelConfig:
 
 
 def _gemma3_with_images(keys: Keys) -> ModelConfig:
-    """The text model; images are not for here."""
+    """Returns the text model; images are not supported."""
     text = keys.need("text_config")
     if not isinstance(text, dict):
         raise keys.error(f"text_config: expected an object, got {text!r}")
-    # On the hub it has only what differs from the defaults.
+    # Configs on the Hub contain only the keys that differ from the defaults.
     defaults = {
         "model_type": "gemma3_text",
         "vocab_size": 262208,
@@ -387,7 +387,7 @@ FAMILIES: dict[str, Callable[[Keys], ModelConfig]] = {
 }
 
 
-# ---- what families share -----------------------------------------------------------------------
+# ---- shared by families ------------------------------------------------------------------------
 
 
 def _silu_model(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
@@ -414,7 +414,7 @@ def _gemma(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
 
 
 def _model(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
-    """`options` override what the keys say."""
+    """Builds a ModelConfig from the keys; `options` override them."""
     num_qo_heads = keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_qo_heads)
     if num_qo_heads % num_kv_heads:
@@ -449,7 +449,7 @@ def _biases(keys: Keys) -> dict[str, bool]:
 
 
 def _soft_cap(keys: Keys, key: str, default: float | None) -> float:
-    """0 for null, which is not the same as a missing key."""
+    """Returns the soft cap: 0 for null, `default` for a missing key."""
     return 0.0 if keys.get(key, default) is None else keys.number(key, default)
 
 
@@ -466,7 +466,7 @@ def _qwen_layers(keys: Keys) -> list[LayerKind]:
 def _layers(
     keys: Keys, types: list[str], full: LayerKind, sliding: LayerKind | None
 ) -> list[LayerKind]:
-    """The kind of each layer, as layer_types says or, where that is missing, `types`."""
+    """Returns the kind of each layer by layer_types or, if that is missing, by `types`."""
     kinds = {_FULL: full} | ({_SLIDING: sliding} if sliding else {})
     named = keys.get("layer_types") or types
     if len(named) != len(types):
@@ -484,11 +484,11 @@ def _rope(
     default: dict[str, Any] | None = None,
     phi3: bool = False,
 ) -> Rope:
-    # transformers 5 keeps everything about RoPE in one dict; 4 kept the base outside of it.
+    # transformers 5 stores all RoPE settings in one dict; transformers 4 stores the base outside.
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or default or {}
     outside = {k: keys.raw[k] for k in ("rope_theta", "partial_rotary_factor") if k in keys.raw}
     rope = {k: v for k, v in outside.items() if v is not None} | rope
-    if phi3 and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names of it
+    if phi3 and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # older names
         rope = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "longrope"}
     return _parse_rope(keys, rope, default_theta, partial=phi3)
 
@@ -536,7 +536,7 @@ def _scaling(keys: Keys, rope_type: str, settings: dict[str, Any]) -> Scaling:
 
 
 def _long_rope(keys: Keys, settings: dict[str, Any], fraction: float) -> LongRopeScaling:
-    """`factor` is, if it is missing, the ratio of the two lengths."""
+    """Reads LongRoPE; a missing `factor` defaults to the ratio of the two lengths."""
     outer = keys.get("original_max_position_embeddings")
     settings = ({} if outer is None else {"original_max_position_embeddings": outer}) | settings
     names = "short_factor", "long_factor", "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""Keys of a config.json, read with words for what does not fit."""
+"""Keys of a config.json, with an error message for each unusable value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Keys:
         return self.raw[key]
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number. A default also stands in for null."""
+        """Returns a positive number. The default also replaces null."""
         value = self.need(key) if default is None else self.get(key)
         return self.check_number(key, default if value is None else value)
 
@@ -42,7 +42,7 @@ class Keys:
         return bool(self.get(key, default))
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuses any other value; a missing key is the first of them."""
+        """Raises unless the value is one of `allowed`; a missing key counts as the first."""
         if (got := self.get(key, allowed[0])) not in allowed:
             raise self.error(f"{key}: expected {one_of(allowed)}, got {got!r}")
 

@@ -1,6 +1,6 @@
-"""How files hold quantised matrices: quantization_config, and from its tensors to `Rows`.
+"""Quantized matrices in files: quantization_config, and conversion of its tensors to `Rows`.
 
-Activations are never quantised here, so that what a config says of them is read past.
+Activations are never quantized here, so the settings for them are ignored.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jax_attn.models._products.quantized import Kind
 
 Shape = tuple[int, ...]
 FLOATS = ("BF16", "F16", "F32")
-_AWQ_ORDER = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of the columns in a word, for its kernels
-_PER_WORD = 8  # codes of 4 bits
+_AWQ_ORDER = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # AWQ's kernels order the columns of a word so
+_PER_WORD = 8  # 4-bit values in an i32 word
 
 
 class Rows(NamedTuple):
-    """A matrix as torch has it; its rows can be sorted and put below those of another one."""
+    """A quantized matrix in torch's layout; rows can be permuted and concatenated."""
 
-    codes: np.ndarray  # [out, in], one in each element
+    codes: np.ndarray  # [out, in], one quantized value per element
     scales: np.ndarray  # [out, groups] f32
     zeros: np.ndarray | None  # [out, groups]
     order: np.ndarray | None  # [in] i32, see Quantized
@@ -32,32 +32,32 @@ class Rows(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What files may have for a part of a matrix."""
+    """The shapes and dtypes that files may have for one tensor of a matrix."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
     is_needed: bool = True
 
 
-# Of a matrix, and not needed here: scales of activations, and what shapes and dtypes tell anyway.
+# Tensors of a matrix that are not read: activation scales, and facts that shapes and dtypes give.
 PASSED_OVER = ("input_scale", "activation_scale", "weight_shape", "weight_format")
 _OTHER_NAMES = {"weight_scale_inv": "weight_scale"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How the matrices of a model are quantised, if their tensors are there in that form."""
+    """The format of the matrices of a model whose tensors are quantized."""
 
     method: str  # quant_method
     layout: Literal["dense", "bitsandbytes", "gptq", "awq", "packed"]
     kind: Kind
-    group_size: int | None = None  # elements of a row that share a scale; None: all
-    block: int = 1  # rows that do
+    group_size: int | None = None  # elements of a row per scale; None: all
+    block: int = 1  # rows per scale
     has_zeros: bool = False
-    zero_offset: int = 0  # that has to be added to the zeros of the files
+    zero_offset: int = 0  # added to the zero points of the files
 
     def tensors(self, outer: int, inner: int) -> dict[str, Tensor]:
-        """Of a matrix [outer, inner], by what their names end in."""
+        """Returns the tensors of a matrix [outer, inner] by the suffix of their names."""
         groups = self._groups(inner)
         if self.layout == "dense":
             dtype = "F8_E4M3" if self.kind == "e4m3" else "I8"
@@ -89,7 +89,9 @@ class Quantization:
         } | (index if self.layout == "gptq" else {})
 
     def read(self, get: Callable[[str], np.ndarray | None], outer: int, inner: int) -> Rows:
-        """get: the tensor of each name that `tensors` gives, or None if it is not needed.
+        """Reads a matrix [outer, inner].
+
+        get: returns the tensor of a name in `tensors`, or None for a missing optional one.
 
         Raises ValueError for contents that cannot be used.
         """
@@ -137,7 +139,7 @@ class Quantization:
         return -(-inner // (self.group_size or inner))
 
     def _of_rows(self, array: np.ndarray, outer: int, inner: int) -> np.ndarray:
-        """[outer, groups], of what may be for all rows or for blocks of them."""
+        """Broadcasts values for all rows, or for blocks of rows, to [outer, groups]."""
         if array.size == 1:
             return np.broadcast_to(array.reshape(1, 1), (outer, self._groups(inner)))
         array = array.reshape(len(array), -1)
@@ -145,12 +147,12 @@ class Quantization:
 
 
 def name_of(suffix: str) -> str:
-    """What `Quantization.tensors` calls it."""
+    """Returns the name that `Quantization.tensors` uses for a suffix."""
     return _OTHER_NAMES.get(suffix, suffix)
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
-    """[..., 8 n] u8 of i32 words [..., n], the lowest bits first."""
+    """Unpacks i32 words [..., n] to 4-bit values [..., 8 n] u8, the lowest bits first."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*words.shape[:-1], -1)
 
@@ -161,9 +163,9 @@ def _in_awq_order(words: np.ndarray) -> np.ndarray:
 
 
 def _order(index: np.ndarray, size: int) -> np.ndarray | None:
-    """Which elements of a row make up each group, one group after the other; None: as they are.
+    """Returns the elements of a row sorted by group; None if they are sorted already.
 
-    index: [in], the group of each. Raises ValueError.
+    index: [in]. The group of each element. Raises ValueError unless groups have `size` elements.
     """
     expected = np.arange(len(index)) // size
     if (index == expected).all():
@@ -178,7 +180,7 @@ def _order(index: np.ndarray, size: int) -> np.ndarray | None:
 
 
 def parse_quantization(keys: Keys) -> Quantization | None:
-    """Of the object of config.json. What it asks for is done or refused by name."""
+    """Parses quantization_config. Raises, naming the key, for an unsupported option."""
     keys.expect("compression_config", None)
     raw = keys.get("quantization_config")
     if raw is None:
@@ -196,13 +198,13 @@ def _inner(keys: Keys, key: str, value: Any) -> Keys:
 
 
 def _know(keys: Keys, *names: str) -> None:
-    """Refuses keys beside these, which are read elsewhere or change nothing here."""
+    """Raises for keys other than `names`, which are read elsewhere or have no effect here."""
     for key, value in keys.raw.items():
         if key not in (*names, "quant_method") and value not in (None, False, {}, []):
             raise keys.error(f"key '{key}' is not supported")
 
 
-_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # the files tell
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # the files show it
 
 
 def _fp8(keys: Keys) -> Quantization:
@@ -224,7 +226,7 @@ def _bitsandbytes(keys: Keys) -> Quantization:
         keys,
         "load_in_8bit",
         "_load_in_8bit",
-        "llm_int8_threshold",  # of activations
+        "llm_int8_threshold",  # for activations
         "llm_int8_skip_modules",
         *(f"bnb_4bit_{x}" for x in ("compute_dtype", "quant_storage", "quant_type")),
     )
@@ -237,7 +239,7 @@ def _gptq(keys: Keys) -> Quantization:
     _know(
         keys,
         *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "pack_dtype", "lm_head"),
-        # How it was made, and how others run it.
+        # How the file was made, and how other programs run it.
         *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "meta"),
         *("model_name_or_path", "model_file_base_name", "dataset", "tokenizer", "batch_size"),
         *("block_name_to_quantize", "module_name_preceding_first_block", "model_seqlen"),
@@ -249,7 +251,7 @@ def _gptq(keys: Keys) -> Quantization:
     keys.expect("bits", 4)
     keys.expect("pack_dtype", "int32", None)
     keys.expect("checkpoint_format", "gptq", "gptq_v2", None)
-    # The first version of the format has the zeros less one.
+    # The first version of the format stores zero points minus one.
     offset = 0 if keys.get("checkpoint_format") == "gptq_v2" else 1
     return Quantization("gptq", "gptq", "int4", _group_size(keys), 1, True, offset)
 
@@ -292,7 +294,7 @@ def _compressed_tensors(keys: Keys) -> Quantization:
 
 
 def _scheme(keys: Keys, layout: Literal["dense", "packed"]) -> Quantization:
-    """Of the weights of a group in compressed-tensors."""
+    """Parses the weight scheme of a compressed-tensors group."""
     _know(
         keys,
         *("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"),
@@ -320,13 +322,13 @@ def _group_size(keys: Keys) -> int | None:
     if keys.need("group_size") == -1:
         return None
     size = keys.size("group_size")
-    if size % 2:  # rows that share a byte share a scale
+    if size % 2:  # two rows that share a byte must share a scale
         raise keys.error(f"group_size: expected -1 or an even number, got {size}")
     return size
 
 
 def _block(keys: Keys, key: str) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Returns the rows and columns that share a scale."""
     value = keys.need(key)
     if not (isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)):
         raise keys.error(f"{key}: expected two integers, got {value!r}")
@@ -335,7 +337,7 @@ def _block(keys: Keys, key: str) -> tuple[int, int]:
 
 
 def _mxfp4(keys: Keys) -> Quantization:
-    """Of gpt-oss, whose experts are of this format and have tensors of their own."""
+    """Parses gpt-oss's settings: only the experts are MXFP4, with tensors of their own."""
     _know(keys, *_LEFT_OUT)
     return Quantization("mxfp4", "dense", "e2m1", 32)
 

@@ -23,9 +23,9 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK: the base grows with contexts beyond max_position_embeddings.
+    """Dynamic NTK: the base grows for contexts longer than max_position_embeddings.
 
-    Those are not served, so frequencies stay what they are.
+    Such contexts are not served, so the frequencies do not change.
     """
 
     factor: float
@@ -36,10 +36,10 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """The Llama 3.1 release, `apply_scaling`.
+    """Scaling of the Llama 3.1 release, `apply_scaling`.
 
-    Wavelengths that fit often into the original context are kept, those that do not fit are
-    stretched by `factor`, and the ones between are blended.
+    Wavelengths much shorter than the original context are kept. Longer ones than it are stretched
+    by `factor`. Those in between are blended.
     """
 
     factor: float
@@ -58,16 +58,16 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071, section 3.2).
 
-    Dimensions that turn more than `beta_fast` times within the original context are kept, those
-    that turn less than `beta_slow` times are stretched by `factor`, with a linear ramp over the
-    dimensions between. cos and sin are multiplied by the attention factor (section 3.4).
+    Dimensions with more than `beta_fast` rotations within the original context are kept. Those with
+    less than `beta_slow` rotations are stretched by `factor`. A linear ramp covers the dimensions
+    in between. cos and sin are multiplied by the attention factor (section 3.4).
     """
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # the ramp's borders to whole dimensions
+    truncate: bool = True  # round the ramp's ends to whole dimensions
     attention_factor: float | None = None  # None: from factor, mscale and mscale_all_dim
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -98,10 +98,10 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): a factor for each frequency.
+    """LongRoPE (arXiv 2402.13753): one factor per frequency.
 
-    The factors are those for long contexts if the model serves any that is longer than the
-    original one, whatever the length of a sequence: keys in the cache never change.
+    The long-context factors are used if max_position_embeddings exceeds the original context, for
+    sequences of any length, because keys in the cache must not change as a sequence grows.
     """
 
     factors: tuple[float, ...]
@@ -118,13 +118,13 @@ Scaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScalin
 class Rope:
     theta: float  # the base of the wavelengths
     scaling: Scaling | None = None
-    fraction: float = 1.0  # of a head's dimensions, which rotate; see rotary_order for their place
+    fraction: float = 1.0  # share of a head's dimensions that rotate; order: see rotary_order
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.fraction)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """[head_dim / 2] f64, radians a token; 0 for what does not rotate."""
+        """Returns [head_dim / 2] f64, radians per token; 0 for dimensions that do not rotate."""
         rotary_dim = self.rotary_dim(head_dim)
         frequencies = self.theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
         if self.scaling is not None:
@@ -132,11 +132,11 @@ class Rope:
         return np.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
 
     def angles(self, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos, sin: [n, head_dim / 2] f32 of positions [n], times the scaling's amplitude."""
+        """Returns cos, sin: [n, head_dim / 2] f32 of positions [n], times the amplitude."""
         frequencies = jnp.asarray(self.frequencies(head_dim), jnp.float32)
         angles = positions[:, None].astype(jnp.float32) * frequencies
         amplitude = getattr(self.scaling, "amplitude", 1.0)
-        # What does not rotate is not amplified either.
+        # Dimensions that do not rotate are not amplified.
         amplitudes = np.where(
             np.arange(head_dim // 2) < self.rotary_dim(head_dim) // 2, amplitude, 1
         )
@@ -144,11 +144,11 @@ class Rope:
 
 
 def rotary_order(rope: Rope, head_dim: int) -> np.ndarray:
-    """[head_dim] i64: from the dimensions of a head in the files to those in memory.
+    """Returns [head_dim] i64, the permutation of a head's dimensions from files to memory.
 
-    Kernels rotate element i with i + head_dim / 2. Where a part of a head rotates, files pair i
-    with i + rotary_dim / 2, and what does not rotate comes last. q and k are permuted alike, which
-    leaves their products as they are.
+    Kernels rotate element i with i + head_dim / 2. If only a part of a head rotates, files pair i
+    with i + rotary_dim / 2, and the other dimensions come last. q and k are permuted alike, so
+    their dot products do not change.
     """
     half, rotary_half = head_dim // 2, rope.rotary_dim(head_dim) // 2
     fixed = np.arange(2 * rotary_half, head_dim)

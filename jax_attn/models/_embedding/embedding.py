@@ -1,10 +1,10 @@
-"""Embedding models: texts to vectors, by an encoder or a decoder and what pools its last layer.
+"""Embedding models: an encoder or a decoder, and pooling of its last layer to a vector per text.
 
     model = models.load_embedding("all-MiniLM-L6-v2", dtype="float32")
     batch = models.EmbeddingBatch.make(model, [[101, 7592, 102], [101, 2088, 102]], 64, 8)
     vectors = models.embed(model, batch)[:2]  # [2, size] f32
 
-Sequences of different lengths lie back to back, without padding between them.
+Sequences of different lengths are packed back to back, without padding between them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Mode = Literal["cls", "mean", "last"]
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """What becomes of the last layer. Hashable."""
+    """How the last layer becomes a vector. Hashable."""
 
     mode: Mode = "mean"  # the first token's row, the mean of all rows, or the last token's row
-    normalize: bool = False  # to length 1
+    normalize: bool = False  # scale vectors to length 1
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingModel:
-    """What `load_embedding` gives.
+    """An embedding model, as `load_embedding` returns it.
 
-    max_tokens: of a sequence.
-    sizes: to which vectors may be cut, ascending; the last is that of the model.
+    max_tokens: tokens of the longest sequence.
+    sizes: vector sizes that a client may ask for, ascending; the last is the model's own.
     """
 
     config: EncoderConfig | ModelConfig
@@ -61,15 +61,15 @@ class EmbeddingModel:
     sizes: Seq[int]
 
     def operations(self, num_tokens: int) -> int:
-        """Of a token in a layer, about, where it attends to num_tokens: two for each weight, and
-        four for each number of a key."""
+        """Approximate operations per token and layer when it attends to num_tokens: two per weight,
+        and four per element of a key."""
         num_weights = sum(leaf.size for leaf in jax.tree.leaves(self.params["layers"][-1]))
         num_heads, _ = _num_heads(self.config)
         return 2 * num_weights + 4 * num_tokens * num_heads * self.config.head_dim
 
     @property
     def size(self) -> int:
-        """Numbers of a vector."""
+        """Elements of a vector."""
         return self.config.hidden_size
 
 
@@ -81,8 +81,9 @@ def load_embedding(
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
 ) -> EmbeddingModel:
-    """Loads a directory of sentence-transformers, or of an encoder alone, which is then pooled as
-    sentence-transformers does by default: the mean, of any length.
+    """Loads a directory of sentence-transformers, or of an encoder alone.
+
+    An encoder alone has the default pooling of sentence-transformers: the mean, not normalized.
 
     Args: see `load`.
 
@@ -114,15 +115,16 @@ def load_embedding(
 
 
 def _decoder_config(keys: Keys) -> ModelConfig:
-    keys.expect("is_causal", True)  # of models whose code travels with them
+    keys.expect("is_causal", True)  # set by models that ship their own code
     config = families.parse_config(keys.raw, keys.path)
     if config.latent is not None:
         raise keys.error(f"model_type: {config.family!r} makes no embeddings here")
-    return dataclasses.replace(config, tie_embeddings=True)  # no head, which some files leave out
+    return dataclasses.replace(config, tie_embeddings=True)  # no LM head: some files lack it
 
 
 def _sizes(keys: Keys, config: EncoderConfig | ModelConfig) -> Seq[int]:
-    """Models trained so that a vector's beginning is one, too (Matryoshka, arXiv 2205.13147)."""
+    """Returns the sizes of vectors: several for Matryoshka models (arXiv 2205.13147), in which a
+    prefix of a vector is an embedding, too."""
     size = config.hidden_size
     if (named := keys.get("matryoshka_dimensions")) is not None:
         is_list = isinstance(named, list) and all(type(x) is int and 0 < x <= size for x in named)
@@ -131,7 +133,7 @@ def _sizes(keys: Keys, config: EncoderConfig | ModelConfig) -> Seq[int]:
                 f"matryoshka_dimensions: expected integers from 1 to {size}, got {named!r}"
             )
         return tuple(sorted({*named, size}))
-    # Qwen3-Embedding is, and its files do not say so.
+    # Qwen3-Embedding is a Matryoshka model, but its files do not say so.
     if keys.flag("is_matryoshka", default=config.family == "qwen3"):
         return range(1, size + 1)
     return (size,)
@@ -154,7 +156,7 @@ _OLD_MODES = {
 
 
 def _modules(directory: Path, config: EncoderConfig | ModelConfig) -> tuple[int, Pooling]:
-    """The longest sequence and the pooling, as modules.json and what it names say."""
+    """Returns the longest sequence and the pooling, from modules.json and the files it names."""
     path = directory / "modules.json"
     if not path.is_file():
         if isinstance(config, ModelConfig):
@@ -186,12 +188,12 @@ def _modules(directory: Path, config: EncoderConfig | ModelConfig) -> tuple[int,
 
 
 def _max_tokens(directory: Path, config: EncoderConfig | ModelConfig) -> int:
-    """As sentence-transformers cuts texts, where they are refused here."""
+    """Returns the length at which sentence-transformers truncates texts. Longer ones raise here."""
     path = directory / "sentence_bert_config.json"
     longest = config.max_positions
     if path.is_file():
         keys = Keys(read_json(path), path)
-        keys.expect("do_lower_case", False, None)  # beside what the tokenizer does
+        keys.expect("do_lower_case", False, None)  # lower-casing in addition to the tokenizer's
         keys.expect("transformer_task", "feature-extraction", None)
         keys.expect("module_output_name", "token_embeddings", None)
         if keys.get("max_seq_length") is not None:
@@ -205,7 +207,7 @@ def _max_tokens(directory: Path, config: EncoderConfig | ModelConfig) -> int:
 
 def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
     keys = Keys(read_json(path), path)
-    keys.expect("include_prompt", True)  # which of a text's tokens are one, only the client knows
+    keys.expect("include_prompt", True)  # only the client knows which tokens are the prompt
     size = keys.get("embedding_dimension", keys.get("word_embedding_dimension"))
     if size not in (None, config.hidden_size):
         raise keys.error(f"embedding_dimension: expected {config.hidden_size}, got {size!r}")
@@ -226,13 +228,13 @@ def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingBatch:
-    """Sequences back to back; what is beyond them is padding.
+    """Sequences packed back to back, then padding.
 
     tokens, positions: [num_tokens] i32.
-    owners: [num_tokens] i32. Of each token its sequence; num_rows in the padding.
-    lens: [num_rows] i32, tokens of each sequence; 0 where there is none.
-    plans: of each chunk of tokens that has any, one for each window of the model's layers; an
-      encoder has one.
+    owners: [num_tokens] i32. The sequence of each token; num_rows in the padding.
+    lens: [num_rows] i32. Tokens of each sequence; 0 for an unused row.
+    plans: for each chunk that has tokens, one plan per window of the model's layers; an encoder has
+      one window.
     chunk: tokens of a chunk, a divisor of num_tokens.
     """
 
@@ -251,11 +253,12 @@ class EmbeddingBatch:
         num_rows: int,
         chunk: int | None = None,
     ) -> EmbeddingBatch:
-        """num_tokens, num_rows: room for tokens and for sequences, which fix the shapes.
+        """Packs sequences into a batch and plans it.
 
-        chunk: tokens that a piece of the work is about; None: num_tokens.
+        num_tokens, num_rows: capacity in tokens and in sequences, which fixes the shapes.
+        chunk: tokens of one piece of work; None: num_tokens.
 
-        Raises ValueError for more of either, or for a chunk that does not divide num_tokens.
+        Raises ValueError if either capacity is exceeded, or if chunk does not divide num_tokens.
         """
         lens = np.array([len(each) for each in sequences], np.int32)
         used = int(lens.sum())
@@ -305,8 +308,8 @@ def _specs(
 def _plans(
     specs: tuple[ja.AttentionSpec, ...], lens: np.ndarray, begin: int
 ) -> tuple[ja.AttentionPlan, ...]:
-    """Of the chunk of queries that begins at token `begin`: the part of each sequence in it, and
-    all keys of those that have one."""
+    """Plans the chunk of queries that begins at token `begin`: the part of each sequence in the
+    chunk attends to all keys of that sequence."""
     indptr = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
     first, last = (
         np.clip(border, begin, begin + specs[0].max_qo_tokens)
@@ -325,16 +328,17 @@ def _plans(
 
 
 def embed(model: EmbeddingModel, batch: EmbeddingBatch) -> jax.Array:
-    """[num_rows, size] f32, the vector of each sequence; zeros where there is none."""
+    """Returns [num_rows, size] f32, the vector of each sequence; zeros for unused rows."""
     *_, vectors = pieces(model, batch)
     return vectors
 
 
 def pieces(model: EmbeddingModel, batch: EmbeddingBatch) -> Iterator[jax.Array]:
-    """Embeds piece by piece, each begun when it is asked for, so that others come in between.
+    """Embeds piece by piece, so that other work can run on the device between pieces.
 
-    Yields what a piece will have made, the last of them what `embed` returns. Others are for
-    waiting, until the next is asked for. Pieces of one shape share an executable, and so do layers.
+    A piece is launched when the iterator is advanced. Each yield is the asynchronous result of a
+    piece: wait for it before you ask for the next. The last is the result of `embed`. Pieces of
+    equal shapes share an executable, and so do layers.
     """
     config = model.config
     others = {key: value for key, value in model.params.items() if key != "layers"}
@@ -381,7 +385,7 @@ def _no_heads(x: jax.Array, config: Config) -> Heads:
 
 
 def _num_heads(config: Config) -> tuple[int, int]:
-    """Of q, and of k and v."""
+    """Returns the number of heads of q, and of k and v."""
     if isinstance(config, EncoderConfig):
         return config.num_heads, config.num_heads
     return config.num_qo_heads, config.num_kv_heads
@@ -396,7 +400,7 @@ def _layer(
     config: Config,
     kind: LayerKind | None,
 ) -> jax.Array:
-    """All of a layer, of a batch that is one chunk."""
+    """Runs a whole layer on a batch of one chunk."""
     heads = _heads_of(x, positions, weights, config, kind)
     return _with_attention(x, *heads, plans, weights, config, kind)
 
@@ -412,7 +416,7 @@ def _project(
     kind: LayerKind | None,
     chunk: int,
 ) -> Heads:
-    """heads with those of the chunk."""
+    """Returns `heads` with the projections of the chunk written into it."""
     rows, places = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, positions))
     new = _heads_of(rows, places, weights, config, kind)
     q, k, v = (
@@ -433,7 +437,7 @@ def _attend(
     kind: LayerKind | None,
     chunk: int,
 ) -> jax.Array:
-    """x with the layer's results in the rows of the chunk. heads: of all tokens."""
+    """Returns x with the layer's results in the rows of the chunk. heads: q, k, v of all tokens."""
     q, k, v = heads
     rows, q = (jax.lax.dynamic_slice_in_dim(each, begin, chunk) for each in (x, q))
     rows = _with_attention(rows, q, k, v, plans, weights, config, kind)
@@ -459,7 +463,7 @@ def _with_attention(
     config: Config,
     kind: LayerKind | None,
 ) -> jax.Array:
-    """x, q: [n, ...]; k, v: of all tokens."""
+    """Attends and finishes the layer. x, q: [n, ...], of a chunk. k, v: of all tokens."""
     if isinstance(config, EncoderConfig):
         return encoder.layer(x, ja.attention(q, k, v, plans[0]), weights, config)
     assert kind is not None

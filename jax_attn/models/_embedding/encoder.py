@@ -25,7 +25,7 @@ from jax_attn.models._weights.weights import Params
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Hashable: a static argument of jitted functions."""
+    """The configuration of an encoder. Hashable: a static argument of jitted functions."""
 
     family: str  # model_type of config.json
     vocab_size: int
@@ -33,13 +33,13 @@ class EncoderConfig:
     intermediate_size: int
     num_heads: int
     num_layers: int
-    num_positions: int  # rows of the table of positions
-    num_types: int  # of segments; all tokens here are of the first
+    num_positions: int  # rows of the position table
+    num_types: int  # segment types; all tokens here have the first
     norm_eps: float
     activation: str  # one of _ACTIVATIONS
-    # Of RoBERTa: positions begin behind this token's id, which has itself no position. None: at 0.
+    # RoBERTa: positions start at this token's id + 1, and the token has no position. None: at 0.
     pad_token: int | None
-    tensor_prefix: str  # of the names in some files, those of a model with a head
+    tensor_prefix: str  # name prefix in files of models with a head
     quantization: None = None
 
     @property
@@ -52,7 +52,7 @@ class EncoderConfig:
         return self.num_positions - (0 if self.pad_token is None else self.pad_token + 1)
 
     def positions(self, tokens: np.ndarray) -> np.ndarray:
-        """Of the tokens of one sequence, [n] i32, in the table."""
+        """Returns the rows [n] i32 of the position table for the tokens of one sequence."""
         if self.pad_token is None:
             return np.arange(len(tokens), dtype=np.int32)
         is_token = tokens != self.pad_token
@@ -119,7 +119,7 @@ def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderCo
 
 
 def _layer_tensors(config: EncoderConfig) -> dict[str, Parts]:
-    """For each weight of a layer the tensors it is made of, as torch shapes them."""
+    """Returns for each weight of a layer its tensors in the files, with torch's shapes."""
     d, ff = config.hidden_size, config.intermediate_size
     linear: dict[str, tuple[tuple[str, ...], Shape]] = {
         "qkv": (tuple(f"attention.self.{x}" for x in ("query", "key", "value")), (d, d)),
@@ -148,7 +148,7 @@ def _table_tensors(config: EncoderConfig) -> dict[str, tuple[str, Shape]]:
 
 
 def file_shapes(config: EncoderConfig) -> dict[str, Shape]:
-    """Every tensor that belongs in the files, as torch shapes it; names are without prefix."""
+    """Returns every expected tensor of the files with torch's shape; names have no prefix."""
     shapes = dict(_table_tensors(config).values())
     for i in range(config.num_layers):
         for parts in _layer_tensors(config).values():
@@ -158,7 +158,7 @@ def file_shapes(config: EncoderConfig) -> dict[str, Shape]:
 
 class _Expected(Expected):
     def is_passed_over(self, name: str) -> bool:
-        """What is for other tasks than embeddings, and the positions that old files carry."""
+        """Whether a tensor is for other tasks than embeddings, or the position ids of old files."""
         return name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids")
 
 
@@ -168,8 +168,10 @@ def load_params(
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
 ) -> Params:
-    """See weights.load_params. embed, positions, types: [n, hidden]; norm, norm_bias: [hidden];
-    layers: as those of a decoder, with up in the place of gate_up, and a bias beside each weight.
+    """Reads the weights, as weights.load_params does.
+
+    embed, positions, types: [n, hidden]. norm, norm_bias: [hidden]. layers: as in a decoder, with
+    up instead of gate_up, and a bias for each weight.
     """
     with contextlib.ExitStack() as stack:
         expected = _Expected(config, file_shapes(config))
@@ -181,7 +183,7 @@ def _make_params(
     tensors: FileTensors, config: EncoderConfig, dtype: jax.typing.DTypeLike
 ) -> Params:
     def make(*names: str) -> jax.Array:
-        # Waits, as what is being copied stays in memory.
+        # Wait: the source of a running copy stays in memory.
         whole = np.concatenate([tensors[name] for name in names])
         return jax.block_until_ready(jnp.asarray(whole, dtype))
 
@@ -200,7 +202,7 @@ def _make_params(
 
 
 def attention_spec(config: EncoderConfig, **kwargs: Any) -> ja.AttentionSpec:
-    """Of all layers; `kwargs` are what else AttentionSpec takes."""
+    """Returns the spec of all layers; `kwargs` are further fields of AttentionSpec."""
     return ja.AttentionSpec(
         num_qo_heads=config.num_heads,
         num_kv_heads=config.num_heads,
@@ -213,7 +215,7 @@ def attention_spec(config: EncoderConfig, **kwargs: Any) -> ja.AttentionSpec:
 def embed(
     tokens: jax.Array, positions: jax.Array, params: Params, config: EncoderConfig
 ) -> jax.Array:
-    """[n, hidden], what the first layer takes of tokens and positions, [n] i32."""
+    """Returns the first layer's input [n, hidden] for tokens and positions, [n] i32."""
     x = params["embed"][tokens] + params["types"][0] + params["positions"][positions]
     return _layer_norm(x, params, "norm", config)
 
@@ -221,13 +223,13 @@ def embed(
 def project(
     x: jax.Array, weights: Params, config: EncoderConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k, v: [n, num_heads, head_dim], of x [n, hidden] and the weights of a layer."""
+    """Returns q, k, v: [n, num_heads, head_dim] from x [n, hidden] and the weights of a layer."""
     qkv = (x @ weights["qkv"] + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
     return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) -> jax.Array:
-    """x [n, hidden] -> the same, with the results of attention, o [n, num_heads, head_dim]."""
+    """Finishes a layer: x [n, hidden] and attention's o [n, num_heads, head_dim] -> x."""
     h = o.reshape(len(x), -1) @ weights["o"] + weights["o_bias"]
     x = _layer_norm(x + h, weights, "attention_norm", config)
     h = _ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])

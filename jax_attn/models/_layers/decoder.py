@@ -1,4 +1,4 @@
-"""The decoder of all families: a paged forward pass, and a dense one to check it against."""
+"""The decoder of all families: a paged forward pass, and a dense one as its oracle."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ latent.Projected, not rotated; weights: of the layer."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
-    """The attention of each of config.windows; `kwargs` are what else AttentionSpec takes.
+    """Returns one spec per window of config.windows; `kwargs` are further fields of AttentionSpec.
 
-    One batch needs a plan for each of them, all made of the same lengths and page table.
+    A batch needs one plan per spec, all made from the same lengths and page table.
     """
     return tuple(
         ja.AttentionSpec(
@@ -51,10 +51,10 @@ def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpe
 def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim], zeros;
-    of int8 and mxfp4 as AttentionSpec.kv_shapes says.
+    """Returns empty k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim],
+    zeros. Shapes of int8 and mxfp4 are those of AttentionSpec.kv_shapes.
 
-    With latent attention k_pages has all, and v_pages is None.
+    With latent attention k_pages holds the whole cache, and v_pages is None.
     """
     page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
     assert page_size is not None
@@ -72,17 +72,17 @@ def forward(
     plans: tuple[ja.AttentionPlan, ...] | tuple[parallel.StripedPlan, ...],
     logit_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """One step of a batch: appends the tokens to the cache, and attends over it.
+    """Runs one step of a batch: appends the tokens to the cache and attends over it.
 
     Args:
-      params: as `load` gives them; their dtype must be that of the plans.
+      params: as `load` returns them; their dtype must be that of the plans.
       config: static.
-      tokens: [max_qo_tokens] i32. Packed, request after request, as the plan's qo_indptr says; what
-        stands in the padding is ignored.
-      positions: [max_qo_tokens] i32. Of each token in its sequence: kv_len - qo_len + i.
-      k_pages, v_pages: as `init_pages` makes them. Written in place where they are donated.
-      plans: of the batch, one for each of `attention_specs`. StripedPlans inside shard_map, where
-        each device has a stripe of every page.
+      tokens: [max_qo_tokens] i32. Packed, request after request, by the plan's qo_indptr; values in
+        the padding are ignored.
+      positions: [max_qo_tokens] i32. Position of each token in its sequence: kv_len - qo_len + i.
+      k_pages, v_pages: as `init_pages` makes them. Written in place if donated.
+      plans: the batch's plans, one per spec of `attention_specs`. StripedPlans inside shard_map if
+        each device has a KV shard of every page.
       logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
 
     Returns:
@@ -92,7 +92,7 @@ def forward(
     if len(plans) != len(config.windows):
         raise ValueError(f"forward: plans: expected {len(config.windows)}, got {len(plans)}.")
     plan_of: dict[int | None, Any] = dict(zip(config.windows, plans, strict=True))
-    # What is appended depends on lengths and pages alone, so that any plan will do.
+    # The append uses only lengths and pages, so any of the plans will do.
     some_plan: Any = plans[0]
     angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
     is_striped = isinstance(some_plan, parallel.StripedPlan)
@@ -106,7 +106,7 @@ def forward(
             q, k, v = _rotated_heads(qkv, positions, config, kind)
             k_pages, v_pages = append(k_pages, v_pages, k, v, some_plan, layer=idx)
             return attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
-        # The stacked cache and an index, never a slice: slicing it would make XLA copy it.
+        # Pass the stacked cache and an index, not a slice: XLA would copy a slice.
         q, k_pages, v_pages = ja.append_rotated(
             qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, some_plan, layer=idx
         )
@@ -131,9 +131,9 @@ def forward(
 def project(
     x: jax.Array, weights: Params, positions: jax.Array, config: ModelConfig, kind: LayerKind
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k, v: [n, num_heads, head_dim], rotated, of x [n, hidden] and the weights of a layer.
+    """Returns rotated q, k, v: [n, num_heads, head_dim] from x [n, hidden] and a layer's weights.
 
-    positions: [n] i32. Not with latent attention.
+    positions: [n] i32. Does not support latent attention.
     """
     h = _rms_norm(x, weights["attention_norm"], config) if config.pre_norms else x
     return _rotated_heads(_qkv(h, weights, config), positions, config, kind)
@@ -145,18 +145,18 @@ def layer(
     config: ModelConfig,
     attend: Callable[[jax.Array | None], jax.Array],
 ) -> jax.Array:
-    """x [n, hidden] -> the same, with attend(sinks) -> o [n, num_qo_heads, head_dim] of what
-    `project` gives."""
+    """Runs a layer: x [n, hidden] -> x. attend(sinks) returns o [n, num_qo_heads, head_dim] for the
+    results of `project`."""
     return _layer(x, weights, config, lambda qkv, sinks: attend(sinks))
 
 
 def final_norm(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
-    """[n, hidden], what the head would take, of what the last layer gives."""
+    """Applies the final norm: the last layer's x [n, hidden] -> the LM head's input [n, hidden]."""
     return _rms_norm(x, params["final_norm"], config)
 
 
 def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    """Logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
+    """Returns logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
     positions = jnp.arange(tokens.shape[0])
 
     distance = positions[:, None] - positions
@@ -194,10 +194,11 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
 
 
 def _layers(tokens: jax.Array, params: Params, config: ModelConfig, attend: Attend) -> jax.Array:
-    """[n, hidden]: all layers, one after the other.
+    """Runs all layers and returns x [n, hidden].
 
-    No loop of XLA's: its body would have to slice the weights of each layer out of a stack, and
-    what cannot be fused with that slice (Triton's matmuls, so a decode's) reads a copy of them.
+    The Python loop is unrolled on purpose. The body of an XLA loop would slice each layer's weights
+    out of a stack, and ops that cannot fuse with the slice (the Triton matmuls of decodes) would
+    read a copy.
     """
     x = embed(tokens, params, config)
     for idx, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
@@ -211,7 +212,7 @@ def _layer(
     config: ModelConfig,
     attend: Attend,
 ) -> jax.Array:
-    """x: [n, hidden] -> x, with attend(qkv, sinks) -> o [n, num_qo_heads, head_dim]."""
+    """Runs a layer: x [n, hidden] -> x. attend(qkv, sinks) -> o [n, num_qo_heads, head_dim]."""
 
     def norm(x: jax.Array, name: str, is_on: bool) -> jax.Array:
         return _rms_norm(x, weights[name], config) if is_on else x
@@ -239,7 +240,7 @@ def _layer(
 
 
 def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    """[n, num_qo_heads + 2 * num_kv_heads, head_dim], of x after the layer's norm."""
+    """Projects x, after the layer's norm, to [n, num_qo_heads + 2 * num_kv_heads, head_dim]."""
     qkv = product(x, weights["qkv"])
     if config.qkv_bias:
         qkv += weights["qkv_bias"]
@@ -251,7 +252,7 @@ def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
         qkv = jnp.concatenate([q, k, v], axis=-1)
     qkv = qkv.reshape(len(x), -1, config.head_dim)
     if config.qk_norm == "per_head":
-        # All heads at once, and those of v not: a kernel, where three parts would be three.
+        # One kernel for all heads, with v masked out; q, k and v apart would take three kernels.
         head = jnp.arange(qkv.shape[1])[:, None]
         scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
         is_v = head >= config.num_qo_heads + config.num_kv_heads
@@ -265,14 +266,14 @@ def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
 
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
-    """Of the devices' partial sums."""
+    """Returns the sum of the devices' partial sums."""
     return x if config.heads_axis is None else jax.lax.psum(x, config.heads_axis)
 
 
 def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
-    """The activation of an MLP's first product, [n, 2 * size] -> [n, size]."""
+    """Applies the gated activation to an MLP's first matmul, [n, 2 * size] -> [n, size]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    if config.activation == "clamped_swiglu":  # of gpt-oss
+    if config.activation == "clamped_swiglu":  # gpt-oss
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -280,10 +281,10 @@ def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    """x: [n, hidden] -> the sum of what each token's experts make of it, times their probability.
+    """Runs the experts: x [n, hidden] -> sum over a token's experts of probability * output.
 
-    Tokens are sorted by expert, so that each expert multiplies its own rows alone. A device of a
-    mesh has some of the experts; rows of the others come last, and nothing becomes of them.
+    Tokens are sorted by expert, so each expert multiplies only its own rows. A device of a mesh has
+    a part of the experts; rows of other devices' experts sort last and contribute nothing.
     """
     assert config.experts is not None
     per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
@@ -299,7 +300,7 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
         expert = jnp.where(is_own, expert, count)
         scores = jnp.where(is_own.reshape(scores.shape), scores, 0)
     order = jnp.argsort(expert, stable=True)
-    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # not of others
+    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # only this device's experts
 
     def of_expert(x: jax.Array, name: str) -> jax.Array:
         y = experts.grouped_matmul(x, weights[name], num_rows)
@@ -321,7 +322,7 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
 def _rotated_heads(
     qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k, v for who attends without append_rotated."""
+    """Returns rotated q, k, v, for attention without append_rotated."""
     q, k, v = jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
     angles = _angles(kind, positions, config)
     return rotate(q, angles), rotate(k, angles), v
@@ -330,7 +331,7 @@ def _rotated_heads(
 def _angles(
     kind: LayerKind, positions: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: [n, head_dim / 2] f32; 1 and 0 in layers without RoPE."""
+    """Returns cos, sin: [n, head_dim / 2] f32; 1 and 0 in layers without RoPE."""
     head_dim = config.latent.rope if config.latent else config.head_dim
     if kind.rope is None:
         shape = (len(positions), head_dim // 2)
@@ -342,7 +343,7 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is 
 
 
 def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
-    """[n, hidden], what the first layer takes of tokens [n] i32."""
+    """Returns the first layer's input [n, hidden] for tokens [n] i32."""
     table = params["embed"]
     if config.splits_vocabulary:
         row = tokens - len(table) * jax.lax.axis_index(config.heads_axis)
@@ -373,7 +374,7 @@ def _soft_cap(x: jax.Array, cap: float) -> jax.Array:
 def _rms_norm(
     x: jax.Array, weight: jax.Array, config: ModelConfig, over: str | None = None
 ) -> jax.Array:
-    """over: the mesh axis over which the last axis of x is split, in equal parts."""
+    """RMSNorm. over: the mesh axis over which the last axis of x is split in equal parts."""
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     if over is not None:

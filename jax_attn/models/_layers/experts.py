@@ -1,4 +1,4 @@
-"""A mixture of experts: which expert takes which token, and a product of each with its own."""
+"""A mixture of experts: routing of tokens to experts, and the grouped matmul."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax_attn.models._config.config import ExpertGroups, Experts
 from jax_attn.models._products.quantized import Matrix, tiled_product, widen
 
-_TILE = 32  # rows of one product of the CPU's loop
+_TILE = 32  # rows of one matmul of the CPU's loop
 
 
 def route(
     logits: jax.Array, correction: jax.Array | None, experts: Experts
 ) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token and their weights: scores [n, per_token] f32, [n, per_token] i32.
+    """Returns each token's expert weights [n, per_token] f32 and expert ids [n, per_token] i32.
 
-    logits: [n, count] f32. correction: [count] or None; takes part in the choice alone.
+    logits: [n, count] f32. correction: [count] or None. Affects the choice, not the weights.
     """
     scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
@@ -30,7 +30,7 @@ def route(
 
 
 def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
-    """-inf for experts of other groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Masks experts of other groups with -inf (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     by_group = choice.reshape(len(choice), groups.count, -1)
     best, _ = jax.lax.top_k(by_group, 2 if groups.by_two else 1)
     _, chosen = jax.lax.top_k(best.sum(-1), groups.chosen)
@@ -39,12 +39,13 @@ def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
 
 
 def grouped_matmul(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
-    """x: [n, in], sorted by group; weights: [groups, in, out]; group_sizes: [groups] i32, n in all
-    -> [n, out]: each row times the matrix of its group.
+    """Multiplies each row by the matrix of its group: -> [n, out].
 
-    On CPU XLA computes ragged_dot as a product of all rows with all groups, so that there it is a
-    loop over groups. Measured (2 cores, 32 groups of [1024, 1024]): 4, 32 and 1,024 rows in 17, 35
-    and 55 ms, ragged_dot 440, 350 and 2,030.
+    x: [n, in], sorted by group. weights: [groups, in, out]. group_sizes: [groups] i32, sum n.
+
+    On CPU, XLA computes ragged_dot as a matmul of all rows with all groups, so a loop over groups
+    is used there. Measured (2 cores, 32 groups of [1024, 1024]): 4, 32 and 1,024 rows in 17, 35 and
+    55 ms; ragged_dot 440, 350 and 2,030 ms.
     """
     return jax.lax.platform_dependent(
         x, weights, group_sizes, cpu=_loop_over_groups, default=_ragged_dot
@@ -62,7 +63,7 @@ def _loop_over_groups(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> 
 
     def add_tile(group: jax.Array, i: jax.Array, y: jax.Array) -> jax.Array:
         begin = begins[group] + i * tile
-        first = jnp.minimum(begin, n - tile)  # a tile at the end begins earlier
+        first = jnp.minimum(begin, n - tile)  # the last tile begins earlier, to stay inside
         rows = first + jnp.arange(tile)
         is_own = (rows >= begin) & (rows < ends[group])
         weight = jax.tree.map(lambda a: a[group], weights)

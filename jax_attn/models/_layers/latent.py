@@ -1,7 +1,7 @@
 """Latent attention of a decoder layer (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Absorbed over one latent cache: all heads read the same rows, and what expands them belongs to q and
-o. jax_attn.mla has the algebra.
+Attention is absorbed over one latent cache: all heads read the same rows, and the matrices that
+would expand them are applied to q and o instead. jax_attn.mla has the algebra.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_attn.models._weights.weights import Params
 
 
 class Projected(NamedTuple):
-    """q and the latent row of each token, not rotated."""
+    """Queries and the latent row of each token, not rotated."""
 
     q_nope: jax.Array  # [n, num_qo_heads, nope]
     q_rope: jax.Array  # [n, num_qo_heads, rope]
@@ -43,7 +43,7 @@ def project(
     config: ModelConfig,
     norm: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Projected:
-    """x: [n, hidden], after the layer's norm. norm(x, weight): RMSNorm."""
+    """Projects x [n, hidden], after the layer's norm. norm(x, weight): RMSNorm."""
     latent = latent_of(config)
     h = norm(product(x, weights["q_a"]), weights["q_a_norm"]) if latent.q_rank is not None else x
     q = product(h, weights["q_b"]).reshape(len(x), config.num_qo_heads, -1)
@@ -58,8 +58,8 @@ def absorbed(
     config: ModelConfig,
     attend: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """o: [n, num_qo_heads, v], of rotated projections. attend(q, rows) appends the latent rows
-    [n, 1, kv_rank + rope], attends and returns [n, num_qo_heads, kv_rank]."""
+    """Returns o [n, num_qo_heads, v] from rotated projections. attend(q, rows) appends the latent
+    rows [n, 1, kv_rank + rope], attends and returns [n, num_qo_heads, kv_rank]."""
     w_uk, w_uv = mla.split_kv_b(weights["kv_b"], config.num_qo_heads, latent_of(config).nope)
     q = mla.absorb_query(projected.q_nope, projected.q_rope, w_uk)
     return mla.expand_output(attend(q, mla.latent_rows(projected.ckv, projected.k_rope)), w_uv)
@@ -68,7 +68,7 @@ def absorbed(
 def expanded(
     projected: Projected, weights: Params, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k, v of all heads, [n, num_qo_heads, ...], of rotated projections: not absorbed."""
+    """Returns q, k, v [n, num_qo_heads, ...], not absorbed, from rotated projections."""
     w_uk, w_uv = mla.split_kv_b(weights["kv_b"], config.num_qo_heads, latent_of(config).nope)
     k, v = mla.expand_kv(projected.ckv, projected.k_rope, w_uk, w_uv)
     return jnp.concatenate([projected.q_nope, projected.q_rope], axis=-1), k, v

@@ -1,5 +1,5 @@
-"""A model over the heads of a mesh axis (Megatron-LM, arXiv 1909.08053): each device has its share
-of the heads, of the MLPs' columns, of the experts and of the vocabulary."""
+"""Tensor parallelism over a mesh axis (Megatron-LM, arXiv 1909.08053): each device has a part of
+the heads, the MLPs' columns, the experts and the vocabulary."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from jax_attn.models._layers.decoder import init_pages
 from jax_attn.models._products.quantized import Quantized
 from jax_attn.models._weights.weights import Params
 
-_ROWS = ("o", "down", "shared_down")  # their products are partial sums
-_HEADS = ("q_b", "kv_b", "sinks")  # the last axis is heads, one after the other
+_ROWS = ("o", "down", "shared_down")  # split by rows: their results are partial sums
+_HEADS = ("q_b", "kv_b", "sinks")  # the last axis is head after head
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
     """How a model is split over a mesh axis, and its pages over a second one.
 
-    whole: the model's config. `config` is that of one device: use it for `attention_specs`, and for
-        `forward` inside shard_map over the axis. Plans are the same on every device.
+    whole: the model's config. `config` is the config of one device's part: use it for
+        `attention_specs`, and for `forward` inside shard_map over the axis. Plans are the same on
+        every device.
 
-    Two all-reduces of activations a layer, one for the embedding, an all-gather of the logits. KV
-    heads fewer than devices are repeated. A vocabulary that the axis does not divide is on every
-    device.
+    A layer has two all-reduces of activations. The embedding has one, and the logits have an
+    all-gather. If there are fewer KV heads than devices, KV heads are replicated. If the axis does
+    not divide the vocabulary, every device has all of it.
 
-    context_axis_name: a mesh axis over which pages are striped (parallel.KvStripes), or None. All
-        devices of it have the same weights.
+    context_axis_name: a mesh axis over which pages are split into KV shards (parallel.KvStripes),
+        or None. All devices of that axis have the same weights.
 
     Raises ValueError for an axis that does not divide heads, MLPs or experts.
     """
@@ -67,7 +68,7 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """Devices of the axis."""
+        """The number of devices of the axis."""
         return int(self.mesh.shape[self.axis_name])
 
     @functools.cached_property
@@ -83,13 +84,14 @@ class TensorParallel:
 
     @property
     def pages_spec(self) -> P:
-        """Of k_pages and v_pages: by KV head, and by slot over the context axis; latent rows have
-        one head, on every device."""
+        """The sharding of k_pages and v_pages: by KV head, and by slot over the context axis.
+        Latent rows have one head, which every device has."""
         heads = None if self.whole.latent else self.axis_name
         return P(None, None, self.context_axis_name, heads)
 
     def stripes(self, spec: ja.AttentionSpec) -> parallel.KvStripes | None:
-        """Of a spec of `config`; None without a context axis. Raises what KvStripes raises."""
+        """Returns the KvStripes of a spec of `config`; None without a context axis. Raises as
+        KvStripes does."""
         name = self.context_axis_name
         if name is None:
             return None
@@ -98,7 +100,7 @@ class TensorParallel:
     def init_pages(
         self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """`models.init_pages`, each device's part on its own."""
+        """Creates pages as `models.init_pages`; each device allocates only its own part."""
         times = 1 if self.whole.latent else self.size
         spec = dataclasses.replace(
             specs[0],
@@ -113,11 +115,11 @@ class TensorParallel:
         return make()
 
     def split_params(self, params: Params) -> Params:
-        """The weights as NamedSharding has them. Each device is sent its part alone.
+        """Returns the weights as sharded arrays. Each device receives only its part.
 
-        Matrices that are several side by side, as qkv is, are so on each device.
+        In a fused matrix such as qkv, each device gets its columns of every part, side by side.
 
-        Raises ValueError for a quantised matrix whose groups would be cut.
+        Raises ValueError for a quantized matrix whose groups would be cut.
         """
 
         def split(path: Any, x: Any) -> Any:
@@ -134,7 +136,7 @@ class TensorParallel:
                     f"TensorParallel: {name}: expected rows in their order, got those of desc_act;"
                     " use one device."
                 )
-            # One scale of a column is for all of its rows.
+            # With one scale per column, every device needs it for its rows.
             of_groups = None if by_rows and groups == 1 else axis
             zeros = None if x.zeros is None else put(x.zeros, of_groups, order)
             row_order = None if x.order is None else put(x.order, None, None)
@@ -145,7 +147,7 @@ class TensorParallel:
 
         def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
             if axis is None:
-                # Unlike device_put, without comparing what the processes of the mesh have.
+                # Unlike device_put, this does not compare the values across processes of the mesh.
                 whole, everywhere = np.asarray(x), NamedSharding(self.mesh, P())
                 return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
             array = np.moveaxis(np.asarray(x), axis, 0)
@@ -164,7 +166,7 @@ class TensorParallel:
         return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
 
     def _split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
-        """The axis of a weight that is split, and what of it comes in which order; None: as is."""
+        """Returns the split axis of a weight, and the order of its elements there; None: as is."""
         whole = self.whole
         if name.startswith("expert_"):
             return 0, None
@@ -184,7 +186,7 @@ class TensorParallel:
         return None, None
 
     def _columns(self, names: str, device: int) -> np.ndarray:
-        """Columns of the heads of q, k, v, or of some of them side by side, that a device has."""
+        """Returns a device's columns of q, k, v, or of several of them side by side."""
         whole, local, columns, begin = self.whole, self.config, [], 0
         for name in names:
             heads = whole.num_qo_heads if name == "q" else whole.num_kv_heads

@@ -8,22 +8,23 @@ from pathlib import Path
 from jax_attn.models._config.directory import ModelDirectoryError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What `load` and the server read; many a repository has the same weights in other formats, too.
+# The files that `load` and the server read. Many repositories also have weights in other formats.
 _FILES = ["*.json", "*.jinja", "*.safetensors"]
 _OTHER_FILES = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/pytorch/*"]
 
 
 def fetch(name: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The directory of a model: `name` itself if it is one, else that of ORG/NAME on the Hub.
+    """Returns the directory of a model: `name` if that is one, else a copy of ORG/NAME on the Hub.
 
-    What is in the cache of huggingface_hub is not loaded again, and is enough without network.
+    Files in the cache of huggingface_hub are not downloaded again; a cached model needs no network.
 
     Args:
-      revision: of ORG/NAME, a branch, tag or commit; None: main.
-      token: for models that are not public; None: that of HF_TOKEN, or of `hf auth login`.
+      revision: a branch, tag or commit of ORG/NAME; None: main.
+      token: for models that are not public; None: the token of HF_TOKEN or `hf auth login`.
 
     Raises:
-      ModelDirectoryError: no directory, and the Hub does not give it; says why, and what to do.
+      ModelDirectoryError: `name` is no directory, and the Hub does not provide it; says why, and
+        what to do.
     """
     if Path(name).is_dir():
         if revision is not None:

@@ -28,16 +28,16 @@ def load(
     *,
     in_panels: bool = False,
 ) -> Model:
-    """Loads a Hugging Face directory; config.json's model_type says of which family.
+    """Loads a Hugging Face directory; config.json's model_type selects the family.
 
     Args:
       directory: config.json, tokenizer.json, and model.safetensors or the shards that
-        model.safetensors.index.json names. Weights may be bf16, f16 or f32, or matrices quantised
-        as config.json's quantization_config says (docs/models.md); those stay in their bits.
-      dtype: of all other weights in memory, and so of the activations.
-      progress: is told how many numbers of the files are read, and how many there are.
-      in_panels: matrices that a step multiplies as the products of a CPU read them (Params). The
-        engine makes them so anyway, but of weights that it is given otherwise it keeps a copy.
+        model.safetensors.index.json names. Weights may be bf16, f16 or f32, or matrices quantized
+        by config.json's quantization_config (docs/models.md); those stay quantized in memory.
+      dtype: dtype of all other weights in memory, and so of the activations.
+      progress: called with the number of elements read so far, and the number in all files.
+      in_panels: store the matrices of a step in the layout of the CPU's matmul kernels (Params).
+        The engine converts other weights itself, but then holds a second copy of them.
 
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
@@ -49,7 +49,7 @@ def load(
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Of tokenizer.json. Raises ModelDirectoryError."""
+    """Loads tokenizer.json. Raises ModelDirectoryError."""
     import tokenizers
 
     path = existing(Path(directory) / "tokenizer.json")

@@ -1,1 +1,1 @@
-"""Products with weights in panels and in quantized formats. Private."""
+"""Matmuls with weights in panels and in quantized formats. Private."""

@@ -1,6 +1,6 @@
-"""Weight matrices as the CPU's own products read them (csrc/cpu/product.h).
+"""Weight matrices in the layout of the CPU's matmul kernels (csrc/cpu/product.h).
 
-XLA's products of few rows run far below the bandwidth of memory on CPUs (docs/notes/cpu.md).
+On CPUs, XLA's matmuls of few rows run far below memory bandwidth (docs/notes/cpu.md).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 
 from jax_attn._xla import ffi
 
-_COLUMNS = 32  # of a panel
-_DEPTHS = 32  # rows of a panel of bf16 are a multiple of so many
-_ALIGNMENT = 4096  # bytes, as XLA's own arrays have at least 64
+_COLUMNS = 32  # columns of a panel
+_DEPTHS = 32  # the rows of a bf16 panel are a multiple of this
+_ALIGNMENT = 4096  # bytes; XLA needs at least 64 to use memory without a copy
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """A matrix [in, out], 32 columns after the other, with zeros beyond the last one.
+    """A matrix [in, out] in panels of 32 columns, padded with zeros.
 
-    panels: [ceil(out / 32), in, 32], f16 | f32; of bf16 [ceil(out / 32), pairs, 32, 2], in pairs of
-        rows, with zeros up to a multiple of 32 rows.
+    panels: [ceil(out / 32), in, 32], f16 | f32; for bf16 [ceil(out / 32), pairs, 32, 2], in pairs
+        of rows, padded with zeros to a multiple of 32 rows.
     shape: (in, out).
     """
 
@@ -41,18 +41,21 @@ class Panels:
         return self.panels.nbytes
 
     def columns(self, indices: jax.Array) -> jax.Array:
-        """[n, in]: columns [n] i32 of the matrix."""
+        """Returns the matrix's columns with indices [n] i32, as [n, in]."""
         found = self.panels[indices // _COLUMNS, :, indices % _COLUMNS]
         return found.reshape(len(indices), -1)[:, : self.shape[0]]
 
     def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-        """x [n, in] @ the matrix -> [n, out] of `dtype`, which is f32, or of x's, which is the
-        matrix's. The bits of a row do not depend on how many there are. Has no derivative."""
+        """Computes x [n, in] @ the matrix -> [n, out].
+
+        x has the matrix's dtype. The result has it, too, or f32 if `dtype` asks for that. The bits
+        of a row do not depend on the number of rows. Not differentiable.
+        """
         return ffi.product(x, self.panels, self.shape[1], dtype or x.dtype)
 
 
 def to_panels(matrix: jax.Array, *, transposed: bool = False) -> Panels:
-    """matrix: [in, out], or transposed [out, in]; bf16 | f16 | f32."""
+    """Converts a matrix to panels. matrix: [in, out], or transposed [out, in]; bf16 | f16 | f32."""
     depth, columns = matrix.shape[::-1] if transposed else matrix.shape
     return Panels(_in_large_pages(_panels(matrix, transposed)), (depth, columns))
 
@@ -69,10 +72,10 @@ def _panels(matrix: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _in_large_pages(array: jax.Array) -> jax.Array:
-    """A copy in memory of numpy, which asks the kernel for pages of 2 MB: one step reads all
-    weights, and pages of 4 KB cost some of the bandwidth (docs/notes/cpu.md)."""
+    """Copies an array into memory of numpy, which asks the kernel for 2 MB pages. A step reads all
+    weights, and 4 KB pages cost a part of the bandwidth (docs/notes/cpu.md)."""
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     whole = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
     np.copyto(whole, np.asarray(array))
-    return jax.device_put(whole)  # which JAX takes as it is, if it is aligned
+    return jax.device_put(whole)  # no copy if the memory is aligned

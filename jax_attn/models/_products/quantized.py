@@ -1,6 +1,6 @@
-"""Matrices of few bits: kept in them, and widened where they are multiplied.
+"""Quantized matrices: stored in few bits, and widened (dequantized) inside the matmul.
 
-What the files of each method hold is the business of quantized_files.py.
+quantized_files.py reads the file formats of each quantization method.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Kind = Literal["int8", "int4", "e4m3", "e2m1"]
 """What a code is: a signed integer; an unsigned one of 4 bits; an element of OCP 8-bit floating
 point, or of 4-bit (Microscaling Formats, version 1.0)."""
 
-# How a code becomes the bits of an f16, whose exponent is biased by 15, where that of e4m3 is by 7
-# and that of e2m1 by 1: shifts of the sign and of the rest, and what the f16 has to be multiplied
-# with. Conversions of f16 keep subnormals, which f32 would have flushed to zero.
+# Conversion of quantized values to the bits of an f16: the shift of the sign, the shift of the
+# rest, and the factor for the f16. The factor corrects the exponent bias: 15 for f16, 7 for e4m3,
+# 1 for e2m1. f16 conversions keep subnormals, which f32 would flush to zero.
 _SHIFTS: dict[str, tuple[int, int, float]] = {
     "e4m3": (8, 7, 2.0**8),
     "e2m1": (12, 9, 2.0**14),
 }
-# Columns that are widened at a time on CPU. Measured (2 cores, [2048, 8192]): 256 are 1.1 to 2.3
-# times as fast as 64 or 1,024 (docs/notes/quantized_weights.md).
+# Columns widened at a time on CPU. Measured (2 cores, [2048, 8192]): 256 are 1.1 to 2.3 times as
+# fast as 64 or 1,024 (docs/notes/quantized_weights.md).
 _TILE = min(max(128 * (os.cpu_count() or 1), 256), 2048)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A matrix, or a stack of them: [..., in, out] of (code - zero) * scale.
+    """A quantized matrix or a stack of them: [..., in, out] with values (code - zero) * scale.
 
-    codes: [..., in, out], i8 (int8) or u8; of 4 bits two rows in a byte, [..., in / 2, out] u8, the
-        first in the low half.
-    scales: [..., groups, out], of group_size rows each, f32; or u8 of 2 ** (scale - 127).
-    zeros: [..., groups, out] u8, or None.
-    order: [in] i32, the element of x that each row multiplies, or None: in their order.
+    codes: [..., in, out], i8 (int8) or u8. Quantized values. 4-bit formats have two rows in a byte:
+        [..., in / 2, out] u8, the first row in the low half.
+    scales: [..., groups, out], f32, or u8 meaning 2 ** (scale - 127). One per group_size rows.
+    zeros: [..., groups, out] u8, or None. Zero points.
+    order: [in] i32, the element of x that each row multiplies; None: row i multiplies element i.
     """
 
     codes: Array
@@ -73,12 +73,12 @@ def codes_per_byte(kind: Kind) -> int:
 def product(
     x: jax.Array, weight: Matrix | Panels, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """x [n, in] @ weight [in, out] -> [n, out] of `dtype`, or of x's.
+    """Computes x [n, in] @ weight [in, out] -> [n, out] of `dtype`, default x's.
 
-    On CPU tiles of columns are widened one after the other, into what stays in the processor's
-    cache. On a GPU XLA has the widening and the product in one kernel where a column of int8 or
-    e4m3 has one scale; other codes have a kernel of their own, for up to 256 rows of 16-bit x
-    (quantized_cuda.py). What it does not take is widened in memory first.
+    On CPU, tiles of columns are widened one after the other, small enough for the processor's
+    cache. On a GPU, XLA fuses widening and matmul into one kernel if int8 or e4m3 columns have one
+    scale each. Other formats have a kernel for up to 256 rows of 16-bit x (quantized_cuda.py). All
+    other matrices are widened in memory first.
     """
     if isinstance(weight, Panels):
         return weight.product(x, dtype)
@@ -96,7 +96,7 @@ def product(
 
 
 def _cuda_product(x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """`product`, for NVIDIA's GPUs; rows in their order."""
+    """`product` on NVIDIA GPUs; the weight's rows are in x's order."""
     kind, size = weight.kind, weight.group_size
 
     def in_xla(
@@ -113,7 +113,7 @@ def _cuda_product(x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike |
 
 
 def widen(weight: Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """[..., in, out] of `dtype`. The order must be that of x."""
+    """Dequantizes to [..., in, out] of `dtype`. The weight's rows must be in x's order."""
     if not isinstance(weight, Quantized):
         return weight.astype(dtype)
     assert weight.order is None
@@ -124,7 +124,7 @@ def widen(weight: Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
 def tiled_product(
     x: jax.Array, weight: Matrix, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
-    """`product`, for CPUs; rows in their order."""
+    """`product` on CPUs; the weight's rows are in x's order."""
     if not isinstance(weight, Quantized):
         return jnp.dot(x, weight, preferred_element_type=dtype)
     columns = weight.shape[-1]
@@ -132,7 +132,7 @@ def tiled_product(
         return _product(x, weight, dtype)
 
     def add_tile(i: jax.Array, y: jax.Array) -> jax.Array:
-        first = i * _TILE  # of the last one, slices begin earlier, to stay inside
+        first = i * _TILE  # slices of the last tile begin earlier, to stay inside
         tile = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, _TILE, 1), weight)
         return jax.lax.dynamic_update_slice_in_dim(y, _product(x, tile, dtype), first, 1)
 
@@ -146,11 +146,11 @@ def _product(
     dtype: jax.typing.DTypeLike | None,
     has_float8: bool = False,
 ) -> jax.Array:
-    """has_float8: XLA converts its own float8 fast, which it does not on CPUs."""
-    # Where a column has one scale, it is for the sum.
+    """Widens and multiplies. has_float8: XLA converts its float8 fast, which is not so on CPUs."""
+    # If a column has one scale, the scale is applied to the sum.
     one_scale = weight.scales.shape[-2] == 1 and weight.zeros is None
     if one_scale and (weight.kind == "int8" or (weight.kind == "e4m3" and has_float8)):
-        # One conversion, which is exact, and which XLA's kernel for GPUs does as it reads codes.
+        # One exact conversion, which XLA's GPU kernel does while it reads the quantized values.
         codes = weight.codes
         if weight.kind == "e4m3":
             codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
@@ -166,14 +166,14 @@ def _product(
 
 
 def _parts(weight: Quantized) -> list[jax.Array]:
-    """Codes of every row, or those of even rows and those of odd ones."""
+    """Returns the quantized values of all rows or, for 4-bit formats, of even and of odd rows."""
     if weight.codes_per_byte == 1:
         return [weight.codes]
     return [weight.codes & 15, weight.codes >> 4]
 
 
 def _widen_part(weight: Quantized, part: jax.Array) -> jax.Array:
-    """[..., rows, out] f32 of some rows' codes, as many of each group."""
+    """Dequantizes rows, equally many of each group, to [..., rows, out] f32."""
     values, scales = _values(part, weight.kind), _scales(weight)
     rows, size = part.shape[-2], weight.group_size // weight.codes_per_byte
     zeros = None if weight.zeros is None else weight.zeros.astype(jnp.float32)
@@ -190,7 +190,7 @@ def _widen_part(weight: Quantized, part: jax.Array) -> jax.Array:
 
 
 def _values(codes: jax.Array, kind: Kind) -> jax.Array:
-    """f32, without the factor that `_scales` has."""
+    """Converts quantized values to f32, without the factor that `_scales` includes."""
     if kind not in _SHIFTS:
         return codes.astype(jnp.float32)
     sign_shift, shift, _ = _SHIFTS[kind]
@@ -204,6 +204,6 @@ def _scales(weight: Quantized) -> jax.Array:
     factor = _SHIFTS[weight.kind][2] if weight.kind in _SHIFTS else 1.0
     if weight.scales.dtype != jnp.uint8:
         return weight.scales * factor
-    # With the factor in the exponent, as 2 ** -127 is no normal number.
+    # The factor is added to the exponent, because 2 ** -127 is not a normal number.
     exponents = weight.scales.astype(jnp.uint32) + int(factor).bit_length() - 1
     return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)

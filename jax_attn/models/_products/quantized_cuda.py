@@ -1,4 +1,4 @@
-"""Products of few rows with matrices of codes on CUDA (csrc/cuda/sm80/quantized_product.cuh)."""
+"""Matmuls of few rows with quantized matrices on CUDA (csrc/cuda/sm80/quantized_product.cuh)."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from jax_attn._spec.target import default_target, parse_target
 from jax_attn._xla import ffi
 
 FORMATS = {"int4": 0, "e2m1": 1, "e4m3": 2}  # WeightFormat of csrc/params.h
-# Of x. Beyond, one wide copy of the matrix should cost less than decoding it again: a guess.
+# Rows of x. With more rows a widened copy of the matrix should cost less than decoding it again:
+# a guess, not measured.
 MAX_ROWS = 256
 _STEP = 64  # rows of the matrix, kProductStep
-_VECTOR = 16  # bytes that are copied at once: columns are a multiple
+_VECTOR = 16  # bytes of one copy; columns are a multiple of it
 
-# What a CTA may take of x and of the matrix. 64 rows of sums are half of the registers; 224 columns
-# fill 132 multiprocessors where 256 leave some without work.
+# Rows of x and columns of the matrix per CTA. Accumulators of 64 rows take half of the registers.
+# 224 columns fill 132 multiprocessors in cases where 256 leave some idle.
 _TILE_ROWS = (8, 16, 32, 64)
 _TILE_COLUMNS = (256, 224)
-# In bytes of codes that a multiprocessor reads meanwhile: until the first step is there.
+# Latency until the first step has arrived, in bytes that a multiprocessor reads in that time.
 _START = 32 << 10
 
 
 class Matrix(NamedTuple):
-    """What a call is specialised for beside shapes and dtypes."""
+    """The specialization of a call, beside shapes and dtypes."""
 
-    kind: str  # of FORMATS
+    kind: str  # a key of FORMATS
     group_size: int
-    dtype: Any  # of the result
+    dtype: Any  # dtype of the result
 
 
 class Tiles(NamedTuple):
     rows: int
     columns: int
-    num_splits: int  # parts of the depth, each with sums of its own
+    num_splits: int  # parts of the depth (split-K), each with its own partial sums
 
 
 def supports(x: jax.Array, codes: jax.Array, scales: jax.Array, kind: str, group_size: int) -> bool:
-    """Whether the kernel multiplies these, of x: [n, in] and a matrix that is no stack.
+    """Whether the kernel supports x [n, in] and the matrix, which must not be a stack.
 
-    Not where a column of e4m3 has one scale, which XLA's own kernel does as well.
+    False for e4m3 with one scale per column: XLA's own kernel is as fast there.
     """
     if kind not in FORMATS or codes.ndim != 2 or any(jax.typeof(x).sharding.spec):
         return False
@@ -74,10 +75,10 @@ def product(
     matrix: Matrix,
     otherwise: Callable[..., jax.Array],
 ) -> jax.Array:
-    """x [n, in] @ the matrix -> [n, out], of arrays that `supports` takes.
+    """Computes x [n, in] @ the matrix -> [n, out], for arrays that `supports` accepts.
 
-    otherwise(x, codes, scales[, zeros]): the same in XLA: what vmap and derivatives are of.
-    Arrays that XLA's partitioner has split by rows of x or by columns stay so; others it gathers.
+    otherwise(x, codes, scales[, zeros]): the same in XLA, used for vmap and derivatives.
+    XLA's partitioner keeps arrays split by rows of x or by columns; it gathers other shardings.
     """
     operands = (x, codes, scales) if zeros is None else (x, codes, scales, zeros)
     is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -100,19 +101,19 @@ def product(
 
 
 def choose_tiles(num_rows: int, depth: int, columns: int, bits: int, processors: int) -> Tiles:
-    """bits: of a code. Of all tiles and splits, those that predict the shortest time."""
+    """Returns the tiles and the split with the shortest predicted time. bits: per value."""
     rows = next((n for n in _TILE_ROWS if n >= num_rows), _TILE_ROWS[-1])
     steps = -(-depth // _STEP)
 
     def cost(tiles: Tiles) -> float:
-        """Bytes of codes that a multiprocessor could read in this time."""
+        """Predicted time, in bytes of the matrix that a multiprocessor could read in it."""
         num_ctas = -(-num_rows // rows) * -(-columns // tiles.columns) * tiles.num_splits
-        # x comes from L2, and so do sums, twice as fast.
+        # x and partial sums come from L2, twice as fast.
         step_bytes = _STEP * (tiles.columns * bits / 8 + rows)
         own_steps = -(-steps // tiles.num_splits)
         waves = -(-num_ctas // processors)
         sums = 0 if tiles.num_splits == 1 else 4 * tiles.num_splits * num_rows * columns
-        # The other width is one more kernel to compile.
+        # The other width needs one more kernel to be compiled.
         factor = 1 if tiles.columns == _TILE_COLUMNS[0] else 1.04
         return factor * waves * (own_steps * step_bytes + _START) + sums / processors
 
@@ -127,9 +128,9 @@ def _product(
     scales: jax.Array,
     *zeros: jax.Array,
 ) -> jax.Array:
-    """On one device. zeros: one array, or none."""
+    """Launches the kernel on one device. zeros: one array, or none."""
     arch, processors = parse_target(default_target())
-    if arch == 0:  # it is lowered for a device that is not here
+    if arch == 0:  # lowering for a device that this machine lacks
         processors = _core.default_processors(90)
     bits = 8 if matrix.kind == "e4m3" else 4
     num_rows, depth = x.shape
@@ -149,7 +150,7 @@ def _product(
         tile_rows=tiles.rows,
         tile_columns=tiles.columns,
     )
-    # One after the other, and not a reduction, so that XLA fuses it with what comes next.
+    # A chain of adds, not a reduction, so that XLA can fuse it with the next op.
     return functools.reduce(operator.add, y).astype(matrix.dtype)
 
 

@@ -1,1 +1,1 @@
-"""From safetensors files to params. Private."""
+"""Loading of safetensors files into params. Private."""

@@ -1,17 +1,18 @@
-"""MXFP4: codes of four bits with a scale for each 32 (OCP Microscaling Formats, version 1.0)."""
+"""MXFP4: 4-bit values with a scale per 32 of them (OCP Microscaling Formats, version 1.0)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-BLOCK = 32  # codes that share a scale
-# A code counts times 2 ** (scale - 127). 255 is NaN, and no weight is as large as those below it.
+BLOCK = 32  # values per scale
+# A value is multiplied by 2 ** (scale - 127). 255 is NaN. Scales from 241 to 254 are refused: no
+# real weight is that large.
 MAX_SCALE = 240
 
 
 def codes(blocks: np.ndarray) -> np.ndarray:
-    """[count, out, in / 2] u8, two codes each, the first in the low bits.
+    """Returns [count, out, in / 2] u8, two values per byte, the first in the low bits.
 
-    blocks: [count, out, in / 32, 16], u8, of the files.
+    blocks: [count, out, in / 32, 16] u8, as in the files.
     """
     return blocks.reshape(*blocks.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""What a model's parts have to offer, where they come from a library."""
+"""Protocols of the parts of a model that other modules or libraries provide."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jax_attn.models._config.quantized_files import Quantization
 
 
 class CheckpointConfig(Protocol):
-    """What the files of a model are checked against, beside its tensors: ModelConfig has it, and
-    EncoderConfig."""
+    """The fields of a config that loading checks files against. ModelConfig and EncoderConfig have
+    them."""
 
     @property
     def family(self) -> str: ...
 
     @property
     def tensor_prefix(self) -> str:
-        """Of all names in the files."""
+        """The prefix of all names in the files."""
         ...
 
     @property
@@ -25,14 +25,14 @@ class CheckpointConfig(Protocol):
 
 
 class Encoding(Protocol):
-    """tokenizers.Encoding."""
+    """The used part of tokenizers.Encoding."""
 
     @property
     def ids(self) -> list[int]: ...
 
 
 class Tokenizer(Protocol):
-    """tokenizers.Tokenizer, as far as it is used. Arguments and results are the library's."""
+    """The used part of tokenizers.Tokenizer. Arguments and results are the library's."""
 
     def no_truncation(self) -> None: ...
 
@@ -55,9 +55,9 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def get_added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Id -> tokenizers.AddedToken, with `content` and `special`."""
+        """Returns id -> tokenizers.AddedToken, with `content` and `special`."""
         ...
 
     def to_str(self) -> str:
-        """tokenizer.json."""
+        """Returns the text of tokenizer.json."""
         ...

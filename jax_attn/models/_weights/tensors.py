@@ -1,4 +1,4 @@
-"""The tensors of a decoder model's files: their names, and their shapes as torch has them."""
+"""The tensors of a decoder model's files: their names, and their shapes in torch's layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Parts: TypeAlias = dict[str, Shape]
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
-    """For each weight of a layer the tensors it is made of, as torch shapes them.
+    """Returns for each weight of a layer its tensors in the files, with torch's shapes.
 
-    A matrix is [out, in] in torch, and the other way round in Params.
+    A matrix is [out, in] in torch, and [in, out] in Params.
     """
     d = config.hidden_size
     q_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     qkv_sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    # Where there are norms after attention and MLP, they take the name of the one before the MLP.
+    # In models with post-norms, the norm after attention has the usual name of the pre-MLP norm.
     before_mlp = "pre_feedforward" if config.post_norms else "post_attention"
     tensors: dict[str, Parts | list[Parts]] = {"o": {"self_attn.o_proj.weight": (d, q_size)}}
     if config.latent is not None:
@@ -116,7 +116,7 @@ def _stack(experts: Experts, name: str, inner: int, outer: int) -> Parts:
 
 
 def file_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that belongs in the files, as torch shapes it; names are without prefix."""
+    """Returns every expected tensor of the files with torch's shape; names have no prefix."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),

@@ -1,4 +1,4 @@
-"""Safetensors files: which tensors belong in them, and each of them as it is read."""
+"""Safetensors files: the expected tensors, and reading them one by one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WEIGHT, _EMBED = ".weight", "model.embed_tokens.weight"
 
 
 class Expected(abc.ABC):
-    """The tensors that belong in the files of a model."""
+    """The tensors that the files of a model must or may contain."""
 
     def __init__(self, config: CheckpointConfig, shapes: dict[str, Shape]):
         self.config, self.shapes = config, shapes
-        # Of matrices that may be quantised, by stem, and by name.
+        # The tensors of matrices that may be quantized: by stem, then by name.
         self.of_matrix: dict[str, dict[str, Tensor]] = {}
         if config.quantization is not None and config.quantization.kind != "e2m1":
             for name, shape in self.shapes.items():
@@ -36,15 +36,15 @@ class Expected(abc.ABC):
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
 
     def name(self, full_name: str) -> str:
-        """Without tensor_prefix, and with the "model." that files of models without a head lack."""
+        """Removes tensor_prefix, and adds the "model." that files of models without a head lack."""
         name = full_name.removeprefix(self.config.tensor_prefix)
         longer = f"model.{name}"
         is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
         return longer if is_known else name
 
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
-        """A tensor's name here, and the shapes and dtypes it may have; None: it is no part of the
-        model."""
+        """Returns a tensor's internal name and its allowed shapes and dtypes; None if it is not a
+        part of the model."""
         plain = self.shapes.get(name)
         stem, _, suffix = name.rpartition(".")
         part = self.of_matrix.get(stem, {}).get(name_of(suffix))
@@ -57,10 +57,10 @@ class Expected(abc.ABC):
 
     @abc.abstractmethod
     def is_passed_over(self, name: str) -> bool:
-        """Whether other programs' files have it, and nothing here needs it."""
+        """Whether a tensor appears in files of other programs but is not needed here."""
 
     def is_bias_of_zeros(self, name: str) -> bool:
-        """Files of GPTQ have biases, which should be zeros, where the model has none."""
+        """Whether it is a bias that GPTQ files add, though the model has none; must be zeros."""
         stem, _, suffix = name.rpartition(".")
         quantization = self.config.quantization
         is_gptq = quantization is not None and quantization.layout == "gptq"
@@ -71,7 +71,7 @@ class Expected(abc.ABC):
         for stem, parts in self.of_matrix.items():
             name = stem + _WEIGHT
             if name in tensors and tensors[name].dtype in FLOATS:
-                continue  # not quantised
+                continue  # not quantized
             needed = {f"{stem}.{part}" for part, tensor in parts.items() if tensor.is_needed}
             if any(part in tensors for part in needed):
                 missing.discard(name)
@@ -80,16 +80,16 @@ class Expected(abc.ABC):
 
 
 class _InFile(NamedTuple):
-    """A tensor of a file that is open."""
+    """A tensor in an open file."""
 
     file: Any
     path: Path
-    name: str  # there
+    name: str  # its name in the file
     shape: Shape
     dtype: str
 
     def read(self) -> np.ndarray:
-        if self.dtype == "F8_E4M3":  # numpy has no such type
+        if self.dtype == "F8_E4M3":  # numpy lacks this dtype
             return _bytes_of(self.path, self.name).reshape(self.shape)
         return self.file.get_tensor(self.name)
 
@@ -99,7 +99,7 @@ class _InFile(NamedTuple):
 
 
 class FileTensors:
-    """The tensors of the files; each is read when it is asked for."""
+    """The tensors of the files, each read on demand."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class FileTensors:
         return tensor
 
     def matrix(self, name: str) -> np.ndarray | Rows:
-        """A matrix as an array, or as Rows if the files have it quantised."""
+        """Returns a matrix as an array, or as Rows if it is quantized in the files."""
         stem = name.removesuffix(_WEIGHT)
         parts = self._expected.of_matrix.get(stem)
         if parts is None or (name in self._files and self._files[name].dtype in FLOATS):
@@ -135,7 +135,7 @@ class FileTensors:
             raise self.error(name, str(error)) from None
 
     def error(self, name: str, message: str) -> ModelDirectoryError:
-        """name: of a tensor, or of a matrix whose tensors have other names."""
+        """Makes an error. name: a tensor, or a matrix whose tensors have other names."""
         parts = self._expected.of_matrix.get(stem := name.removesuffix(_WEIGHT), ())
         names = [name, *(f"{stem}.{part}" for part in parts)]
         found = next(self._files[each] for each in names if each in self._files)
@@ -148,7 +148,7 @@ def open_tensors(
     expected: Expected,
     progress: Callable[[int, int], None] | None,
 ) -> FileTensors:
-    """The tensors of model.safetensors, or of the shards. The files are open as long as stack.
+    """Opens model.safetensors or its shards. The files stay open as long as `stack`.
 
     Raises: see `load_params`.
     """
@@ -179,7 +179,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise ModelDirectoryError(f"{index}: key 'weight_map' is missing")
     names = set(map(str, weight_map.values()))
     for name in names:
-        # The index may be a stranger's, and is to name files of this directory only.
+        # The index is untrusted: it may only name files of this directory.
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ModelDirectoryError(
                 f"{index}: weight_map: expected names of files in this directory, got {name!r}"
@@ -190,7 +190,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _tensors_of(
     stack: contextlib.ExitStack, path: Path, expected: Expected
 ) -> Iterable[tuple[str, _InFile]]:
-    """The tensors of one file, each checked. The file is open as long as stack."""
+    """Opens one file and checks its tensors. The file stays open as long as `stack`."""
     from safetensors import SafetensorError, safe_open
 
     config = expected.config
@@ -232,15 +232,15 @@ def _dtypes(name: str) -> tuple[str, ...]:
 
 
 def _bytes_of(path: Path, name: str) -> np.ndarray:
-    """A tensor as u8 [n], by what the header of the file says of it."""
+    """Returns the bytes of a tensor, u8 [n], located by the file's header."""
     header, data = _header_of(path)
     begin, end = header[name]["data_offsets"]
     return np.fromfile(path, np.uint8, end - begin, offset=data + begin)
 
 
-@functools.lru_cache(maxsize=1)  # it may have tens of thousands of tensors
+@functools.lru_cache(maxsize=1)  # a header may have tens of thousands of tensors
 def _header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and the offset at which the data begins."""
+    """Returns the header, and the offset at which the data begins."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         return json.loads(file.read(size)), 8 + size

@@ -1,4 +1,4 @@
-"""The weights of a decoder model in memory, from its files or at random."""
+"""The weights of a decoder model in memory: loaded from files, or random."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ and v, gate_up is gate and up, side by side. Those of experts are stacked, [expe
 matrix that the files have in few bits is a `Quantized`, and one in the order of the CPU's own
 products a `Panels`: then that of a tied embedding is [hidden, vocab]."""
 
-# What a step multiplies as it is: not experts, of which it chooses, nor what latent attention
-# absorbs.
+# Matrices that a step multiplies as a whole. Not among them: experts, of which a step uses some,
+# and the matrices that latent attention absorbs.
 _PRODUCTS = frozenset(
     ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router")
     + ("q_a", "q_b", "kv_a", "head")
@@ -45,8 +45,8 @@ class _Expected(Expected):
         self._model = config
 
     def is_passed_over(self, name: str) -> bool:
-        """Old exports carry the RoPE table, tied ones the head a second time, some an image encoder
-        beside the text model, and DeepSeek's layers that predict more than one token.
+        """Whether a tensor is ignored: the RoPE table of old exports, the copy of a tied head, an
+        image encoder beside the text model, DeepSeek's layers for multi-token prediction.
         """
         config = self._model
         stem, _, suffix = name.rpartition(".")
@@ -71,13 +71,13 @@ def load_params(
 ) -> Params:
     """Reads the weights of model.safetensors, or of the shards that its index names.
 
-    Memory holds the weights and what one of them is made of. All headers are checked first.
+    Peak memory is the weights plus the source tensors of one weight. All headers are checked first.
 
-    dtype: of the weights in memory, and so of the activations; files may hold bf16, f16 or f32, or
-      matrices as config.quantization says, which stay as they are.
+    dtype: dtype of the weights in memory, and so of the activations. Files may hold bf16, f16 or
+      f32. Matrices quantized by config.quantization stay quantized.
     progress, in_panels: see `load`.
 
-    Raises ModelDirectoryError for a tensor that is missing, is one too many or does not fit.
+    Raises ModelDirectoryError for a tensor that is missing, unexpected or does not fit.
     """
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(stack, directory, _Expected(config), progress)
@@ -106,7 +106,7 @@ def _make_params(
             return Quantized(codes, scales, None, None, "e2m1", mxfp4.BLOCK)
         found = [tensors.matrix(name) for name in names]
         quantized = [rows for rows in found if isinstance(rows, Rows)]
-        # What latent attention absorbs is wanted as it is, and so is what is quantised in part.
+        # Weights stay quantized unless latent attention absorbs them, or a part is not quantized.
         if len(quantized) == len(found) and weight != "kv_b":
             for name, rows in zip(names, quantized, strict=True):
                 if not _same(rows.order, quantized[0].order):
@@ -123,7 +123,7 @@ def _make_params(
         if isinstance(weight, Quantized):
             return jax.block_until_ready(jax.tree.map(jnp.asarray, weight))
         array = jnp.asarray(weight, dtype)
-        # Waits, as what is being copied stays in memory.
+        # Wait: the source of a running copy stays in memory.
         return jax.block_until_ready(pack_weight(name, array, config) if in_panels else array)
 
     def make(layer: int, weight: str, parts: Parts | list[Parts]) -> Matrix | Panels:
@@ -164,7 +164,7 @@ def _make_params(
 def _below_each_other(
     rows: list[Rows], ordered: Callable[[np.ndarray], np.ndarray] = lambda array: array
 ) -> Quantized:
-    """[in, out] of matrices that torch has as [out, in], with their outputs in another order."""
+    """Stacks matrices [out, in] of torch by rows and reorders outputs; returns [in, out]."""
 
     def whole(arrays: Iterable[np.ndarray]) -> np.ndarray:
         return np.ascontiguousarray(ordered(np.concatenate([*arrays])).T)
@@ -181,7 +181,7 @@ def _below_each_other(
 
 
 def _widened(rows: Rows) -> np.ndarray:
-    """[out, in] f32."""
+    """Dequantizes to [out, in] f32."""
     wide = np.asarray(widen(_below_each_other([rows._replace(order=None)]), jnp.float32)).T
     return wide if rows.order is None else wide[:, np.argsort(rows.order)]
 
@@ -193,14 +193,14 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 
 def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """Moves the columns of gate before those of up, in files where they alternate."""
+    """Moves gate's columns before up's, for files that interleave them."""
     if config.experts is None or not config.experts.stacked or "gate_up" not in weight:
         return tensor
     return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
 
 
 def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
-    """Puts the elements of each head of q and k, and of their norms, in the order of kernels.
+    """Puts the elements of each head of q and k, and of their norms, in the kernels' order.
 
     tensor: [out, ...].
     """
@@ -225,7 +225,7 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
 def _in_pairs_order(
     tensor: np.ndarray, weight: str, config: ModelConfig, latent: Latent
 ) -> np.ndarray:
-    """Latent attention: elements that rotate together, from neighbours to half of rope apart."""
+    """Latent attention: reorders RoPE pairs from neighbours to elements rope / 2 apart."""
     if not latent.interleaved or weight not in ("q_b", "kv_a"):
         return tensor
     fixed = latent.nope if weight == "q_b" else latent.kv_rank
@@ -235,7 +235,7 @@ def _in_pairs_order(
 
 
 def pack_weight(name: str, weight: Matrix, config: ModelConfig) -> Matrix | Panels:
-    """A weight of Params by name: in panels, if it is a matrix that a step multiplies as it is."""
+    """Converts a weight of Params to panels if a step multiplies it as a whole."""
     is_multiplied = name in _PRODUCTS or (name == "embed" and config.tie_embeddings)
     if isinstance(weight, Quantized) or not is_multiplied:
         return weight
@@ -243,7 +243,7 @@ def pack_weight(name: str, weight: Matrix, config: ModelConfig) -> Matrix | Pane
 
 
 def pack_params(params: Params, config: ModelConfig) -> Params:
-    """The same weights for a model on one CPU, see Params."""
+    """Returns the same weights in the layout for one CPU, see Params."""
 
     def pack(path: tuple[Any, ...], weight: Any) -> Any:
         if isinstance(weight, Panels):
@@ -257,9 +257,9 @@ def pack_params(params: Params, config: ModelConfig) -> Params:
 def random_params(
     config: ModelConfig, key: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> Params:
-    """Random weights under which activations and logits are of order 1, for tests and benchmarks.
+    """Returns random weights, for tests and benchmarks. Activations and logits are of order 1.
 
-    Norm weights and biases are random, too, so that leaving one out is seen.
+    Norm weights and biases are random, too, so that a test notices if one is left out.
     """
     d = config.hidden_size
     shapes: Params = {"embed": (config.vocab_size, d), "final_norm": (d,)}
@@ -290,7 +290,7 @@ def _shape_in_memory(weight: str, parts: Parts | list[Parts]) -> Shape:
     if isinstance(parts, list):
         return (len(parts), *_shape_in_memory("", parts[0]))
     shapes = list(parts.values())
-    if len(shapes) == 2 and len(shapes[0]) == 4:  # codes and scales
+    if len(shapes) == 2 and len(shapes[0]) == 4:  # quantized values and scales
         count, outer, num_blocks = shapes[1]
         return (count, num_blocks * mxfp4.BLOCK, outer)
     if len(shapes[0]) == 3 or weight.startswith("expert"):

@@ -1,1 +1,1 @@
-"""What depends on a model's chat template: messages, tool calls, reasoning. Private."""
+"""The parts that depend on a model's chat template: messages, tool calls, reasoning. Private."""

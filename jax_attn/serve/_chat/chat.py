@@ -32,17 +32,19 @@ MAX_SECONDS = 10.0
 
 
 class ChatTemplate:
-    """A model's templates, compiled, or none: `render` then says so.
+    """A model's compiled templates. Without any, `render` raises.
 
-    tool_format: how they have the model write tool calls; None if they do not, or in no way known.
+    tool_format: how the templates have the model write tool calls; None: not at all, or in an
+    unknown format.
     thinks, writes_channels: how they have it write its thoughts (see reasoning, harmony).
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
-        """sources: by name. "default" is for all, but "tool_use", if there is one, for those
-        with tools. A single one is for all, whatever its name. A request may name another.
+        """sources: templates by name. A single template serves every request, whatever its name.
+        Otherwise "tool_use", if present, serves requests with tools, and "default" the others. A
+        request may name another one.
 
-        `variables` are those that templates expect beside the messages, such as bos_token.
+        variables: variables that templates expect beside the messages, such as bos_token.
         """
         self._variables = dict(variables)
         if len(sources) > 1 and "default" not in sources:
@@ -66,15 +68,15 @@ class ChatTemplate:
         name: str | None = None,
         continues: bool = False,
     ) -> str:
-        """The text up to where the assistant's answer begins.
+        """Renders the prompt, up to where the assistant's answer begins.
 
-        variables: more of them, for this rendering; none of them replaces messages or tools.
+        variables: more variables for this rendering. They do not replace messages or tools.
         tools: descriptions of functions that the model may call.
-        name: of the template; None: as the constructor says.
-        continues: up to the end of the last message's content.
+        name: of the template; None: chosen as the constructor describes.
+        continues: end at the end of the last message's content instead.
 
         Raises:
-          ChatTemplateError: see there; or the text takes more than MAX_CHARS or MAX_SECONDS.
+          ChatTemplateError: the template fails, or the text exceeds MAX_CHARS or MAX_SECONDS.
         """
         template = self._template if tools is None else self._with_tools
         if name is not None:
@@ -104,7 +106,7 @@ class ChatTemplate:
                     raise ChatTemplateError(f"the chat template took over {MAX_SECONDS:g} s")
         except ChatTemplateError:
             raise
-        except Exception as error:  # a template can fail in any way that an expression can
+        except Exception as error:  # a template can raise any exception
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         text = "".join(pieces)
         return _open_end(text, messages[-1].get("content")) if continues else text
@@ -120,7 +122,7 @@ class ChatTemplate:
 
 
 def _open_end(text: str, content: Any) -> str:
-    """The rendered text up to the end of the last message's content, as transformers has it."""
+    """Cuts the rendered text at the end of the last message's content, as transformers does."""
     stripped = content.strip() if isinstance(content, str) else ""
     begin = text.rfind(stripped)
     if begin < 0 or not stripped:
@@ -133,8 +135,9 @@ def _open_end(text: str, content: Any) -> str:
 
 
 def load(directory: str | Path) -> ChatTemplate:
-    """Reads chat_template.jinja or, without it, chat_template of tokenizer_config.json; and the
-    templates of additional_chat_templates, which are called as their files.
+    """Reads chat_template.jinja or, without it, chat_template in tokenizer_config.json.
+
+    The templates in additional_chat_templates are read too. Each is named after its file.
 
     Raises:
       ChatTemplateError: the template does not compile.
@@ -157,7 +160,7 @@ def load(directory: str | Path) -> ChatTemplate:
             "chat_template: expected a text, or a list of objects with name and template"
         )
     variables = {
-        # A special token is its text, or an object that holds the text.
+        # A special token is a string or an object that holds the string.
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, (str, dict))

@@ -1,6 +1,6 @@
-"""Tool calls as Gemma's models write them: call:name{key:<escape>text<escape>,other:[1,true]}.
+"""Tool calls in the format of Gemma: call:name{key:<escape>text<escape>,other:[1,true]}.
 
-`quote` is what texts stand between; in them nothing is escaped. Keys are bare.
+`quote` is the delimiter around strings. Nothing is escaped inside a string. Keys are bare.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MOST_NESTED = 64
 
 
 class CannotDemand(ValueError):
-    """A schema of which there is no grammar; the message is one sentence."""
+    """No grammar can be made for the schema. The message is one sentence."""
 
 
 # ---- reading -----------------------------------------------------------------------------------
 
 
 def parse(raw: str, quote: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the call between the tags; none unless all of it is one."""
+    """Parses the names and arguments of the calls in `raw`; [] unless all of it is a call."""
     head = _HEAD.match(raw)
     if head is None:
         return []
@@ -37,7 +37,7 @@ def parse(raw: str, quote: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _value(raw: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
-    """The value that begins at `at`, and where it ends. ValueError or IndexError: there is none."""
+    """Parses the value at `at`. Returns it and its end. Raises ValueError or IndexError."""
     if depth > _MOST_NESTED:
         raise ValueError
     if raw.startswith(quote, at):
@@ -92,12 +92,12 @@ _PLAIN = {
 
 
 def rules(name: str, schema: dict[str, Any], quote: str) -> list[str]:
-    """Lark: the rule `name`, and those that it needs, of an object that follows the schema.
+    """Lark rules for an object that follows the schema: the rule `name` and those that it needs.
 
-    quote: as Lark has it.
+    quote: the delimiter as a Lark terminal.
 
     Raises:
-      CannotDemand.
+      CannotDemand: the schema has no grammar in this format.
     """
     made: list[str] = []
     made.append(f"{name}: {_Rules(name, quote, made).object(schema, 0)}")
@@ -109,7 +109,7 @@ class _Rules:
         self._prefix, self._quote, self._made = prefix, quote, made
 
     def object(self, schema: dict[str, Any], depth: int) -> str:
-        """Required and other properties, in their order."""
+        """A rule for an object: required and optional properties, in their order."""
         self._check(schema, depth)
         required = schema.get("required") or []
         properties = schema.get("properties") or {}
@@ -119,7 +119,7 @@ class _Rules:
             (json.dumps(f"{key}:") + " " + self._value(value, depth + 1), key in required)
             for key, value in properties.items()
         ]
-        # From the end: what may follow a pair, and what may come first.
+        # Built from the end: `rest` is what may follow a pair, `first` what may come first.
         rest, first = '""', '""'
         for pair, is_required in reversed(pairs):
             begun = self._rule(f"{pair} {rest}")

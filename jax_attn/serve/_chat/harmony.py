@@ -1,10 +1,10 @@
-"""gpt-oss's answers: messages to channels, each with a header that says to which.
+"""The format of gpt-oss's answers: messages to channels, each with a header that names the channel.
 
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-without the line ends, and without the first <|start|>assistant, which ends the prompt.
+The text has no line ends, and no first <|start|>assistant: the prompt ends with it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jax_attn.serve._chat.tools import ToolCall
 from jax_attn.serve._text.stop_strings import overlap
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
-FINAL = f"{CHANNEL}final{MESSAGE}"  # behind the prompt, it leads to the answer at once
+FINAL = f"{CHANNEL}final{MESSAGE}"  # appended to the prompt, it makes the model answer at once
 _ENDS = re.compile(r"<\|(end|call|return|start|channel)\|>")
 _MARKS = ("<|end|>", CALL, "<|return|>", "<|start|>", CHANNEL)
-_MAX_HEADER = 256  # characters; what is longer is none
+_MAX_HEADER = 256  # characters; a longer header is treated as text
 
 
 def writes_channels(template: str) -> bool:
@@ -28,15 +28,19 @@ def writes_channels(template: str) -> bool:
 
 
 class HarmonySplitter:
-    """A text that begins with no header is the answer."""
+    """Splits an answer into its channels.
+
+    A text that does not begin with a header is the answer.
+    """
 
     def __init__(self, is_answer: bool = False):
         """is_answer: the prompt ends with the header of the final message."""
         self._held = ""
         self._is_header = not is_answer
         self._channel, self._recipient = "final", ""
-        self._arguments = ""  # of a call, so far
-        self._has_content, self._joint = False, ""  # joint: before what comes of this message
+        self._arguments = ""  # of the current call, so far
+        # _joint: text to put before the next content of this message
+        self._has_content, self._joint = False, ""
 
     def push(self, text: str) -> Parts:
         self._held += text
@@ -68,7 +72,7 @@ class HarmonySplitter:
 
     def flush(self) -> Parts:
         held, self._held = self._held, ""
-        if self._is_header:  # cut off before the message, or no header
+        if self._is_header:  # the text was cut off before the message, or this is no header
             return Parts() if held.lstrip().startswith("<|") else Parts(content=held)
         if self._recipient:
             self._arguments += held
@@ -76,7 +80,7 @@ class HarmonySplitter:
         return Parts(held) if self._channel == "analysis" else Parts(content=held)
 
     def _take_header(self) -> bool:
-        """Whether what is held now is of a message."""
+        """Parses the held text. Returns whether it is the header of a message."""
         header, mark, behind = self._held.partition(MESSAGE)
         begin = self._held.lstrip()[:2]
         may_be = "<|".startswith(begin) and len(header) <= _MAX_HEADER
@@ -93,7 +97,7 @@ class HarmonySplitter:
         return True
 
     def _end_message(self) -> list[Parts]:
-        """The call that it was, if it was one; what only looks like a call is content."""
+        """Returns the call in the message, if it is one. Malformed calls become content."""
         self._is_header = True
         name, arguments = self._recipient, self._arguments
         self._recipient = self._arguments = ""
@@ -108,7 +112,7 @@ class HarmonySplitter:
         return [Parts(content=self._joined(arguments))]
 
     def _joined(self, new: str) -> str:
-        """With a line's end between two messages."""
+        """Puts a line end between two messages."""
         if not new:
             return ""
         joint, self._joint, self._has_content = self._joint, "", True

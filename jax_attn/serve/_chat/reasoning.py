@@ -1,7 +1,7 @@
-"""What a model thinks before it answers, apart from the answer, while the text grows.
+"""Separates a model's thoughts from its answer while the text grows.
 
-How a model marks its thoughts is what its chat template shows: between <think> and </think>, as
-Qwen3 and DeepSeek-R1, or as messages to a channel of its own (see `harmony`).
+The chat template shows how a model marks its thoughts: between <think> and </think> (Qwen3,
+DeepSeek-R1) or as messages to a separate channel (see `harmony`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class Parts(NamedTuple):
-    """News of an answer."""
+    """New parts of an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Of one text. What is in no part of it is marks, and white space beside them."""
+    """Splits one text into parts. Marks, and white space beside them, are in no part."""
 
     def push(self, text: str) -> Parts: ...
 
@@ -35,14 +35,18 @@ def thinks(template: str) -> bool:
 
 
 class ThinkSplitter:
-    """A text may begin with one block of thoughts. White space around it and in its ends is
-    dropped; if its end does not come, all is thoughts."""
+    """Splits a text that may begin with one block of thoughts.
+
+    White space around the block and at its ends is dropped. Without an end mark all text is
+    thoughts.
+    """
 
     def __init__(self, is_open: bool):
-        """is_open: the prompt ends within the block."""
+        """is_open: the prompt ends inside the block."""
         self._held = ""
         self._state = "inside" if is_open else "before"
-        self._is_begun = False  # thoughts, or the answer after them, are not all white space
+        # Thoughts, or the answer after them, have text other than white space.
+        self._is_begun = False
 
     def push(self, text: str) -> Parts:
         self._held += text
@@ -59,7 +63,7 @@ class ThinkSplitter:
             self._held = self._held if self._is_begun else self._held.lstrip()
             before, end, behind = self._held.partition(END_THINK)
             if not end:
-                # White space goes out with what follows it.
+                # White space is sent together with the text after it.
                 sure = before[: len(before) - overlap(before, END_THINK)].rstrip()
                 self._is_begun |= bool(sure)
                 self._held = before[len(sure) :]

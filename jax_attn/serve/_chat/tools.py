@@ -1,6 +1,6 @@
-"""Tool calls: the grammar of those that a request demands, and finding them in a text.
+"""Tool calls: the grammar for calls that a request demands, and a parser for calls in a text.
 
-How a model writes a call is what its chat template taught it: see `format_of`.
+The format of a call comes from the chat template: see `format_of`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """What models write: opening + call (between + call)* + closing, where a call is
+    """A format: opening + call (between + call)* + closing, where a call is
     before_name + its name + before_arguments + a JSON object + behind.
     """
 
     before_name: str
     before_arguments: str
     behind: str
-    between: str | None  # None: there is one call
+    between: str | None  # None: at most one call
     opening: str = ""
     closing: str = ""
-    # Around one or several calls: "", the beginning: all of the text is calls, or nothing is; "",
-    # the end: it is the next beginning, or that of the text.
+    # Marks around one or several calls. begin "": the whole text is calls, or none of it is. end
+    # "": calls end at the next `begin` or at the end of the text.
     begin: str = ""
     end: str = ""
-    short_ids: bool = False  # the template refuses any but those of 9 letters and digits
+    short_ids: bool = False  # the template accepts only identifiers of 9 letters and digits
     parse: Callable[[str], list[ToolCall]] = lambda raw: _json_calls(raw)
-    # What texts stand between, where arguments are not JSON but written as Gemma does.
+    # Delimiter of strings where arguments are in Gemma's format instead of JSON.
     quote: str = ""
 
     def new_id(self) -> str:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
 
-# Of Hermes and Qwen: behind a text or none.
+# Hermes and Qwen: after a text or without one.
 TAGGED = ToolFormat(
     '<tool_call>\n{"name": "',
     '", "arguments": ',
@@ -59,14 +59,15 @@ TAGGED = ToolFormat(
     begin="<tool_call>",
     end="</tool_call>",
 )
-# Of Llama 3: the whole answer.
+# Llama 3: the whole answer is the call.
 BARE = ToolFormat('{"name": "', '", "parameters": ', "}", between=None)
 
 
 _mistral = partial(ToolFormat, begin="[TOOL_CALLS]", short_ids=True)
 
-# Of Mistral, behind a text or none; what is in brackets are special tokens. First one list, by some
-# models behind a space, later each call by itself, for a while with an identifier (here any digit).
+# Mistral: after a text or without one; words in brackets are special tokens. Older models write one
+# list, some with a space before it. Newer ones write each call separately, some with an identifier
+# (here any digit).
 LISTED = _mistral(
     '{"name": "', '", "arguments": ', "}", between=", ", opening="[TOOL_CALLS][", closing="]"
 )
@@ -76,7 +77,7 @@ NAMED_ID = _mistral("[TOOL_CALLS]", "[CALL_ID]#########[ARGS]", "", between="")
 
 
 def _deepseek(raw: str) -> list[ToolCall]:
-    """Of V3 and R1, whose arguments are in a fence, and of V3.1."""
+    """The formats of DeepSeek V3 and R1, with arguments in a fence, and of V3.1."""
     calls = []
     for one in raw.split(_DEEPSEEK_CALL)[1:]:
         found = _DEEPSEEK_PARTS.fullmatch(one)
@@ -127,7 +128,7 @@ def _gemma(begin: str, end: str, quote: str) -> ToolFormat:
 
 FUNCTION_GEMMA = _gemma("<start_function_call>", "<end_function_call>", "<escape>")
 GEMMA_4 = _gemma("<|tool_call>", "<tool_call|>", '<|"|>')
-# Of gpt-oss, whose answers `harmony` reads. `begin` is what must be shown of special tokens.
+# gpt-oss, whose answers `harmony` reads. `begin` is the special token that must be decoded.
 HARMONY = ToolFormat(
     "<|channel|>commentary to=functions.",
     " <|constrain|>json<|message|>",
@@ -138,7 +139,7 @@ HARMONY = ToolFormat(
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """How the chat template has the model write calls; None if it is none of the known ways."""
+    """The format that the chat template has the model write calls in; None: unknown."""
     if "[TOOL_CALLS]" in template:
         if "[ARGS]" in template:
             return NAMED_ID if "[CALL_ID]" in template else NAMED
@@ -150,7 +151,7 @@ def format_of(template: str) -> ToolFormat | None:
     for format in (FUNCTION_GEMMA, GEMMA_4):
         if format.begin in template:
             return format
-    # Others have XML or something of their own between these tags.
+    # Other models write XML or another format between these tags.
     if "<tool_call>" in template and re.search(r'\\?"arguments\\?": ', template):
         return TAGGED
     return BARE if '"parameters": dictionary of argument name' in template else None
@@ -163,14 +164,14 @@ def grammar_of(
     answer: dict[str, Any] | None = None,
     special_tokens: Mapping[str, int] | None = None,
 ) -> str:
-    """A Lark grammar of calls of the functions, at least one; `parallel`: or several.
+    """A Lark grammar for calls of the functions: one or, if `parallel`, one or more.
 
     functions: {"name": ..., "parameters": JSON schema of an object}, as clients send them.
-    answer: a JSON schema of what may come instead of calls.
-    special_tokens: of the tokenizer, by their text.
+    answer: a JSON schema for an answer that is allowed instead of calls.
+    special_tokens: token ids of the tokenizer, by text.
 
     Raises:
-      gemma_tool_calls.CannotDemand: a schema says what there is no grammar of in this format.
+      gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
     """
 
     def literal(text: str) -> str:
@@ -193,7 +194,7 @@ def grammar_of(
             schema = function.get("parameters") or {}
             lines += gemma_tool_calls.rules(f"{rule}_arguments", schema, literal(format.quote))
             continue
-        # The white space that models are trained on.
+        # The white space that models are trained with.
         schema = {
             "type": "object",
             **(function.get("parameters") or {"properties": {}, "additionalProperties": False}),
@@ -208,7 +209,7 @@ def grammar_of(
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Of Lark. In `text`, digits of an identifier are number signs."""
+    """`text` as a Lark literal. A # in `text` stands for a digit of an identifier."""
     parts = []
     for part in re.split(r"(\[[A-Z_]+\]|<[^<>]+>|#+)", text):
         if part in special_tokens:
@@ -221,21 +222,21 @@ def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 class ToolParser:
-    """Separates the calls in one text from what is said around them, while the text grows.
+    """Separates tool calls in one text from the text around them, while it grows.
 
-    What looks like a call and is none stays text. White space around calls is dropped.
+    Malformed calls stay text. White space around calls is dropped.
     """
 
     def __init__(self, format: ToolFormat):
         self.format = format
         self._begin, self._end = format.begin, format.end
-        self._held = ""  # not given out yet
-        self._is_inside = False  # calls, whose end did not come yet
-        self._is_behind = False  # calls, and nothing but white space came since
-        self._is_plain = False  # without a beginning: it did not begin as a call does
+        self._held = ""  # not returned yet
+        self._is_inside = False  # inside calls whose end has not come yet
+        self._is_behind = False  # after calls, with only white space since
+        self._is_plain = False  # plain text: it did not begin as a call does
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text that is known not to be of a call, and the calls that are complete."""
+        """Returns the text that is known not to be part of a call, and the complete calls."""
         self._held += text
         shown, calls = "", list[ToolCall]()
         if not self._begin:
@@ -267,7 +268,7 @@ class ToolParser:
                 shown += self._text(self._begin + raw + self._end)
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """What is left at the end of the text."""
+        """Returns what is left at the end of the text."""
         held, self._held = self._held, ""
         if not self._is_inside:
             return self._text(held), []
@@ -283,7 +284,7 @@ class ToolParser:
         return text
 
 
-# A name before its arguments, perhaps with an identifier and special tokens between them.
+# A name before its arguments, possibly with an identifier and special tokens between them.
 _NAMED = re.compile(
     r"\s*(?P<name>[\w.-]+)\s*(\[CALL_ID\]\s*(?P<id>\w+)\s*)?(\[ARGS\])?\s*(?P<arguments>\{.*)",
     re.DOTALL,
@@ -291,8 +292,10 @@ _NAMED = re.compile(
 
 
 def _json_calls(raw: str) -> list[ToolCall]:
-    """Calls in any of the formats with JSON, without what is around them; none unless all of it is
-    calls."""
+    """Parses calls in any of the JSON formats, without the marks around them.
+
+    Returns [] unless all of `raw` is calls.
+    """
     try:
         if named := _NAMED.fullmatch(raw):
             found = [{**named.groupdict(), "arguments": json.loads(named["arguments"])}]
@@ -305,7 +308,7 @@ def _json_calls(raw: str) -> list[ToolCall]:
 
 
 def _values(raw: str) -> list[Any]:
-    """Of JSON: a list's, or those that follow each other, which Llama puts semicolons between."""
+    """JSON values in a list or in sequence, with semicolons between them in Llama's format."""
     values: list[Any] = []
     while raw := raw.lstrip(" \n;"):
         value, end = json.JSONDecoder().raw_decode(raw)
@@ -317,7 +320,7 @@ def _values(raw: str) -> list[Any]:
 def _call(found: Any) -> ToolCall | None:
     if not (isinstance(found, dict) and isinstance(found.get("name"), str)):
         return None
-    # Models of either format are seen to use the other's word.
+    # Models trained on either key sometimes write the other.
     arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None

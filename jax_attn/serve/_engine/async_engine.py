@@ -25,7 +25,8 @@ from jax_attn.serve._scheduling.streams import Inbox, stream
 
 log = logging.getLogger("jax_attn.serve")
 
-_MAX_FAILURES = 3  # steps in a row that raise: then it is not the request's fault
+# Consecutive steps that raise before the engine gives up: no single request is the cause.
+_MAX_FAILURES = 3
 
 
 class _Stopped(Exception):
@@ -33,23 +34,27 @@ class _Stopped(Exception):
 
 
 class Recipient(Protocol):
-    """Where events of sequences go."""
+    """Receives the events of sequences."""
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Called by the engine's thread. Raises RuntimeError if nobody reads them any more."""
+        """Called by the engine's thread.
+
+        Raises RuntimeError if nobody reads the events any more.
+        """
         ...
 
 
 class AsyncEngine:
-    """Runs an Engine in a thread of its own, which alone touches it.
+    """Runs an Engine in a thread. Only that thread uses it.
 
-    A request that fails ends with an event of its own. A step that raises ends what was running,
-    and the engine goes on; after several in a row it gives up: `failure`, and no more `ready`.
+    A request that fails gets an event that says so. A step that raises ends the running sequences,
+    and the engine goes on. After several failures in a row it gives up: `failure` is set and
+    `ready` is false.
 
     on_ready: called once by the engine's thread, before its first step.
-    on_stats: called by it with what `stats` returns from now on, behind the events of each step and
-      when it comes to rest.
-    on_failure: called when it gives up, likewise, once all who wait have been told.
+    on_stats: called by that thread with the new value of `stats`, after the events of each step and
+    when the engine becomes idle.
+    on_failure: called by that thread when it gives up, after all waiting requests have been told.
     """
 
     def __init__(
@@ -71,10 +76,11 @@ class AsyncEngine:
         self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake, as are:
+        # Guarded by _wake, like the fields below.
+        self._commands: deque[Callable[[], None]] = deque()
         self._accepts = True
         self._stopping = self._draining = False
-        # By sequence; of the engine's thread.
+        # By sequence id. Used only by the engine's thread.
         self._recipients: dict[str, Recipient] = {}
         self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
         self._num_failures = 0
@@ -87,7 +93,7 @@ class AsyncEngine:
 
     @property
     def ready(self) -> bool:
-        """Compiled, and taking requests."""
+        """Whether the engine is compiled and takes requests."""
         return self._is_warm and self._accepts and self.failure is None
 
     def start(self) -> None:
@@ -95,7 +101,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self, drain: bool) -> None:
-        """Ends the thread. drain: once all requests are done; else they are aborted."""
+        """Ends the thread. drain: after all requests are done; otherwise they are aborted."""
         with self._wake:
             self._accepts = False
             self._draining, self._stopping = drain, True
@@ -106,7 +112,7 @@ class AsyncEngine:
     def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
 
-        A caller that reads slower than the engine works gets several tokens in an event.
+        If the caller reads slower than the engine works, one event holds several tokens.
 
         Closing or cancelling the iterator aborts what is left, before the next step.
 
@@ -124,7 +130,7 @@ class AsyncEngine:
         return self._inboxes[loop]
 
     async def submit(self, seqs: Seq[Sequence], recipient: Recipient) -> None:
-        """Returns once they are in the queue; their events go to `recipient`.
+        """Returns once the sequences are in the queue; their events go to `recipient`.
 
         Raises:
           QueueFull, ValueError: as Engine.submit. GrammarError is one.
@@ -136,11 +142,14 @@ class AsyncEngine:
         await asyncio.wrap_future(submitted)
 
     def abort(self, seq_ids: set[str]) -> None:
-        """Before the next step. They get no more events; those that have ended are passed over."""
+        """Aborts sequences before the next step.
+
+        They get no more events; unknown ids do nothing.
+        """
         self._command(lambda: self._abort(seq_ids), must=False)
 
     async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
-        """Compiles their grammars within the limits of one. Returns them by tenant and text.
+        """Compiles the grammars, within the limits of one grammar. Returns them by tenant and text.
 
         Raises: QueueFull, GrammarError, EngineStopped.
         """
@@ -158,19 +167,23 @@ class AsyncEngine:
             raise QueueFull(str(error)) from None
 
     def stats(self) -> dict[str, Any]:
-        """See Engine.stats; as of the last step."""
+        """See Engine.stats. The values are those after the last step."""
         return self._stats
 
     async def snapshot(self) -> dict[str, Any]:
-        """See Engine.snapshot; as of the last call while steps run, else of the last step."""
+        """See Engine.snapshot. While steps run: the last one taken; at rest: the current one."""
         with self._wake:
-            if self._is_at_rest:  # so the engine is nobody's: its thread would need the lock
+            # The thread needs the lock to go on, so the engine may be read here.
+            if self._is_at_rest:
                 return self._engine.snapshot()
         self._wants_snapshot = True
         return self._snapshot
 
     def _command(self, command: Callable[[], None], must: bool = True) -> None:
-        """Has the thread run `command` before its next step. Raises EngineStopped if it must."""
+        """Has the thread run `command` before its next step.
+
+        must: raise EngineStopped if it cannot.
+        """
         with self._wake:
             if not self._accepts and must:
                 raise EngineStopped("The engine does not run.")
@@ -199,12 +212,12 @@ class AsyncEngine:
             self.on_failure()
 
     def _check_stop(self, *progress: object) -> None:
-        """Ends a warm-up between two executables; a large model takes minutes for all."""
+        """Ends a warm-up between two executables: all of them take minutes for a large model."""
         if self._stopping and not self._draining:
             raise _Stopped
 
     def _turn(self) -> bool:
-        """Commands, then a step. False: it is time to stop."""
+        """Runs commands, then a step. Returns False when it is time to stop."""
         with self._wake:
             while not (self._commands or self._engine.has_work or self._stopping):
                 self._publish()
@@ -241,7 +254,7 @@ class AsyncEngine:
         submitted: Future[None],
     ) -> None:
         if not submitted.set_running_or_notify_cancel():
-            return  # the client went before it came to this
+            return  # the client left before this command ran
         try:
             if self._has_ended:
                 raise EngineStopped("The engine does not run.")
@@ -258,7 +271,7 @@ class AsyncEngine:
             self._engine.abort(seq_id)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """To each recipient its events in one call."""
+        """Gives each recipient its events in one call."""
         batches: dict[Recipient, list[TokenEvent]] = {}
         for event in events:
             recipient = self._recipients.get(event.seq_id)
@@ -276,15 +289,15 @@ class AsyncEngine:
     def _publish(self) -> None:
         self._stats = self._engine.stats()
         self.on_stats(self._stats)
-        if self._wants_snapshot:  # some milliseconds, which a request should not wait for
+        if self._wants_snapshot:  # takes some milliseconds, so a waiting request goes first
             self._wants_snapshot = False
             self._snapshot = self._engine.snapshot()
 
     def _end(self) -> None:
-        """Tells everybody who still waits."""
+        """Tells all who still wait."""
         self._has_ended = True
         self._compiler.close()
-        with self._wake:  # later commands are refused, or are aborts that nothing needs
+        with self._wake:  # later commands are refused or are aborts that have no effect
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()

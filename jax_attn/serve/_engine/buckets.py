@@ -1,4 +1,4 @@
-"""The static shapes of a step: compiled once, and the smallest that fits serves a batch."""
+"""The static shapes of a step. Each is compiled once; a batch uses the smallest one that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bucket:
     num_tokens: int
     num_rows: int  # of logits, and at most as many sequences
     specs: tuple[ja.AttentionSpec, ...]
-    # Of each spec, where pages are striped over devices: then these plan, each its own stripes.
+    # KV shards for each spec, where pages are split over devices: each device plans its own shard.
     stripes: tuple[parallel.KvStripes, ...] = ()
 
     @property
@@ -36,7 +36,7 @@ class Bucket:
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Where what `unpack` gives begins in `words`, and where the last ends."""
+        """Offsets in `words` of the parts that `unpack` returns, and the end of the last."""
         plans = [spec.plan_words for spec in self.specs]
         if self.stripes:
             assert self.specs[0].max_kv_pages is not None
@@ -62,13 +62,13 @@ class Bucket:
 
 
 class Arguments(NamedTuple):
-    """What a step is.
+    """The inputs of a step.
 
-    inputs: [2, num_tokens] i32. Token, or ~slot whose newest token it is; and position.
-    logit_rows: [num_rows] i32. The last token of each sequence, and then those that are scored.
-    rows: [num_rows, ROW_WORDS] i32. How to sample from them, words of sampling.ROW.
-    plans: one for each spec of the bucket; none with stripes.
-    lengths: with stripes what plan_stripes takes, all of it as long as the bucket has room for:
+    inputs: [2, num_tokens] i32. Token (or ~slot: the newest token of that slot), and position.
+    logit_rows: [num_rows] i32. The last token of each sequence, then the tokens that are scored.
+    rows: [num_rows, ROW_WORDS] i32. Sampling parameters of each row, words of sampling.ROW.
+    plans: one for each spec of the bucket; empty with KV shards.
+    lengths: with KV shards, the arguments of plan_stripes, padded to the bucket's capacities:
       [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
     """
 
@@ -80,8 +80,11 @@ class Arguments(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The arguments of a step, packed: one array to copy to the device, where they have the same
-    addresses in each step, which spares XLA the update of a captured graph.
+    """The arguments of a step, packed into one array to copy to the device.
+
+    On the device they have the same addresses in each step, so XLA need not update a captured
+    graph.
+
 
     words: on the host, and never written again: XLA may alias them.
     kind: of the sampling.
@@ -92,11 +95,11 @@ class Batch(NamedTuple):
     words: np.ndarray
     kind: Kind
     scored: list[ScoredRows]
-    drafted: dict[int, list[int]]  # entry -> of the token before its drafts, and of each, the row
+    drafted: dict[int, list[int]]  # entry -> rows of the token before its drafts and of each draft
 
 
 class ScoredRows(NamedTuple):
-    """Row rows[i] has the logprob of the sequence's token begin + i."""
+    """Row rows[i] has the logprob of the sequence's token number begin + i."""
 
     seq: Sequence
     begin: int
@@ -106,10 +109,10 @@ class ScoredRows(NamedTuple):
 def sizes(max_running: int, max_step_tokens: int, has_drafts: bool) -> list[tuple[int, int]]:
     """(tokens, sequences) of the buckets, ascending.
 
-    Decodes alone, one token a sequence, in steps of four: their time is that of reading the
-    weights, whatever the padding. On CPUs in steps of two and from one: there arithmetic shows.
-    Drafts fill what a step has room for, so with them also CPUs begin with room.
-    Then steps with prompts, in steps of two: there padding costs.
+    For decodes alone (one token a sequence) in steps of four: their time is that of reading the
+    weights, whatever the padding. On CPUs in steps of two, from one: there arithmetic shows.
+    Drafts fill the capacity of a step, so with drafts also CPUs start with a larger bucket.
+    For steps with prompts in steps of two: there padding costs.
     """
     each = [8, 32, 128, 512, 2048]
     if jax.default_backend() == "cpu":
@@ -131,7 +134,7 @@ def balanced_specs(
     num_rows: int,
     **kwargs: Any,
 ) -> tuple[ja.AttentionSpec, ...]:
-    """The attention of a bucket; `kwargs` are fields of AttentionSpec."""
+    """The attention specs of a bucket; `kwargs` are fields of AttentionSpec."""
     pages_each = -(-config.max_positions // capacities.page_size)
     return models.attention_specs(
         config,
@@ -153,10 +156,10 @@ def invariant_specs(
     num_rows: int,
     **kwargs: Any,
 ) -> tuple[ja.AttentionSpec, ...]:
-    """Attention whose bits depend on the sequence alone.
+    """Specs of attention whose bits depend on the sequence alone.
 
-    Four chunks of the longest sequence: enough to share a long decode between processors, and few
-    enough that partial states of a whole step of long prompts have room.
+    A chunk is a quarter of the longest sequence: enough chunks to share a long decode between
+    processors, and few enough that the partial states of a whole step of long prompts fit.
     """
     longest = min(config.max_positions, capacities.page_size * capacities.num_pages)
     kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
@@ -177,7 +180,7 @@ _SPLIT_STEP = 1024  # tokens, a multiple of every kernel's tile_kv
 
 
 def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParams) -> Batch:
-    """What `forward` computes for the entries, in their order."""
+    """Packs what `forward` computes for the entries, in their order."""
     page_size = bucket.specs[0].page_size
     assert page_size is not None
     seqs, n = [entry.seq for entry in entries], len(entries)
@@ -194,7 +197,8 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
         drafts = entry.drafts
         known = entry.seq.tokens[begin : begin + entry.num_tokens]
         tokens += known
-        if len(known) + len(drafts) < entry.num_tokens:  # by one, the sample in flight
+        # One token is missing: the sample in flight.
+        if len(known) + len(drafts) < entry.num_tokens:
             tokens.append(~entry.seq.slot)
         if drafts:
             tokens += drafts
@@ -217,7 +221,8 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     for plan in plans:
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
     ends = qo_indptr[-1], 0, page_indptr[-1], 0
-    for room, array, rest in zip(lengths, batch, ends, strict=False):  # without stripes no room
+    # 0 elements without KV shards
+    for room, array, rest in zip(lengths, batch, ends, strict=False):
         room[: len(array)], room[len(array) :] = array, rest  # sequences without tokens
     return Batch(bucket, words, kind, scored, drafted)
 
@@ -229,7 +234,7 @@ def _draft(
     rows: np.ndarray,
     no_slot: int,
 ) -> dict[int, list[int]]:
-    """Fills in the rows before the last of those with drafts, and moves the last's position."""
+    """Fills in the rows of drafts before the last, and moves the last row's position."""
     drafted: dict[int, list[int]] = {}
     drafting = [i for i, entry in enumerate(entries) if entry.drafts]
     if not drafting:
@@ -241,7 +246,7 @@ def _draft(
         more = list(range(num_rows, num_rows + n))
         logit_rows[more] = qo_indptr[i] + np.arange(n)
         rows[more] = rows[i]
-        fields["slot"][more] = no_slot  # which of them is the newest token, the host finds out
+        fields["slot"][more] = no_slot  # the host finds out which of them is the newest token
         fields["position"][more] += np.arange(n, dtype=np.int32)
         fields["position"][i] += n
         chain = drafted[i] = [*more, i]
@@ -254,7 +259,7 @@ def _draft(
 def _score(
     entries: Seq[ScheduledSequence], qo_indptr: np.ndarray, logit_rows: np.ndarray, rows: np.ndarray
 ) -> list[ScoredRows]:
-    """Fills in the rows of scored tokens: of the last of its sequence its own, else a new one."""
+    """Fills in rows for scored tokens. The last token of a sequence uses its own row."""
     scored, num_rows = [], len(entries)
     for i, entry in enumerate(entries):
         if not (n := entry.num_scored):
@@ -279,8 +284,8 @@ def _indptr(lens: np.ndarray) -> np.ndarray:
 def make_forward(config: models.ModelConfig, tree: Any, bucket: Bucket) -> Callable[..., Any]:
     """(weights, words, last_tokens, k_pages, v_pages) -> logits, rows, k_pages, v_pages.
 
-    weights: the leaves of the model's params, whose structure is `tree`; words: of a Batch; rows:
-      its part of them, for `sample`. To be jitted, the pages donated.
+    weights: the leaves of the model's params, whose structure is `tree`. words: Batch.words. rows:
+    the rows in `words`, for `sample`. To be jitted with the pages donated.
     """
 
     def forward(

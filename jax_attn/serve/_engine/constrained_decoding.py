@@ -1,8 +1,8 @@
-"""What sequences of a step may sample: the masks of their grammars, and of min_tokens.
+"""Restricts what the sequences of a step may sample: masks for grammars and for min_tokens.
 
-Masks are made by other threads (see `token_masks`). A sequence whose mask is late has its sample
-retracted: it is held out of the next steps until the mask is there, and its last token goes through
-the model again. Where a grammar forces the next tokens, they are appended without a step.
+Other threads make masks (see `token_masks`). If a sequence's mask is late, its sample is retracted:
+the sequence is held out of the next steps until the mask is there, and its last token goes through
+the model again. Tokens that a grammar forces are appended without a step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax_attn.serve._scheduling.scheduler import Scheduler
 
 log = logging.getLogger("jax_attn.serve")
 
-_REST_SECONDS = 0.01  # after which the engine looks whether there is something new to do
+_REST_SECONDS = 0.01  # after which the engine checks for new work
 
 
 class ConstrainedDecoding:
-    """Advances the grammars of sequences, and tells the scheduler and `Outputs` what they say."""
+    """Advances the grammars of sequences, and tells the scheduler and `Outputs` the results."""
 
     def __init__(
         self,
@@ -40,22 +40,22 @@ class ConstrainedDecoding:
         self._outputs, self._counters = outputs, counters
         self._vocab_size = vocab_size
         self._workers = workers()
-        # By id. They take no part in steps, and wait for their mask jobs alone. Those that finish
-        # meanwhile are dropped by `take_late`.
+        # By id. Held sequences take no part in steps and wait only for their mask jobs. `take_late`
+        # drops those that finish meanwhile.
         self._held: dict[str, LiveSequence] = {}
 
     @property
     def num_held(self) -> int:
-        """Sequences that wait for their masks."""
+        """The number of sequences that wait for their masks."""
         return sum(live.seq.status is not Status.FINISHED for live in self._held.values())
 
     def begin(self, live: LiveSequence) -> None:
-        """Starts the first mask of a sequence that was admitted, unless it has one already."""
+        """Starts the first mask of an admitted sequence, unless it has one already."""
         if live.grammar is not None and live.grammar.job is None:
             self._workers.start(live.grammar, [])
 
     def advance(self, live: LiveSequence, tokens: list[int]) -> None:
-        """Starts the mask behind tokens that were sampled, for a sequence that has a grammar."""
+        """Starts the mask after sampled tokens, if the sequence has a grammar."""
         assert live.grammar is not None
         self._workers.start(live.grammar, tokens)
         if live.at_length:
@@ -64,7 +64,7 @@ class ConstrainedDecoding:
     # ---- masks of a step -----------------------------------------------------------------------
 
     def wait_for_masks(self, launched: LaunchedStep) -> None:
-        """Gives the masks of a step a moment, but for those whose grammar is known to be slow."""
+        """Waits a moment for the masks of a step, except those of grammars known to be slow."""
         going_on = [live for _, live in launched.samples if live.seq.status is not Status.FINISHED]
         grammars = [live.grammar for live in going_on]
         jobs = [g.job for g in grammars if g is not None and not g.was_slow]
@@ -73,10 +73,10 @@ class ConstrainedDecoding:
     def mask_samples(self, launched: LaunchedStep) -> np.ndarray | None:
         """Decides what the sequences of a step may sample.
 
-        Removes from `launched.samples` the sequences that want no token now: they have finished,
+        Removes from `launched.samples` the sequences that need no token now: they have finished,
         their grammar has forced tokens or ended them, or their mask is late.
 
-        Returns [num_rows, ceil(vocab / 32)] i32, a bit a token; None: everything is allowed.
+        Returns [num_rows, ceil(vocab / 32)] i32, one bit per token; None: everything is allowed.
         """
         mask = None
         wanted = []
@@ -103,14 +103,16 @@ class ConstrainedDecoding:
         return mask
 
     def _mask_of(self, live: LiveSequence) -> np.ndarray | None:
-        """What may be sampled now. None: no token is wanted, as some are forced, or the sequence
-        has ended or has to wait for its mask."""
+        """The mask of the next sample; None: no token is needed.
+
+        That is so if some are forced, or if the sequence has ended or has to wait for its mask.
+        """
         assert live.grammar is not None and live.grammar.job is not None
         job = live.grammar.job
         if not job.is_done:
             self._scheduler.retract(live.seq)
             self._held[live.seq.id] = live
-            # The device counts the token that it samples all the same.
+            # The device still counts the token that it samples.
             live.needs_sampler_state = sampling.keeps_state(live.seq.params)
             return None
         return job.mask if self._take(live, job) else None
@@ -118,7 +120,7 @@ class ConstrainedDecoding:
     # ---- sequences that wait -------------------------------------------------------------------
 
     def take_late(self) -> None:
-        """Lets sequences go on whose masks have come."""
+        """Releases held sequences whose masks have come."""
         for live in list(self._held.values()):
             assert live.grammar is not None and live.grammar.job is not None
             if live.seq.status is Status.FINISHED:
@@ -129,7 +131,7 @@ class ConstrainedDecoding:
                 self._scheduler.resume(live.seq)
 
     def wait_for_any(self) -> None:
-        """Returns when a sequence that waits has its mask, or after a moment."""
+        """Returns when a held sequence has its mask, or after a moment."""
         grammars = [live.grammar for live in self._held.values()]
         jobs = [g.job for g in grammars if g is not None and g.job is not None]
         self._workers.wait_for_any(jobs, _REST_SECONDS)
@@ -137,12 +139,12 @@ class ConstrainedDecoding:
     # ---- what a grammar says -------------------------------------------------------------------
 
     def _take(self, live: LiveSequence, job: MaskJob) -> bool:
-        """Does what a job that is done says. Returns whether its mask is for the next token."""
+        """Applies the result of a finished job. Returns whether its mask is for the next token."""
         seq = live.seq
         if job.bug is not None:
             log.error("a grammar failed", exc_info=job.bug)
             self._outputs.fail(seq, f"The grammar failed: {type(job.bug).__name__}.")
-        elif live.at_length:  # complete, if with the last token that was left
+        elif live.at_length:  # its grammar decides whether the text is complete
             reason = FinishReason.STOP if job.is_stopped else FinishReason.LENGTH
             self._outputs.finish(seq, reason)
         elif job.error is not None:
@@ -159,12 +161,12 @@ class ConstrainedDecoding:
         return False
 
     def _append_forced(self, live: LiveSequence, job: MaskJob) -> None:
-        """Jump-forward: the only tokens that may follow, which are not sampled."""
+        """Jump-forward: appends the only tokens that may follow, without sampling."""
         assert live.grammar is not None
         seq, tokens = live.seq, job.forced
         self._counters.step.num_forced += len(tokens)
         self._counters.totals["jump_forward_tokens"] += len(tokens)
-        # The device's counts lack these tokens.
+        # The device's counts do not include these tokens.
         live.needs_sampler_state = sampling.keeps_state(seq.params)
         self._outputs.add_forced(live, tokens, job.is_stopped)
         if seq.finish_reason is None:
@@ -172,7 +174,7 @@ class ConstrainedDecoding:
 
 
 def _may_not_stop(live: LiveSequence) -> bool:
-    """Whether the sample in flight is one of the first min_tokens: it need not be known."""
+    """Whether the sample in flight is among the first min_tokens, which cannot end the text."""
     seq = live.seq
     return seq.num_output + seq.num_in_flight - 1 < seq.params.min_tokens
 
@@ -180,8 +182,10 @@ def _may_not_stop(live: LiveSequence) -> bool:
 def _fill_rows(
     mask: np.ndarray, launched: LaunchedStep, row: int, live: LiveSequence, allowed: np.ndarray
 ) -> None:
-    """Writes the mask rows of a sequence: its next token's, and behind drafts as far as its grammar
-    goes along with them."""
+    """Writes the mask rows of a sequence.
+
+    They are that of its next token, and those after its drafts as far as its grammar accepts them.
+    """
     assert live.grammar is not None
     rows, drafts = launched.batch.drafted.get(row, [row]), launched.drafts.get(row, ())
     ahead = live.grammar.look_ahead(drafts) if drafts else []

@@ -22,7 +22,7 @@ class Counters:
 
     step: numbers of the last call of Engine.step.
     totals: since the start.
-    phases: a context for each of PHASES, to which it adds the seconds that its block takes.
+    phases: for each of PHASES a context manager that adds the seconds of its block.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Counters:
 
 
 class _Phase:
-    """Measures a `with` block. A generator's context would take as long as some of the phases."""
+    """Measures a `with` block. contextlib's generators would take as long as some of the phases."""
 
     __slots__ = ("_counters", "_name", "_begin")
 

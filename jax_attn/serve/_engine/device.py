@@ -1,6 +1,6 @@
-"""The engine's half on the device: weights, kv cache, sampler state, and compiled functions.
+"""The device half of the engine: weights, kv cache, sampler state and compiled functions.
 
-Every call here returns before the device is done, and the device works in the order of calls.
+Every call returns before the device is done. The device works in the order of calls.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerCon
 
 
 class Scores(NamedTuple):
-    """What a forward pass leaves on the device for the sampling.
+    """The results of a forward pass that sampling needs. They stay on the device.
 
-    logits: [num_rows of the bucket, vocab] f32, row i of entry i, then those that are scored.
+    logits: [num_rows of the bucket, vocab] f32. Row i is that of entry i; scored tokens follow.
     rows: see buckets.Arguments.
     """
 
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Of every process of a server alike. See EngineConfig, but for the first and the last."""
+    """Settings that all processes of a server share. See EngineConfig for most fields."""
 
     capacities: SchedulerConfig
     batch_invariant: bool = False
@@ -51,7 +51,7 @@ class DeviceConfig:
     eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
-    has_drafts: bool = False  # rows of a step may be behind drafts
+    has_drafts: bool = False  # a step may have rows that follow drafts
 
 
 class Device:
@@ -63,15 +63,15 @@ class Device:
             params = self._split.split_params(params)
         elif jax.default_backend() == "cpu":
             params = models.pack_params(params, model.config)
-        # Of what one device computes.
+        # The configuration of what one device computes.
         self._config = model.config if self._split is None else self._split.config
-        # Flat, as a step would flatten its hundreds of arrays each time: 25 us of the host.
+        # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
         if config.batch_invariant:
-            # One shape for all: the order in which XLA adds up a row of a matmul depends on how
-            # many rows there are, if on nothing else of them.
+            # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
+            # number of rows.
             sizes = sizes[-1:]
         dtype = str(model.params["embed"].dtype)
         make_specs = buckets.invariant_specs if config.batch_invariant else buckets.balanced_specs
@@ -100,9 +100,9 @@ class Device:
         self.reset()
 
     def reset(self) -> None:
-        """An empty kv cache and new sampler state, also after a failure that took the old ones.
+        """Makes an empty kv cache and new sampler state, also after a failure.
 
-        Raises jax.errors.JaxRuntimeError if they do not fit: here, not where they are first used.
+        Raises jax.errors.JaxRuntimeError here, not at the first use, if they do not fit.
         """
         for name in ("_k_pages", "_v_pages", "_state"):
             setattr(self, name, None)  # frees the memory that the new ones need
@@ -122,13 +122,13 @@ class Device:
 
     @property
     def _sharding(self) -> jax.sharding.Sharding | None:
-        """Of what every device has all of."""
+        """The sharding of arrays that every device has in full."""
         return None if self._split is None else NamedSharding(self._split.mesh, P())
 
     def _everywhere(self, array: Any) -> jax.Array:
         if self._sharding is None:
             return jnp.asarray(array)
-        # Unlike device_put, of what other processes have, too, and without asking them.
+        # Unlike device_put, this needs no communication with the other processes.
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, self._sharding, lambda _: host)
 
@@ -139,11 +139,11 @@ class Device:
     # ---- a step --------------------------------------------------------------------------------
 
     def set_params(self, slot: int, params: SamplingParams) -> None:
-        """Of the sequence that is in `slot` from the next plan on."""
+        """Sets the parameters of the sequence that is in `slot` from the next plan on."""
         self._slots.set(slot, params)
 
     def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
-        """The arguments of the smallest bucket that holds the entries. On the host."""
+        """Packs the arguments of the smallest bucket that holds the entries. Runs on the host."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
         bucket = next(
@@ -155,11 +155,11 @@ class Device:
 
     @property
     def newest(self) -> jax.Array:
-        """[max_running] i32. The token that was last sampled in each slot."""
+        """The newest sampled token of each slot: [max_running] i32."""
         return self._state.last_tokens
 
     def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
-        """The kv cache grows by the tokens of the batch. newest: of another device like this."""
+        """Runs a step, which adds its tokens to the kv cache. newest: another device's `newest`."""
         forward = self._executables[_forward_name(batch.bucket)]
         newest = self.newest if newest is None else newest
         logits, rows, self._k_pages, self._v_pages = forward(
@@ -177,7 +177,7 @@ class Device:
     def sample(
         self, scores: Scores, kind: sampling.Kind, mask: np.ndarray | None
     ) -> sampling.Sampled:
-        """Samples, and starts to copy the result to the host. mask: None forbids nothing."""
+        """Samples and starts to copy the result to the host. mask: None allows all tokens."""
         num_rows = len(scores.rows)
         allowed = self._allow_all[num_rows] if mask is None else mask
         sample = self._executables[_sample_name(num_rows, kind)]
@@ -188,30 +188,33 @@ class Device:
         return sampled
 
     def read(self, sampled: sampling.Sampled) -> sampling.Sampled:
-        """Of numpy, once the device has it. jax.device_get would begin the copies again."""
+        """Waits for the result, as numpy arrays. jax.device_get would start the copies again."""
         arrays: Any = (None if array is None else np.asarray(array) for array in sampled)
         return sampling.Sampled(*arrays)
 
     # ---- compilation ---------------------------------------------------------------------------
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """`compile_all`, and runs everything once; the list."""
+        """Runs `compile_all`, then everything once. Returns the names of the executables."""
         names = self.compile_all(progress)
         self._run_all()
         self._num_compiles_warm = len(_compile_seconds)
         return names
 
     def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Compiles everything that a step can need, behind a progress bar on a terminal; the list.
+        """Compiles everything that a step can need.
 
-        progress: called with the number of executables done, of all, and the last one's name. What
-          it raises ends the compilation.
+        Shows a progress bar on a terminal. Returns names.
+
+        progress: called with the number of executables done, their total, and the last one's name.
+        An exception that it raises ends the compilation.
         """
         tasks = self._tasks()
-        # Large ones last in a list of buckets, first here: the pool ends without waiting for one.
+        # Large ones are last in a list of buckets and first here, so the pool does not end with
+        # one.
         with (
             ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
-            # On terminals alone: what writes to a file may fail, and would end the warm-up.
+            # Only on terminals: writing to a file may fail, which would end the warm-up.
             tqdm(total=len(tasks), desc="compile", unit="executable", disable=None) as bar,
         ):
             names = {pool.submit(compile): name for name, compile in reversed(tasks.items())}
@@ -229,13 +232,13 @@ class Device:
 
     @property
     def num_compiles_after_warm_up(self) -> int:
-        """What XLA compiled since, in this process: 0, unless some shape was not static."""
+        """XLA compilations in this process since then. 0, unless some shape was not static."""
         if self._num_compiles_warm is None:
             return 0
         return len(_compile_seconds) - self._num_compiles_warm
 
     def _tasks(self) -> dict[str, Callable[[], Compiled]]:
-        """What compiles each executable, by name. All of them may run at once."""
+        """A function that compiles each executable, by name. All may run at once."""
         vocab_size = self._config.vocab_size
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
@@ -255,7 +258,7 @@ class Device:
         return tasks
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
-        """An executable of the bucket's forward pass. options: of XLA, beside those of its size."""
+        """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         compute = buckets.make_forward(self._config, self._tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
@@ -269,7 +272,7 @@ class Device:
         return _compile(forward, self._weights, words, last_tokens, *cache)
 
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass of what one device has, as one of all. Plans are the same everywhere."""
+        """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
         pages = self._split.pages_spec
         return jax.shard_map(
@@ -277,11 +280,11 @@ class Device:
             mesh=self._split.mesh,
             in_specs=([x.sharding.spec for x in self._weights], P(), P(), pages, pages),
             out_specs=(P(), P(), pages, pages),
-            check_vma=False,  # logits are gathered, or sums: the same everywhere
+            check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
     def step_seconds(self) -> float:
-        """What the smallest step takes, measured: the least of a few. To be called when warm."""
+        """Measures the time of the smallest step: the minimum of a few runs. Call it when warm."""
 
         def measure() -> float:
             begin = time.perf_counter()
@@ -295,14 +298,15 @@ class Device:
         return self._executables[_forward_name(bucket)]
 
     def use(self, bucket: Bucket, executable: Compiled) -> None:
-        """From now on, for `forward`: how a benchmark compares what XLA makes of a bucket."""
+        """Replaces the executable of a bucket, so that a benchmark can compare XLA's results."""
         self._executables[_forward_name(bucket)] = executable
 
     def _run_all(self) -> None:
-        """What a first run does beside: kernels are loaded, graphs are captured."""
+        """Runs everything once, which loads kernels and captures graphs."""
         self.set_state(0, SamplingParams(max_tokens=1), [], 0)
         for bucket in self.buckets:
-            scores = self.forward(buckets.make_batch(bucket, (), self._slots))  # legal: nothing
+            # An empty batch is legal.
+            scores = self.forward(buckets.make_batch(bucket, (), self._slots))
             for kind in sampling.KINDS:
                 jax.block_until_ready(self.sample(scores, kind, None))
 
@@ -310,7 +314,7 @@ class Device:
 def _split(
     config: models.ModelConfig, num_heads_devices: int, num_context_devices: int
 ) -> models.TensorParallel | None:
-    """How the model and its pages are split over the first devices; None: there is one.
+    """The split of the model and its pages over the first devices; None: there is one device.
 
     Raises ValueError for more devices than there are.
     """
@@ -336,19 +340,19 @@ def _split(
     return models.TensorParallel(config, mesh, "heads", "context" if shape[1] > 1 else None)
 
 
-# Of XLA: autotuning takes its turns on the device anyway, and each has buffers of its own.
+# XLA threads: autotuning is serial on the device anyway, and each thread has buffers.
 _MAX_THREADS = 8
 
 _MEASURED_STEPS = 7
 
 
 def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
-    """Of XLA, which heeds them on GPUs alone.
+    """Options of XLA, which only GPUs use.
 
-    It times a product by itself, on weights that stay in the cache, and what is left of split sums
-    to the next kernel not at all. So between few rows and many it picks Triton where cuBLAS is 3 to
-    4 % of a step faster: at 64 and 128, on an H200; not at 32, nor at 512. Triton alone multiplies
-    quantised weights without writing them wide before.
+    XLA times a matmul by itself, with weights that stay in the cache, and does not count the part
+    of split sums that is left to the next kernel. So for a medium number of rows it picks Triton
+    where cuBLAS makes a step 3 to 4 % faster: at 64 and 128 rows on an H200, but not at 32 or 512.
+    Only Triton multiplies quantized weights without writing them in a wider type first.
     """
     is_quantized = any(leaf.dtype.itemsize == 1 for leaf in weights)
     if is_quantized or not 64 <= num_tokens <= 256:
@@ -357,7 +361,7 @@ def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
 
 
 def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
-    """function: of jax.jit."""
+    """Compiles a function made by jax.jit."""
     executable: Compiled = function.lower(*args, **kwargs).compile()
     return executable
 
@@ -370,7 +374,7 @@ def _sample_name(num_rows: int, kind: sampling.Kind) -> str:
     return f"sample, {num_rows} sequences, {kind}"
 
 
-_compile_seconds: list[float] = []  # one for each compilation of this process
+_compile_seconds: list[float] = []  # one entry for each compilation in this process
 
 
 def _on_event(event: str, duration_secs: float, **_: str | int) -> None:

@@ -1,14 +1,14 @@
-"""A draft model: a smaller one that guesses what sequences go on with, for the model to verify.
+"""A draft model: a smaller model that proposes next tokens for the model to verify.
 
-It has pages of its own, as many as the model and under the same numbers: the page table of a
-sequence is that of both, so that shared prefixes, preemption and freed pages need nothing of their
-own. It reads a sequence only when drafts of it are wanted: first the prompt, later what came while
-drafts rested, a chunk a step. How much it has read is known of each page, so that it has, of a
-prefix that is cached, what it read for others.
+Its kv cache has as many pages as the model's, under the same numbers. Both use one page table per
+sequence, so shared prefixes, preemption and freed pages need no extra handling. It reads a sequence
+only when drafts are wanted: first the prompt, later the tokens that came while drafting paused, a
+chunk a step. It records for each page how much it has read, so a cached prefix that it read for one
+sequence serves others.
 
-It samples as the model does, by the sequence's seed and positions, so with the same noise: a draft
-is right as often as both models find the same, at any temperature. The output does not depend on
-it (see `drafts`).
+It samples like the model, by the sequence's seed and positions, so with the same noise: at any
+temperature a draft is right as often as both models choose the same token. The output does not
+depend on it (see `drafts`).
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from jax_attn.serve._scheduling.drafts import Pace
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
-_READ_CHUNKS = 4  # of prompts beside decodes: what a draft model reads beside them, as it is small
-_WEIGHT = 0.05  # of the last drafts, in the average of all
-_UNKNOWN = 0  # a draft until it is made, and one that is no token of the model
+# Prompt chunks that it reads in a step beside decodes: it is small, so more than one.
+_READ_CHUNKS = 4
+_WEIGHT = 0.05  # weight of the newest drafts in the running average
+_UNKNOWN = 0  # stands for a draft until it is made, and for one that is not a token of the model
 
 
 def have_same_tokens(draft: models.Model, model: models.Model) -> bool:
-    """Whether a token is the same text to both. The sizes of their matrices may differ, as some are
-    padded."""
+    """Whether both models' tokens have the same text. Matrix sizes may differ by padding."""
     return bool(draft.tokenizer.get_vocab() == model.tokenizer.get_vocab())
 
 
 class DraftModel:
-    """The draft model's device, and what it has read."""
+    """The draft model's device, and how much it has read."""
 
     def __init__(self, device: Device, max_positions: int, vocab_size: int, core: SchedulerConfig):
-        """vocab_size: of the model. core: what its scheduler has room for."""
+        """vocab_size: of the model. core: the capacities of the model's scheduler."""
         self.device = device
         self.max_positions = max_positions
-        self.cost = 0.0  # of a draft, in steps of the model, once that is measured
-        self.gain = 0.0  # of drafts of late, of whichever sequence: see Pace
-        # Tokens of a sequence that are read in the step that makes drafts of it; of more, before.
+        self.cost = 0.0  # of a draft, in steps of the model; measured in the warm-up
+        self.gain = 0.0  # of recent drafts of all sequences: see Pace
+        # Tokens of a sequence that are read in the step that makes its drafts; more are read
+        # before.
         self.chunk = core.max_step_tokens // core.max_running
         self._page_size, self._vocab_size = core.page_size, vocab_size
         self._max_tokens = core.max_step_tokens
         self._read_tokens = min(_READ_CHUNKS * core.prefill_chunk, core.max_step_tokens)
-        self._filled = [0] * core.num_pages  # of each page, tokens that are read
+        self._filled = [0] * core.num_pages  # number of tokens read, for each page
 
     def reset(self) -> None:
         """See Device.reset."""
@@ -58,8 +59,8 @@ class DraftModel:
         self._filled = [0] * len(self._filled)
 
     def admit(self, seq: Sequence) -> None:
-        """`seq` has a slot from the next step on."""
-        # A draft needs what shapes the choice among likely tokens, and nothing that is kept of it.
+        """Sets up `seq`, which has a slot from the next step on."""
+        # A draft needs only parameters that shape the choice among likely tokens, without logprobs.
         params = dataclasses.replace(
             seq.params,
             logprobs=None,
@@ -72,9 +73,9 @@ class DraftModel:
         self.device.set_params(seq.slot, params)
 
     def draft(self, entries: Seq[ScheduledSequence], newest: jax.Array) -> None:
-        """Makes the drafts that drafters have proposed for the entries of a step, and reads.
+        """Makes the drafts that drafters have proposed for the entries of a step, and reads tokens.
 
-        newest: [max_running] i32. Of each slot the newest token, which only the device may know.
+        newest: [max_running] i32. The newest token of each slot, which may be only on the device.
         """
         for entry in entries:
             self._forget_overwritten(entry)
@@ -98,16 +99,16 @@ class DraftModel:
             self._make(guessing, scores, kind)
 
     def num_cached(self, seq: Sequence) -> int:
-        """Tokens that it has read in the pages of a sequence, maybe for another."""
+        """The tokens that it has read in a sequence's pages, possibly for another sequence."""
         num_read = 0
         for page in seq.pages:
             num_read += self._filled[page]
             if self._filled[page] < self._page_size:
                 break
-        return min(num_read, seq.num_computed)  # behind, pages are as others left them
+        return min(num_read, seq.num_computed)  # pages after these hold old contents
 
     def _make(self, guessing: list[ScheduledSequence], scores: Scores, kind: sampling.Kind) -> None:
-        """Samples, and goes on from there, until all have as many drafts as they want."""
+        """Samples drafts one after the other until all sequences have as many as they want."""
         sampled = []
         while True:
             sampled.append(self.device.sample(scores, kind, None))
@@ -136,14 +137,14 @@ class DraftModel:
         return ScheduledSequence(seq, begin, seq.num_known - begin, samples)
 
     def _mark(self, seq: Sequence, end: int) -> None:
-        """All before `end` is read."""
+        """Records that all tokens before `end` are read."""
         drafter, size = _drafter(seq), self._page_size
         for i in range(drafter.num_marked // size, -(-end // size)):
             self._filled[seq.pages[i]] = min(size, end - i * size)
         drafter.num_read = drafter.num_marked = end
 
     def _forget_overwritten(self, entry: ScheduledSequence) -> None:
-        """Pages that the step begins to write: what is read of them was another's."""
+        """Resets pages that the step starts to write: their record is that of a former sequence."""
         size = self._page_size
         first, last = -(-entry.begin // size), -(-(entry.begin + entry.num_tokens) // size)
         for page in entry.seq.pages[first:last]:
@@ -151,17 +152,17 @@ class DraftModel:
 
 
 class ModelDrafter:
-    """Of one sequence. It only says how many drafts there are to be; DraftModel makes them."""
+    """The drafter of one sequence. It only chooses the number of drafts; DraftModel makes them."""
 
     def __init__(self, model: DraftModel, most: int):
         self._model, self._pace = model, Pace(most, model.cost, expected=model.gain)
-        self._admission = -1  # which of the sequence's: its pages are others each time
+        self._admission = -1  # counts admissions: the pages change with each
         self.num_read = 0  # tokens whose kv the draft model has
-        self.num_marked = 0  # of them, those that their pages tell of
-        self.is_behind = False  # so far that it has to read before it can draft
+        self.num_marked = 0  # the part of num_read that is recorded for pages
+        self.is_behind = False  # it has to read more before it can draft
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """As many as will be made, up to `most`."""
+        """Placeholders for the drafts that will be made, up to `most`."""
         self.is_behind = False
         num = min(self._pace.next(most), self._model.max_positions - seq.num_known)
         if num <= 0:
@@ -175,7 +176,7 @@ class ModelDrafter:
     def settle(self, num_drafts: int, num_taken: int) -> None:
         gain = self._pace.settle(num_drafts, num_taken)
         self._model.gain += _WEIGHT * (gain - self._model.gain)
-        self.num_read += min(num_taken, num_drafts - 1)  # the last was made, and not read
+        self.num_read += min(num_taken, num_drafts - 1)  # the last draft was made but not read
 
 
 def _drafter(seq: Sequence) -> ModelDrafter:

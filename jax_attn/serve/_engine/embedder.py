@@ -1,9 +1,9 @@
-"""An embedding model in a thread of its own: sequences of all requests, in batches.
+"""Runs an embedding model in a thread, with sequences of all requests in batches.
 
-A batch is filled up to a budget of tokens, by the tenants in turn and the requests of each in turn,
-so that a large request keeps nobody waiting. It is padded to a bucket, whose executables are made
-at the start. It is computed in pieces, of a layer for some tokens, and the device never has two of
-them to do: what else runs there, such as the steps of a decoder, comes in between.
+A batch is filled up to a token budget, by the tenants in turn and the requests of each in turn, so
+a large request delays nobody else. It is padded to a bucket, whose executables are made at the
+start. It is computed in pieces (one layer for some tokens), one piece at a time, so other work on
+the device, such as the steps of a decoder, can run in between.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
 log = logging.getLogger("jax_attn.serve")
 
-# Of a batch, unless one sequence has more. Where a step of a decoder has as many (__main__), for
-# the same reason: the time of a step is what others wait.
+# Tokens of a batch, unless one sequence has more. If a decoder's step has as many (__main__), it is
+# for the same reason: others wait for the time of a step.
 _CPU_TOKENS, _GPU_TOKENS = 512, 2048
-# Of a piece. On two cores 20 to 50 ms, which is what others wait for.
+# Operations of a piece. On two cores 20 to 50 ms, for which others wait.
 _CPU_OPERATIONS, _GPU_OPERATIONS = 2 * 10**9, 10**12
-_FEWEST_TOKENS = 32  # of a bucket; the next has twice as many, as padding costs
+_FEWEST_TOKENS = 32  # of the smallest bucket; each next one is twice as large, as padding costs
 _MAX_ROWS = 64  # sequences of a batch
-MAX_TOKENS = 8192  # of a sequence, as OpenAI's models; memory for layers grows with it
+MAX_TOKENS = 8192  # of a sequence, like OpenAI's models; the memory of a layer grows with it
 
 
 @dataclass(eq=False)
@@ -45,31 +45,31 @@ class Job:
     sequences: list[list[int]]
     vectors: np.ndarray  # [number of sequences, size] f32, written by the thread
     done: Future[None] = field(default_factory=Future)
-    begun: float | None = None  # time.monotonic(), when its first sequence came into a batch
+    begun: float | None = None  # time.monotonic() when its first sequence entered a batch
     num_taken: int = 0
     num_done: int = 0
 
     def __post_init__(self) -> None:
-        self.done.set_running_or_notify_cancel()  # by the thread alone it ends
+        self.done.set_running_or_notify_cancel()  # from now on only the thread ends it
 
     def cancel(self) -> None:
-        """What has not begun of it is forgotten."""
+        """Cancels the sequences that have not begun."""
         self.embedder.cancel(self)
 
 
 class _Entry(NamedTuple):
     job: Job
-    row: int  # of its vectors
+    row: int  # of the job's vectors
 
 
 class Embedder:
     """Threads may call `submit` and `cancel`.
 
-    on_failure: called by the thread when it cannot begin to work; `failure` says why.
+    on_failure: called by the thread if it cannot start; `failure` has the reason.
     """
 
     def __init__(self, model: models.EmbeddingModel, name: str):
-        """name: as clients call it."""
+        """name: of the model, for clients."""
         self.name, self._model = name, model
         self.max_tokens = min(model.max_tokens, MAX_TOKENS)
         self.size = model.size
@@ -87,12 +87,12 @@ class Embedder:
         self._on_ready: Callable[[], None] = lambda: None
 
     def start(self, on_ready: Callable[[], None]) -> None:
-        """Starts the thread and returns. on_ready: called by it once all is compiled."""
+        """Starts the thread and returns. on_ready: called by the thread once all is compiled."""
         self._on_ready = on_ready
         self._thread.start()
 
     def stop(self) -> None:
-        """Whoever waits is told, and the thread ends after its batch."""
+        """Tells all who wait. The thread ends after its batch."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -110,7 +110,7 @@ class Embedder:
         return job
 
     def cancel(self, job: Job) -> None:
-        """What has not begun of it is forgotten."""
+        """Cancels the sequences that have not begun."""
         with self._wake:
             self._forget(job)
 
@@ -144,7 +144,7 @@ class Embedder:
         self._fail(jobs, "the server stops")
 
     def _next(self) -> list[_Entry]:
-        """The sequences of the next batch; none: it is time to stop."""
+        """The sequences of the next batch; []: it is time to stop."""
         with self._wake:
             while not (self._waiting or self._stopping or self.failure):
                 self._wake.wait()
@@ -159,7 +159,7 @@ class Embedder:
                 job.begun = job.begun or time.monotonic()
                 batch.append(_Entry(job, job.num_taken))
                 job.num_taken += 1
-                # Behind the others, if there is more of it.
+                # If it has more sequences, it goes behind the others.
                 jobs.rotate(-1)
                 self._waiting.move_to_end(tenant)
                 if job.num_taken == len(job.sequences):
@@ -178,7 +178,7 @@ class Embedder:
                 job.done.set_result(None)
 
     def _vectors(self, sequences: list[list[int]], num_tokens: int) -> np.ndarray:
-        """[number of sequences, size] f32."""
+        """Computes the vectors of a batch: [number of sequences, size] f32."""
         batch = models.EmbeddingBatch.make(
             self._model, sequences, num_tokens, _MAX_ROWS, self._chunks[num_tokens]
         )
@@ -188,7 +188,7 @@ class Embedder:
         return np.asarray(vectors)[: len(sequences)]
 
     def _forget(self, job: Job) -> None:
-        """Guarded by _wake."""
+        """Removes a job from the queue. The caller holds _wake."""
         jobs = self._waiting.get(job.tenant, deque())
         if job in jobs:
             jobs.remove(job)
@@ -203,7 +203,7 @@ class Embedder:
 
 
 def _buckets(largest: int) -> list[int]:
-    """Room for tokens, ascending; powers of two, so that chunks divide them."""
+    """Bucket sizes in tokens, ascending. They are powers of two, so that chunks divide them."""
     sizes = [_FEWEST_TOKENS]
     while sizes[-1] < largest:
         sizes.append(2 * sizes[-1])
@@ -211,7 +211,7 @@ def _buckets(largest: int) -> list[int]:
 
 
 def _chunk(model: models.EmbeddingModel, num_tokens: int, operations: int) -> int:
-    """Tokens of a piece of so many operations at most, in a batch of num_tokens."""
+    """The number of tokens of a piece with at most `operations`, in a batch of num_tokens."""
     chunk = num_tokens
     while chunk > _FEWEST_TOKENS and chunk * model.operations(num_tokens) > operations:
         chunk //= 2

@@ -74,7 +74,7 @@ from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 
 class Engine:
-    """For one thread, except `grammars`, which is thread-safe."""
+    """The engine, for one thread only. `grammars` is thread-safe."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Engine:
         processes: Processes | None = None,
         draft_model: models.Model | None = None,
     ):
-        """processes: of which this one leads, where the devices belong to several.
-        draft_model: of the model's tokenizer, and in one process; it makes the drafts.
+        """processes: the server's processes, which this one leads, if there are several.
+        draft_model: has the model's tokenizer and makes the drafts; one process only.
 
         Raises:
-          ValueError: of a draft model, in one sentence.
+          ValueError: the draft model does not fit, in one sentence.
         """
         self.config = config
         if draft_model is not None:
             _check_draft_model(draft_model, model, config, processes)
-        # Without the weights: a device that has its share of them keeps no others.
+        # Without the weights: a device that holds its share of them needs no other copy.
         self.model = model._replace(params={})
         self.grammars = Grammars(
             model.tokenizer,
@@ -111,7 +111,7 @@ class Engine:
         self._counters = Counters()
         drafting: DraftModel | None = None
         if draft_model is not None:
-            # Its bits do not matter, so it need not pad its steps for them.
+            # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(config, batch_invariant=False, max_drafts=0)
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and max_tokens together, at most."""
+        """The limit on prompt and max_tokens together."""
         return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
 
     def submit(
@@ -146,7 +146,7 @@ class Engine:
     ) -> None:
         """Queues the sequences, all or none.
 
-        compiled: grammars by tenant and text; others are compiled here, whatever time that takes.
+        compiled: grammars by tenant and text. Others are compiled here, however long that takes.
 
         Raises:
           QueueFull: try again later.
@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has work to do or events to return."""
         return bool(self._outputs.live or self._outputs.has_news or self._pending)
 
     def _accept(
@@ -176,7 +176,7 @@ class Engine:
         if (text := params.grammar) is not None:
             known = compiled.get((seq.tenant, text))
             matcher = known.matcher() if known else self.grammars.matcher(text, seq.tenant)
-            # Forced tokens have no logprobs, as the model is not asked about them.
+            # Forced tokens have no logprobs, as the model does not compute them.
             jumps = self.config.jump_forward and params.logprobs is None
             constraint = SequenceGrammar(matcher, -(-config.vocab_size // 32), jumps)
         ends_at_eos = constraint is not None or not params.ignore_eos
@@ -195,7 +195,7 @@ class Engine:
     # ---- the step ------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Launches the next step, and tells what became of the one before."""
+        """Launches the next step, and returns the events of the one before."""
         counters = self._counters
         counters.begin_step()
         with counters.phases["retire"]:
@@ -205,7 +205,7 @@ class Engine:
         before, self._pending = self._pending, None
         self._last_plan = plan
         launched = self._pending = None if plan is None else self._launch(plan)
-        # The mask of a grammar depends on the token before, so that has to be known.
+        # A grammar's mask depends on the token before, so that token must be known.
         needs_tokens = launched is not None and any(live.grammar for _, live in launched.samples)
         if launched is not None and not needs_tokens:
             self._sample(launched)
@@ -220,9 +220,9 @@ class Engine:
         return self._outputs.take_events()
 
     def _wait_for_held(self) -> None:
-        """Where there is nothing else to do."""
+        """Waits for held sequences if there is nothing else to do."""
         if not self._constrained.num_held:
-            # Nothing would ever change, and the caller would call `step` for ever.
+            # The state would never change, and the caller would call `step` for ever.
             raise RuntimeError(
                 f"The scheduler has no step for {len(self.scheduler.running)} running and "
                 f"{len(self.scheduler.waiting)} waiting sequences, and none is in flight."
@@ -231,7 +231,7 @@ class Engine:
             self._constrained.wait_for_any()
 
     def _launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """Gives the device the forward pass of a step, if there is one."""
+        """Launches the forward pass of a step on the device, if it has entries."""
         counters, all_live = self._counters, self._outputs.live
         stats = counters.step
         for seq in plan.expired:
@@ -262,14 +262,14 @@ class Engine:
         return LaunchedStep(batch, scores, samples, drafts)
 
     def _sample(self, launched: LaunchedStep) -> None:
-        """Gives the device the sampling of a step, for all that still want their token."""
+        """Launches the sampling of a step, for all sequences that still need a token."""
         with self._counters.phases["retire"]:
             mask = self._constrained.mask_samples(launched)
             for _, live in launched.samples:
                 if live.needs_sampler_state:
                     seq, live.needs_sampler_state = live.seq, False
                     self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
-        # Forgotten here, so that the next step's may have the same memory.
+        # Released here, so that the next step can use the same memory.
         scores, launched.scores = launched.scores, None
         if (launched.samples or launched.batch.scored) and scores is not None:
             with self._counters.phases["dispatch"]:
@@ -305,16 +305,16 @@ class Engine:
     # ---- failures ------------------------------------------------------------------------------
 
     def recover(self, message: str) -> list[TokenEvent]:
-        """After an exception in `step`: ends what was running with 'error', and starts afresh.
+        """Recovers from an exception in `step`: ends the running sequences with 'error'.
 
-        The cache's contents may be lost with the step, so the prefix cache is emptied; the queue
-        stays, unless nothing was running: then the cause is in it. Returns the last events.
+        The step may have destroyed the cache's contents, so the prefix cache is emptied. The queue
+        stays, unless nothing was running: then the cause is in the queue. Returns the last events.
         """
         self._pending = self._last_plan = None
         for seq in self.scheduler.running or self.scheduler.waiting:
             self._outputs.fail(seq, message)
         for seq in self.scheduler.waiting:
-            # A token in flight when it was preempted will not come, but be sampled again.
+            # The token in flight at its preemption will not come; it is sampled again.
             self.scheduler.append(seq, [], num_sampled=seq.num_in_flight)
         self._outputs.close_finished()
         cache = self.scheduler.cache
@@ -327,7 +327,7 @@ class Engine:
 
     @property
     def step_stats(self) -> StepStats:
-        """Numbers of the last call of `step`."""
+        """The numbers of the last call of `step`."""
         return self._counters.step
 
     def stats(self) -> dict[str, Any]:
@@ -342,12 +342,12 @@ class Engine:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """See `snapshot`."""
+        """See the module `snapshot`."""
         return snapshot.snapshot(self.scheduler, self.step_stats, self._last_plan)
 
 
 def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
-    """Raises ValueError where the model cannot run it."""
+    """Raises ValueError if the model cannot run the sequence."""
     params = seq.params
     if seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(

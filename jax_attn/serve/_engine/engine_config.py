@@ -16,19 +16,19 @@ class EngineConfig:
     """Capacities and policy. The engine's dtype is that of the model's weights.
 
     batch_invariant: the logits of a sequence, and so its text for a seed, have the same bits
-      whatever runs beside it, and however it is chunked, cached or preempted. That holds between
-      engines of one config on one kind of device. Its price: each step is padded to
-      max_step_tokens, so choose that small.
+    whatever runs beside it, and however it is chunked, cached or preempted. This holds between
+    engines of one config on one kind of device. Each step is then padded to max_step_tokens, so
+    choose a small value.
     """
 
     num_pages: int  # of the kv cache
     page_size: int = 16  # tokens
-    kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; float8_e4m3fn has scales of 1
+    kv_dtype: str | None = None  # of the kv cache, see AttentionSpec; scales of float8_e4m3fn are 1
     eight_bit_products: bool = False  # see AttentionSpec
     max_running: int = 32  # sequences that run at once
     max_step_tokens: int = 512  # query tokens of a step
-    prefill_chunk: int | None = None  # of them, about, of prompts beside decodes; None: all
-    max_prefill_chunk: int = 0  # to which it grows where many wait
+    prefill_chunk: int | None = None  # about how many are prompt tokens beside decodes; None: all
+    max_prefill_chunk: int = 0  # prefill_chunk grows up to this while many sequences wait
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
@@ -36,12 +36,13 @@ class EngineConfig:
     prefix_cache: bool = True
     batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
-    # Guesses at what follows, of each sequence, verified in a step. From its own text, or from a
-    # draft model where there is one.
+    # Drafts of each sequence that a step verifies. They come from the sequence's own text, or from
+    # a draft model if there is one.
     max_drafts: int = 0
     max_grammars: int = 128  # compiled grammars kept
-    tensor_parallel: int = 1  # devices that heads, MLPs, experts and vocabulary are split over
-    context_parallel: int = 1  # devices that slots of each page are split over, times the others
+    tensor_parallel: int = 1  # devices that share heads, MLPs, experts and vocabulary
+    # Devices that share the slots of each page; multiplies tensor_parallel.
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_step_tokens:
@@ -64,9 +65,9 @@ class EngineConfig:
 
 
 def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
-    """What the scheduler needs to know."""
+    """The scheduler's configuration."""
     pages_each = -(-max_positions // config.page_size)
-    # Shared pages count once for each sequence, so it may be more than there are.
+    # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
     sizes = []
     if not config.batch_invariant:

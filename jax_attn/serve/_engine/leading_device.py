@@ -1,7 +1,7 @@
-"""A device that several processes share: process 0 sends its calls, and the others repeat them.
+"""A device of several processes: process 0 sends its calls, and the others repeat them.
 
 Every process gives its devices the same executables in the same order, with the same arguments.
-Nothing is decided anywhere but in process 0, which alone reads results.
+Only process 0 makes decisions and reads results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_attn.serve._scheduling.request import SamplingParams
 
 
 class LeadingDevice(Device):
-    """Device of process 0. Calls of one thread."""
+    """The Device of process 0. One thread calls it."""
 
     def __init__(self, processes: Processes, model: models.Model, config: DeviceConfig):
         self._processes = processes
@@ -31,7 +31,7 @@ class LeadingDevice(Device):
         self._held = {int(device): n for of_one in held for device, n in of_one.items()}
 
     def bytes_held(self) -> dict[int, int]:
-        """Of the devices of all processes."""
+        """See Device.bytes_held. Covers the devices of all processes."""
         return dict(self._held)
 
     def reset(self) -> None:
@@ -41,7 +41,7 @@ class LeadingDevice(Device):
         super().reset()
 
     def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
-        assert newest is None  # which others do not have
+        assert newest is None  # the other processes do not have it
         bucket = self.buckets.index(batch.bucket)
         self._processes.send("forward", bucket, arrays=[batch.words])
         return super().forward(batch)
@@ -66,7 +66,7 @@ class LeadingDevice(Device):
 
 
 def follow(device: Device, processes: Processes) -> NoReturn:
-    """What a process other than 0 does: compiles, and repeats the calls of process 0."""
+    """Runs a process other than 0: compiles, and repeats the calls of process 0."""
     processes.gather("held", device.bytes_held())
     device.compile_all()
     processes.meet("compiled")

@@ -1,7 +1,7 @@
-"""From the tokens of a step to events: text, stop strings, logprobs, and why a sequence ends.
+"""From the tokens of a step to events: text, stop strings, logprobs and finish reasons.
 
-The text itself, and the stop strings in it, are found by `Detokenizer`. Whether a stop string or a
-stop token may end the text yet is decided here, in `Outputs._push`.
+`Detokenizer` makes the text and finds stop strings in it. `Outputs._push` decides whether a stop
+string or a stop token may end the text yet.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NOT_NUMBERS = "The model's logits are not numbers."
 
 
 class Outputs:
-    """Appends tokens to sequences, ends them, and collects an event for each that has news.
+    """Appends tokens to sequences, ends them, and collects an event for each changed sequence.
 
-    live: by id, the sequences that have not had their last event.
+    live: sequences whose last event has not been sent, by id.
     """
 
     def __init__(self, scheduler: Scheduler, counters: Counters):
@@ -32,16 +32,16 @@ class Outputs:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_events` has any."""
+        """Whether `take_events` would return any event."""
         return bool(self._events)
 
     def take_events(self) -> list[TokenEvent]:
-        """What is new since the last call: at most one event of a sequence."""
+        """The events since the last call: at most one for each sequence."""
         events, self._events = list(self._events.values()), {}
         return events
 
     def event(self, seq: Sequence) -> TokenEvent:
-        """The event of a sequence that the next `take_events` returns, to be added to."""
+        """The sequence's event that the next `take_events` returns; callers may add to it."""
         event = self._events.get(seq.id)
         if event is None:
             event = self._events[seq.id] = TokenEvent(seq.id)
@@ -50,8 +50,10 @@ class Outputs:
     # ---- tokens --------------------------------------------------------------------------------
 
     def add_prompt_logprobs(self, scored: ScoredRows, sampled: Sampled) -> None:
-        """Keeps the logprobs of prompt tokens for the first event. Positions that are known are
-        skipped: a sequence that was preempted reads its prompt again."""
+        """Keeps the logprobs of prompt tokens for the first event.
+
+        Known positions are skipped: a preempted sequence reads its prompt again.
+        """
         known = self.live[scored.seq.id].prompt_logprobs
         num_top = scored.seq.params.logprobs
         assert num_top is not None
@@ -67,11 +69,11 @@ class Outputs:
     ) -> list[int]:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended.
 
-        The sequence is finished here, unless its grammar is to say whether it ends at max_tokens:
-        then `live.at_length` is set.
+        Finishes the sequence, unless its grammar must decide whether it ends at max_tokens: then
+        `live.at_length` is set.
 
-        tokens: drafts that were right, then a sample, which is negative if it is not a number.
-        rows: of `sampled`, one for each token, maybe more.
+        tokens: accepted drafts, then a sample, which is negative if the logits hold NaN.
+        rows: of `sampled`, one for each token or more.
         """
         seq = live.seq
         if tokens[-1] < 0:
@@ -98,9 +100,9 @@ class Outputs:
         return taken
 
     def add_forced(self, live: LiveSequence, tokens: list[int], is_complete: bool) -> None:
-        """Appends tokens that a grammar forces, and finishes the sequence where it ends with them.
+        """Appends tokens that a grammar forces, and finishes the sequence if one of them ends it.
 
-        Samples in flight are void. is_complete: the grammar allows nothing behind the tokens.
+        Samples in flight become void. is_complete: the grammar allows nothing after the tokens.
         """
         seq = live.seq
         taken, reason = self._push_all(live, tokens)
@@ -113,8 +115,10 @@ class Outputs:
     def _push_all(
         self, live: LiveSequence, tokens: list[int]
     ) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens and their text to the event, up to the token that ends the sequence: which
-        they are, and why it ends, if it does."""
+        """Adds tokens and their text to the event, up to a token that ends the sequence.
+
+        Returns the tokens added, and the reason if the sequence ends.
+        """
         seq, event = live.seq, self.event(live.seq)
         num_output = seq.num_output
         if not num_output:
@@ -133,7 +137,7 @@ class Outputs:
     def _push(
         self, live: LiveSequence, token: int, num_output: int, event: TokenEvent
     ) -> FinishReason | None:
-        """Adds a token's text to the event. Returns why the sequence ends with it, if it does."""
+        """Adds a token's text to the event. Returns the reason if the sequence ends with it."""
         params = live.seq.params
         may_stop = num_output > params.min_tokens or live.grammar is not None
         if may_stop and token in live.stop_tokens:
@@ -162,7 +166,7 @@ class Outputs:
         event.text += self.live.pop(seq.id).detokenizer.flush()
 
     def close_finished(self) -> None:
-        """Makes the last events that a step which failed had no time to make."""
+        """Makes the last events that a failed step did not make."""
         for live in list(self.live.values()):
             if live.seq.status is Status.FINISHED:
                 self.close(live.seq)

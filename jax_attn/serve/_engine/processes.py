@@ -1,7 +1,7 @@
-"""Several processes that are one server: who they are, what process 0 tells the others, their ends.
+"""Several processes that form one server: their start, the messages of process 0, and their end.
 
-`jax.distributed` connects them. Records of the steps go through its key-value store, on the host:
-a collective on the devices would wait there behind the step before, which steps here do not.
+`jax.distributed` connects them. Records of steps go through its key-value store, on the host. A
+collective on the devices would wait there for the step before; steps here do not wait.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-# The store has no public name in jax 0.10 to 0.12: jax.distributed itself only begins and ends, and
-# multihost_utils speaks by collectives of the devices (docs/notes/devices.md: what either takes).
+# The store has no public name in jax 0.10 to 0.12: jax.distributed only starts and stops it, and
+# multihost_utils uses collectives of the devices (docs/notes/devices.md has the times of both).
 from jax._src import distributed
 
 log = logging.getLogger("jax_attn.serve")
 
 _BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 10.0  # after which a process is dead
-# JAX's own watch would abort without a name.
+_SILENCE_SECONDS = 10.0  # after which a process counts as dead
+# JAX's own watch would abort without naming the process.
 _JAX_SILENCE_SECONDS = 1000
-_COMPILE_SECONDS = 24 * 3600  # the others beat while one compiles
-_RECORDS_OF_FOLDER = 64  # which are deleted at once
-_TO_COMPRESS = 4096  # bytes
+_COMPILE_SECONDS = 24 * 3600  # the other threads send heartbeats during compilation
+_RECORDS_OF_FOLDER = 64  # they are deleted together
+_TO_COMPRESS = 4096  # bytes; longer messages are compressed
 _ROOT = "jax_attn_serve"
 
 
 class ProcessesError(RuntimeError):
-    """Processes that cannot be one server, in one sentence."""
+    """The processes cannot form one server. The message is one sentence."""
 
 
 class Record(NamedTuple):
@@ -51,13 +51,13 @@ class Record(NamedTuple):
 
 
 class Processes:
-    """All of `jax.distributed`, seen from one of them.
+    """All processes of `jax.distributed`, seen from one of them.
 
-    start_seconds: how long they wait for each other. coordinator, count and index as
-      `jax.distributed.initialize` takes them; None: the variables of a launcher say so.
+    start_seconds: how long they wait for each other. coordinator, count and index: as for
+    `jax.distributed.initialize`; None: a launcher's environment variables give them.
 
-    Raises ProcessesError where no launcher has set anything. A process that comes too late, or a
-    runtime that JAX ends, ends this process with exit status 1 and a sentence.
+    Raises ProcessesError if no launcher has set anything. A process that comes too late, or whose
+    runtime JAX ends, exits with status 1 and a sentence.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Processes:
         self._start_seconds = start_seconds
         self._last_words = "JAX's runtime has failed, or process 0 is gone."
         self._num_read = 0
-        self.is_leaving = False  # it was told to end, and process 0 is to decide
+        self.is_leaving = False  # it was told to end; process 0 decides when
         self.on_leave: Callable[[], None] = lambda: None
-        self._ending = threading.RLock()  # of the first thread that ends this process
+        self._ending = threading.RLock()  # held by the first thread that ends this process
         self._outgoing: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self._beat()  # first: whoever knows a process's name counts on its beats
+        self._beat()  # first: a process that knows this one expects its heartbeats
         self._set(f"name/{self.index}", f"{socket.gethostname()}, pid {os.getpid()}")
         names = (self._get(f"name/{i}", start_seconds) for i in range(self.count))
         self.names = [f"process {i} ({name})" for i, name in enumerate(names)]
@@ -96,7 +96,7 @@ class Processes:
             self._start(self._send_all, "jax_attn send")
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        """A thread without which the processes would wait for each other for ever."""
+        """Starts a thread. If it fails, all processes end; else they would wait for ever."""
 
         def run() -> None:
             try:
@@ -114,9 +114,9 @@ class Processes:
     # ---- the beginning -------------------------------------------------------------------------
 
     def agree(self, own: Mapping[str, Any], choose: Callable[[list[Any]], Any], wish: Any) -> Any:
-        """What process 0 chooses of everybody's wishes, once all are alike in `own`.
+        """Returns process 0's choice from all wishes, after checking that `own` is equal in all.
 
-        own, wish: of JSON. Raises ProcessesError, in all, for the first that differs.
+        own, wish: JSON values. Raises ProcessesError in all processes for the first difference.
         """
         self._set(f"own/{self.index}", json.dumps([own, wish]))
         if self.leads:
@@ -130,22 +130,22 @@ class Processes:
         return chosen
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Everybody's value, of JSON."""
+        """Returns the values of all processes, by index. value: JSON."""
         self._set(f"{name}/{self.index}", json.dumps(value))
         return [json.loads(self._get(f"{name}/{i}")) for i in range(self.count)]
 
     def meet(self, name: str) -> None:
-        """Returns once all have come here."""
+        """Returns once all processes have called it."""
         self._store.wait_at_barrier(f"{_ROOT}/{name}", 1000 * _COMPILE_SECONDS)
 
     # ---- steps ---------------------------------------------------------------------------------
 
     def send(self, call: str, *plain: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-        """Of process 0, to all others, in order. The arrays are not to change any more."""
+        """Sends a call from process 0 to all others, in order. The arrays must not change later."""
         self._outgoing.put(Record(call, plain, tuple(arrays)))
 
     def records(self) -> Iterator[Record]:
-        """What process 0 sends, for ever."""
+        """The calls that process 0 sends. Never ends."""
         while True:
             packed = self._store.blocking_key_value_get_bytes(
                 self._record_key(self._num_read), 1000 * _COMPILE_SECONDS
@@ -154,7 +154,7 @@ class Processes:
             yield from unpack(packed)
 
     def _send_all(self) -> None:
-        """Several at once where they come faster than the store takes them."""
+        """Sends queued records, several at once if they come faster than the store takes them."""
         for number in range(sys.maxsize):
             records = [self._outgoing.get()]
             while not self._outgoing.empty():
@@ -167,9 +167,12 @@ class Processes:
     # ---- the end -------------------------------------------------------------------------------
 
     def end(self, status: int, sentence: str = "") -> NoReturn:
-        """Ends this process, and with process 0 all others. Not by way of JAX, which would wait
-        for those that are dead. The first call counts: once process 0 says that all is well, the
-        others go, and its watch is not to take that for a failure."""
+        """Ends this process, and from process 0 all others.
+
+        Bypasses JAX's shutdown, which would wait for dead processes. Only the first call counts:
+        once process 0 reports a normal end, the others exit, and its watch must not take that for a
+        failure.
+        """
         self._ending.acquire()
         try:
             if self.leads:
@@ -181,33 +184,36 @@ class Processes:
             _exit(status, sentence)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends all after an exception. Where a collective failed as another process died, the
-        watch is given the time to find out which."""
+        """Ends all processes after an exception.
+
+        If a collective failed because another process died, gives the watch time to find out which.
+        """
         time.sleep(_SILENCE_SECONDS + 3 * _BEAT_SECONDS)
         self.end(1, f"{self.names[self.index]}: {type(error).__name__}: {error}".splitlines()[0])
 
     def _await_others(self) -> None:
-        """They end at once, but an abort if the store goes first."""
+        """Waits for the others: they would abort if the store went first."""
         deadline = time.monotonic() + 3 * _BEAT_SECONDS
         while time.monotonic() < deadline and len(self._all("gone")) < self.count - 1:
             time.sleep(0.05)
 
     def _catch_aborts(self) -> None:
-        """JAX ends a process whose runtime fails by abort(), from any thread: here status 1."""
+        """Handles abort(), by which JAX ends a process whose runtime fails: exit with status 1."""
 
         def on_abort(_: int) -> None:
             _exit(1, self._last_words)
 
-        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # is to live on
-        ctypes.CDLL(None).signal(6, self._on_abort)  # signal.signal runs in the main thread alone
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # must stay alive
+        # Handlers of signal.signal run in the main thread only.
+        ctypes.CDLL(None).signal(6, self._on_abort)
 
     def _beat(self) -> None:
         text = json.dumps([time.time_ns(), self._num_read, self.is_leaving])
         self._set(f"beat/{self.index}", text)
 
     def _watch(self) -> None:
-        """Beats, and ends this process when another one is dead, or process 0 says so."""
-        seen: dict[int, tuple[int, float]] = {}  # of each process its beat, and when it was new
+        """Sends heartbeats. Ends this process if another one is dead, or if process 0 says so."""
+        seen: dict[int, tuple[int, float]] = {}  # process -> its heartbeat, and when it changed
         num_deleted = 0
         while True:
             self._beat()
@@ -244,7 +250,7 @@ class Processes:
         return str(self._store.blocking_key_value_get(f"{_ROOT}/{key}", int(1000 * seconds)))
 
     def _all(self, folder: str) -> dict[int, str]:
-        """What processes have put there, by their numbers."""
+        """The values that processes have stored in `folder`, by process index."""
         found = self._store.key_value_dir_get(f"{_ROOT}/{folder}/")
         return {int(key.rpartition("/")[2]): text for key, text in found}
 
@@ -256,7 +262,7 @@ def _exit(status: int, sentence: str) -> NoReturn:
 
 
 def _difference(everybody: list[Mapping[str, Any]]) -> str | None:
-    """The first of the names in which a process differs from process 0."""
+    """The first name whose value in some process differs from that in process 0."""
     first = everybody[0]
     for i, own in enumerate(everybody):
         for name, value in own.items():
@@ -266,7 +272,7 @@ def _difference(everybody: list[Mapping[str, Any]]) -> str | None:
 
 
 def pack(records: Sequence[Record]) -> bytes:
-    """Whether it is compressed, a line of JSON, and then the arrays."""
+    """A byte that says whether the rest is compressed, a line of JSON, then the arrays."""
     heads = [[r.call, r.plain, [[a.dtype.str, a.shape] for a in r.arrays]] for r in records]
     arrays = [np.ascontiguousarray(a).tobytes() for r in records for a in r.arrays]
     packed = b"\n".join([json.dumps(heads).encode(), b"".join(arrays)])

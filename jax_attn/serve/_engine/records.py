@@ -1,4 +1,4 @@
-"""What the engine keeps of a sequence and of a launched step. Plain data."""
+"""Plain data that the engine keeps for a sequence and for a launched step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax_attn.serve._text.detokenizer import Detokenizer
 
 @dataclass(slots=True)
 class LiveSequence:
-    """A sequence that has not had its last event: what the engine keeps beside the scheduler."""
+    """A sequence whose last event has not been sent: the engine's data beside the scheduler's."""
 
     seq: Sequence
     detokenizer: Detokenizer
     grammar: SequenceGrammar | None
     stop_tokens: frozenset[int]
-    needs_sampler_state: bool  # the device lacks the sequence's token counts and biases
-    prompt_logprobs: list[TokenLogprob]  # collected until the first event, which takes them
+    needs_sampler_state: bool  # the device does not have the sequence's token counts and biases
+    prompt_logprobs: list[TokenLogprob]  # collected for the first event
     at_length: bool = False  # has max_tokens tokens; its grammar says whether the text is complete
 
 

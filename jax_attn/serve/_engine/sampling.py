@@ -7,9 +7,9 @@
     as_records(rows)["given"][i] = token                         # not sampled, but scored
     state, sampled = sample(state, logits, rows, allow_all(len(rows), vocab_size), kind=kind)
 
-A token depends on its logits, its parameters, its seed and its position in the output, and on no
-other row and no slot. The order of operations: logit bias, penalties, mask, temperature, top-k,
-top-p of what that leaves, min-p. Tokens of equal logits stay or go together.
+A token depends only on its logits, its parameters, its seed and its position in the output, not on
+other rows or the slot. The order of operations: logit bias, penalties, mask, temperature, top-k,
+top-p of what is left, min-p. Tokens with equal logits are kept or removed together.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 from jax_attn.serve._scheduling.request import SamplingParams
 
 MAX_LOGPROBS = 20  # the most alternatives a request may ask for
-MAX_LOGIT_BIAS = 300  # entries a sequence, the limit of OpenAI's API
+MAX_LOGIT_BIAS = 300  # entries of a sequence, the limit of OpenAI's API
 
-# In SamplerState.counts: set where the token stands in the prompt. Lower bits count the output.
+# Bit of SamplerState.counts: the token is in the prompt. Lower bits count it in the output.
 _IN_PROMPT = 1 << 30
 
 Kind = Literal["greedy", "temperature", "filtered", "full"]
@@ -38,12 +38,12 @@ KINDS: tuple[Kind, ...] = ("greedy", "temperature", "filtered", "full")
 
 
 class SamplerState(NamedTuple):
-    """What the device knows of each slot. Donated to `sample` and `set_slot`, updated in place.
+    """The device's data for each slot. `sample` and `set_slot` donate it and update it in place.
 
-    last_tokens: [max_running] i32. The newest token, where the next forward pass reads it.
-    counts: [max_running, vocab] i32. How often a token is in the output, and _IN_PROMPT.
+    last_tokens: [max_running] i32. The newest token; the next forward pass reads it here.
+    counts: [max_running, vocab] i32. How often a token is in the output, plus _IN_PROMPT.
     bias_tokens, bias_values: [max_running, MAX_LOGIT_BIAS] i32, f32. Padding is token `vocab`.
-    All but last_tokens belong to the last sequence in the slot that `keeps_state`.
+    All fields but last_tokens are those of the slot's last sequence with `keeps_state`.
     """
 
     last_tokens: jax.Array
@@ -56,8 +56,8 @@ class Sampled(NamedTuple):
     """One row for each row of the logits. All but `tokens` are None unless kind is "full".
 
     tokens: [rows] i32. -1 where the logits hold NaN.
-    logprobs: [rows] f32. Of `tokens`, under the softmax of the model's own logits.
-      Where a row has a token given, that is the token here.
+    logprobs: [rows] f32. Of `tokens`, or of the row's given token, under the softmax of the model's
+    own logits.
     top_tokens, top_logprobs: [rows, MAX_LOGPROBS] i32, f32. The likeliest first.
     """
 
@@ -80,7 +80,7 @@ def init_state(max_running: int, vocab_size: int) -> SamplerState:
 
 
 def check(params: SamplingParams) -> None:
-    """Raises ValueError for more logprobs or biases than the arrays here have room for."""
+    """Raises ValueError if there are more logprobs or biases than the arrays hold."""
     if (params.logprobs or 0) > MAX_LOGPROBS:
         raise ValueError(f"logprobs: expected at most {MAX_LOGPROBS}, got {params.logprobs}.")
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
@@ -100,12 +100,12 @@ def kind_of(params: SamplingParams) -> Kind:
 
 
 def keeps_state(params: SamplingParams) -> bool:
-    """Whether the sequence needs `set_slot` before it is sampled in a slot."""
+    """Whether the sequence needs `set_slot` before its first sample in a slot."""
     return bool(params.logit_bias) or has_penalties(params)
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether what it samples depends on the tokens before."""
+    """Whether its samples depend on the tokens before."""
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
     return any(penalties)
 
@@ -113,9 +113,9 @@ def has_penalties(params: SamplingParams) -> bool:
 def slot_arrays(
     params: SamplingParams, tokens: Sequence[int], num_prompt: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """counts [vocab], bias_tokens, bias_values [MAX_LOGIT_BIAS]: what `set_slot` puts in a slot.
+    """The arguments of `set_slot`: counts [vocab], bias_tokens, bias_values [MAX_LOGIT_BIAS].
 
-    params: with no more than `check` allows. tokens: prompt, then output.
+    params: passed by `check`. tokens: prompt, then output.
     """
     counts = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
     counts[tokens[:num_prompt]] |= _IN_PROMPT
@@ -127,17 +127,19 @@ def slot_arrays(
 
 
 _NO_TOKEN = 2**31 - 1
-# How one row of the logits is sampled. On the way to the device it is i32 words, [ROW_WORDS].
+# How one row of the logits is sampled. It goes to the device as i32 words, [ROW_WORDS].
 ROW = np.dtype(
     [
         ("slot", np.int32),  # of the sequence; max_running: the result is dropped
         ("top_k", np.int32),
         ("seed", np.int32, 2),  # the upper word, then the lower
-        ("position", np.int32),  # in the output, of the token that is sampled
-        ("state_slot", np.int32),  # the slot whose counts and biases it has; max_running: none
-        ("given", np.int32),  # the token whose logprob is wanted, of kind "full"; -1: the sampled
-        ("chain", np.int32),  # of a sequence with drafts, a number that its rows have alone; else 0
-        ("draft", np.int32),  # the draft that the row is the next behind; _NO_TOKEN: none
+        ("position", np.int32),  # of the sampled token in the output
+        ("state_slot", np.int32),  # the slot whose counts and biases apply; max_running: none
+        # Kind "full": the token whose logprob is wanted; -1: that of the sampled one.
+        ("given", np.int32),
+        # A nonzero number that the rows of a sequence with drafts share; 0: no drafts.
+        ("chain", np.int32),
+        ("draft", np.int32),  # the draft before this row; _NO_TOKEN: none
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("min_p", np.float32),
@@ -150,8 +152,10 @@ ROW_WORDS = ROW.itemsize // 4
 
 
 def as_records(rows: np.ndarray) -> np.ndarray:
-    """[num_rows] ROW, a view of rows [num_rows, ROW_WORDS] i32, to name fields. What copies whole
-    rows takes the words: numpy copies records field by field, in ten times the time."""
+    """Views rows [num_rows, ROW_WORDS] i32 as [num_rows] ROW, to name fields.
+
+    Copy whole rows as words: numpy copies records field by field, in ten times the time.
+    """
     return rows.view(ROW)[:, 0]
 
 
@@ -176,11 +180,11 @@ class SlotParams:
         self._rows = np.zeros((max_running + 1, ROW_WORDS), np.int32)
         self._records = as_records(self._rows)
         self._kinds = np.zeros(max_running + 1, np.int8)  # indices into KINDS
-        # Void: greedy, and its result dropped.
+        # A void row: greedy, and its result is dropped.
         self.set(max_running, SamplingParams(max_tokens=1, temperature=0))
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        """`slot` belongs to a sequence of these parameters from now on."""
+        """Sets the parameters of the sequence that now has `slot`."""
         seed = params.seed % 2**64
         row = {
             "slot": slot,
@@ -191,15 +195,17 @@ class SlotParams:
             "chain": 0,
             "draft": _NO_TOKEN,
         }
-        # The others are fields of SamplingParams.
+        # The other fields are those of SamplingParams.
         self._records[slot] = tuple(
             row[name] if name in row else getattr(params, name) for name in ROW.names or ()
         )
         self._kinds[slot] = KINDS.index(kind_of(params))
 
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
-        """Row i samples output token number positions[i] of the sequence in slots[i]; void where
-        that is max_running, and behind. Returns the most expensive kind.
+        """Fills in rows: row i samples output token positions[i] of the sequence in slots[i].
+
+        Rows with slot max_running, and rows after the last slot, are void. Returns the most
+        expensive kind.
 
         rows: [num_rows, ROW_WORDS] i32, at least as many as slots.
         """
@@ -211,7 +217,7 @@ class SlotParams:
 
 
 def allow_all(num_rows: int, vocab_size: int) -> np.ndarray:
-    """A mask [num_rows, ceil(vocab / 32)] i32, a bit a token, lowest first; 0 forbids the token."""
+    """A mask that allows all: [num_rows, ceil(vocab / 32)] i32, a bit a token, lowest bit first."""
     return np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
 
 
@@ -232,7 +238,7 @@ def set_slot(
     bias_tokens: jax.Array,
     bias_values: jax.Array,
 ) -> SamplerState:
-    """Puts `slot_arrays` of a sequence in its slot."""
+    """Writes the arrays of `slot_arrays` into a slot."""
     return state._replace(
         counts=state.counts.at[slot].set(counts),
         bias_tokens=state.bias_tokens.at[slot].set(bias_tokens),
@@ -252,12 +258,12 @@ def sample(
 ) -> tuple[SamplerState, Sampled]:
     """Samples a token from each row of logits [num_rows, vocab] f32.
 
-    rows: [num_rows, ROW_WORDS] i32, the words of ROW, by SlotParams.
+    rows: [num_rows, ROW_WORDS] i32, the words of ROW, from SlotParams.fill.
     mask: as `allow_all` and `forbid` make it.
-    has_drafts: some of the rows may be behind drafts.
+    has_drafts: some rows may follow drafts.
 
-    Returns the state with the tokens counted and in last_tokens[slot], and what was sampled. Of a
-    sequence with drafts too many are counted: if it has penalties, it is to `set_slot` again.
+    Returns the state, with the tokens counted and in last_tokens[slot], and the samples. For a
+    sequence with drafts too many tokens are counted: if it has penalties, call `set_slot` again.
     """
     row = _fields(rows)
     temperature = row["temperature"][:, None]
@@ -268,7 +274,7 @@ def sample(
         tokens = jax.lax.platform_dependent(scores, mask, cpu=_greedy_on_cpu, default=_greedy)
     else:
         scores = _masked(scores, mask)
-        # At most 0, so that the smallest temperature gives -inf beside a 0, never inf or NaN.
+        # At most 0, so the smallest temperature gives -inf beside a 0, never inf or NaN.
         scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
             temperature > 0, temperature, 1
         )
@@ -291,13 +297,15 @@ def sample(
 
 
 def _greedy(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """[rows] i32."""
+    """The likeliest allowed token: [rows] i32."""
     return _argmax(_masked(scores, mask))
 
 
 def _greedy_on_cpu(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """The same, without the mask where it forbids nothing: of 32 rows and 151,936 tokens 10 ms
-    instead of 24, of a step of 140 (2 cores)."""
+    """Like _greedy, but skips a mask that forbids nothing.
+
+    That takes 10 ms instead of 24 for 32 rows and 151,936 tokens, in a step of 140 ms (2 cores).
+    """
     return jax.lax.cond(jnp.all(mask == -1), lambda: _argmax(scores), lambda: _greedy(scores, mask))
 
 
@@ -306,8 +314,10 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """[rows] i32, the first of equals. As two plain reductions: XLA's own argmax takes four times
-    as long on a CPU."""
+    """The first maximum: [rows] i32.
+
+    Two plain reductions, as XLA's own argmax takes four times as long on a CPU.
+    """
     best = jnp.max(scores, axis=1, keepdims=True)
     tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)
     return jnp.min(jnp.where(scores == best, tokens, scores.shape[1] - 1), axis=1)
@@ -316,7 +326,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
 def _penalized(
     state: SamplerState, row: dict[str, jax.Array], has_drafts: bool, scores: jax.Array
 ) -> jax.Array:
-    """Bias, then HF's repetition penalty, then OpenAI's two. Neutral values change no bit."""
+    """Applies bias, HF's repetition penalty, OpenAI's two. Neutral values change no bit."""
     position, chain, draft = row["position"], row["chain"], row["draft"]
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     repetition, presence, frequency = (row[name][:, None] for name in penalties)
@@ -328,7 +338,7 @@ def _penalized(
     which = jnp.arange(len(scores))[:, None]
     scores = scores.at[which, bias_tokens].add(bias_values, mode="drop")
     counts = of_slot(state.counts)
-    if has_drafts:  # if the sample behind them counts, so do they
+    if has_drafts:  # if the sample after them counts, so do they
         is_behind = (chain[:, None] == chain) & (chain > 0) & (position[:, None] >= position)
         counts = counts.at[which, draft[None, :]].add(is_behind.astype(jnp.int32), mode="drop")
     repeated = jnp.where(scores > 0, scores / repetition, scores * repetition)
@@ -338,27 +348,27 @@ def _penalized(
 
 
 def _unpack(mask: jax.Array, vocab_size: int) -> jax.Array:
-    """[rows, words] i32 -> [rows, vocab] bool."""
+    """Unpacks a mask: [rows, words] i32 -> [rows, vocab] bool."""
     bits = (mask[:, :, None] >> jnp.arange(32)) & 1
     return bits.reshape(len(mask), -1)[:, :vocab_size] == 1
 
 
 def _filtered(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """-inf for the tokens that top-k, top-p or min-p remove. scaled: [rows, vocab], maximum 0."""
+    """Sets tokens that top-k, top-p or min-p remove to -inf. scaled: [rows, vocab], maximum 0."""
     order = _sortable(scaled)
     vocab_size = scaled.shape[1]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)[:, None]
     keep = order >= _threshold(order, jnp.ones_like(scaled), wanted.astype(jnp.float32))
     weights = jnp.where(keep, jnp.exp(scaled), 0)
     mass = jnp.where(top_p < 1, top_p * jnp.sum(weights, axis=1, keepdims=True), 0)
-    # Without top-p any threshold will do, but one that keeps nothing.
+    # Without top-p any threshold that keeps a token would do.
     keep &= (order >= _threshold(order, weights, mass)) | (top_p >= 1)
     keep &= jnp.exp(scaled) >= min_p  # relative to the likeliest token, whose exp is 1
     return jnp.where(keep, scaled, -jnp.inf)
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """u32 in the order of the floats x."""
+    """Maps floats to u32 in the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type(bits ^ ((bits >> 31) | -(2**31)), jnp.uint32)
 
@@ -366,8 +376,8 @@ def _sortable(x: jax.Array) -> jax.Array:
 def _threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     """[rows, 1] u32: the largest t such that the weights of order >= t sum to at least `wanted`.
 
-    A radix select, 32 sums of a row: for top-k (weights of one) and top-p (probabilities) alike,
-    and far cheaper than the sort of a whole vocabulary that they are often made of.
+    A radix select with 32 sums per row, for top-k (weights of one) and top-p (probabilities). It is
+    far cheaper than the usual sort of a whole vocabulary.
     """
 
     def add_bit(i: jax.Array, t: jax.Array) -> jax.Array:
@@ -379,7 +389,7 @@ def _threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.A
 
 
 def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """[rows, vocab] f32: Gumbel noise of (seed, position) alone; argmax of logits + it samples."""
+    """Gumbel noise [rows, vocab] f32 of (seed, position) alone; argmax(logits + noise) samples."""
 
     def row(seed: jax.Array, position: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(seed, jnp.uint32)

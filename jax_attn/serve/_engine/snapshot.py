@@ -1,4 +1,4 @@
-"""A picture of the engine for people to look at: requests, pages, prefix tree, the last step."""
+"""A snapshot of the engine for people: requests, pages, prefix tree and the last step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jax_attn.serve._scheduling.events import StepStats
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
 
-_MAX_SHOWN = 500  # of the queue, and of the tree
-_MAX_TOKENS = 64  # of a node, the first
+_MAX_SHOWN = 500  # entries of the queue, and of the tree
+_MAX_TOKENS = 64  # first tokens of a node
 
 
 def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> dict[str, Any]:
-    """JSON-able. plan: of the last step."""
+    """Makes the snapshot as JSON-able data. plan: of the last step."""
     now = time.monotonic()
     return {
         "step": {
@@ -60,12 +60,15 @@ def _page_states(scheduler: Scheduler) -> str:
     return states.decode()
 
 
-_FREE_OR_CACHED = b"fc".ljust(256)  # by whether a page is allocated
+_FREE_OR_CACHED = b"fc".ljust(256)  # indexed by whether a page is allocated
 _LOCKED, _PRIVATE = b"lu"
 
 
 def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:
-    """Nodes, parents first; a parent is an index into the list. The root has no pages."""
+    """Nodes of the tree, parents first.
+
+    A parent is an index into the list. The root has no pages.
+    """
     nodes = list(itertools.islice(scheduler.cache.walk(), _MAX_SHOWN))
     index = {node.id: i for i, node in enumerate(nodes)}
     return [

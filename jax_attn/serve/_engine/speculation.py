@@ -1,6 +1,6 @@
-"""Speculative decoding in a step: who proposes drafts, the draft model, and which were right.
+"""Speculative decoding in a step: proposes drafts, runs the draft model, accepts right drafts.
 
-`drafts` says how it works and has the lookup in the text; `draft_model` has the smaller model.
+`drafts` explains the method and has the lookup in the text; `draft_model` has the draft model.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger("jax_attn.serve")
 
 
 class Speculation:
-    """Drafts of all sequences. Without a draft model, calls about it do nothing."""
+    """The drafts of all sequences. Without a draft model, calls about it do nothing."""
 
     def __init__(self, max_drafts: int, model: DraftModel | None, counters: Counters):
-        """max_drafts: of a sequence in a step; 0: there are none."""
+        """max_drafts: of a sequence in a step; 0 turns speculation off."""
         self.model = model
         self._max_drafts, self._counters = max_drafts, counters
 
     def drafter(self) -> Drafter | None:
-        """Makes what proposes the drafts of one sequence. None: its tokens come one by one."""
+        """Makes a drafter for one sequence. None: no drafts."""
         if not self._max_drafts:
             return None
         if self.model is None:
@@ -40,10 +40,11 @@ class Speculation:
     def accept(
         self, live: LiveSequence, tokens: list[int], drafts: Seq[int], num_allowed: int
     ) -> list[int]:
-        """The samples of a step up to the first whose draft was another token.
+        """The samples of a step up to the first that differs from its draft.
 
-        tokens: sampled, one before each draft and one behind the last; negative: not a number.
-        num_allowed: samples that a grammar has masked; those behind are void.
+        tokens: samples, one before each draft and one after the last; negative: the logits hold
+        NaN.
+        num_allowed: samples whose grammar masks are known; later ones are void.
         """
         num_right = next(
             (i for i, (a, b) in enumerate(zip(tokens, drafts, strict=False)) if a != b),
@@ -56,7 +57,7 @@ class Speculation:
         assert live.seq.drafter is not None
         live.seq.drafter.settle(len(drafts), num_right)
         if sampling.has_penalties(live.seq.params):
-            live.needs_sampler_state = True  # the device has counted drafts that were refused
+            live.needs_sampler_state = True  # the device has counted rejected drafts
         return tokens
 
     # ---- the draft model -----------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Speculation:
         return [f"drafts: {name}" for name in self.model.device.warm_up(progress)]
 
     def measure_cost(self, device: Device) -> None:
-        """Measures what a draft takes, in steps of the model, once both are warm."""
+        """Measures the time of a draft in steps of the model, once both are warm."""
         if self.model is not None:
             self.model.cost = self.model.device.step_seconds() / device.step_seconds()
             log.info("a draft takes %.2f of a step", self.model.cost)
@@ -78,7 +79,7 @@ class Speculation:
             self.model.admit(seq)
 
     def draft(self, entries: Seq[ScheduledSequence], device: Device) -> None:
-        """See DraftModel.draft. device: the model's."""
+        """See DraftModel.draft. device: the model's device."""
         if self.model is not None:
             with self._counters.phases["draft"]:
                 self.model.draft(entries, device.newest)

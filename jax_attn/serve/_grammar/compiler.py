@@ -1,8 +1,8 @@
-"""Grammars of clients, compiled where they can do no harm: beside the server first, then in it.
+"""Compiles clients' grammars safely: first in a trial process, then in the server.
 
-Each grammar is tried in a process of its own kind (see `trial`), which ends where the grammar
-takes more time or memory than one may. Only what passed is compiled here, in a thread of lowest
-priority, one at a time. Tenants take turns, and each has a few in the queue.
+Each grammar is tried in a separate process (see `trial`), which ends if the grammar takes more time
+or memory than allowed. Only grammars that pass are compiled here, in a thread of lowest priority,
+one at a time. Tenants take turns, and each may queue a few.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from jax_attn.serve._grammar.grammar import (
 )
 
 _MAX_QUEUED = 64  # grammars of one tenant
-_MAX_REFUSALS = 256  # remembered, so that who tries again costs nothing
-# Seconds by the wall clock, when the process has had none of the CPU for long.
+_MAX_REFUSALS = 256  # remembered, so that a repeated grammar costs nothing
+# Wall-clock seconds, for a process that gets no CPU time for long.
 _PATIENCE = 30.0
 _NICE = 15
 
 
 class Closed(RuntimeError):
-    """The compiler takes no grammars any more."""
+    """The compiler takes no more grammars."""
 
 
 class TooManyGrammars(RuntimeError):
-    """A tenant has as many in the queue as it may; it is to try again later."""
+    """A tenant has queued as many grammars as it may. It should try again later."""
 
 
 class GrammarCompiler:
-    """Thread-safe. Its threads begin with the first grammar, or `start`, and end with `close`."""
+    """Thread-safe. Its threads start with the first grammar or by `start`, and end with `close`."""
 
     def __init__(self, grammars: Grammars, num_threads: int = 2):
         self._grammars, self._num_threads = grammars, num_threads
         self._lock = threading.Condition()
-        # Jobs are (tenant, grammar), and tenants in the order of their turns.
+        # Jobs are (tenant, grammar). Tenants are in the order of their turns.
         self._queues: OrderedDict[str, deque[tuple[str, str]]] = OrderedDict()
         self._wanted: dict[tuple[str, str], list[Future[CompiledGrammar]]] = {}
         self._refused: OrderedDict[str, str] = OrderedDict()
@@ -84,10 +84,10 @@ class GrammarCompiler:
                 future.set_exception(Closed())
 
     def compile(self, grammar: str, tenant: str) -> Future[CompiledGrammar]:
-        """At once where it is in the cache. The future raises GrammarError, or Closed.
+        """Compiles, or takes from the cache. The future raises GrammarError or Closed.
 
         Raises:
-          TooManyGrammars: the tenant has many in the queue.
+          TooManyGrammars: the tenant has too many in the queue.
         """
         future: Future[CompiledGrammar] = Future()
         job = tenant, grammar
@@ -140,7 +140,10 @@ class GrammarCompiler:
         trial.kill()
 
     def _next(self) -> tuple[str, str] | None:
-        """Tenant by tenant. What nobody waits for any more is left out. None: it is closed."""
+        """The next job, tenant by tenant.
+
+        Skips jobs nobody waits for. None: the compiler is closed.
+        """
         with self._lock:
             while not self._is_closed:
                 if not self._queues:
@@ -149,7 +152,7 @@ class GrammarCompiler:
                 tenant, queue = self._queues.popitem(last=False)
                 job = queue.popleft()
                 if queue:
-                    self._queues[tenant] = queue  # behind all others
+                    self._queues[tenant] = queue  # behind all other tenants
                 if all(future.cancelled() for future in self._wanted[job]):
                     del self._wanted[job]
                     continue
@@ -163,7 +166,10 @@ class GrammarCompiler:
 
 
 class _Trial:
-    """A process that compiles a grammar and says what it took. Of one thread, but for `kill`."""
+    """A process that compiles a grammar and measures it.
+
+    One thread uses it; any may call `kill`.
+    """
 
     def __init__(self, description: dict[str, Any]):
         self._description = description
@@ -171,7 +177,7 @@ class _Trial:
         self._may_start = True
 
     def run(self, grammar: str) -> int:
-        """The bytes that the compiled grammar keeps. Raises GrammarError."""
+        """Returns the bytes that the compiled grammar keeps. Raises GrammarError."""
         if self._process is None:
             self._start()
         answer = self._ask({"grammar": grammar})
@@ -188,7 +194,7 @@ class _Trial:
         return int(answer["bytes"])
 
     def kill(self) -> None:
-        """From any thread. None is started any more."""
+        """Ends the process, from any thread. No other one starts."""
         self._may_start = False
         if (process := self._process) is not None:
             process.kill()
@@ -196,7 +202,7 @@ class _Trial:
     def _start(self) -> None:
         if not self._may_start:
             raise Closed
-        # -P: not the script's folder, whose modules are named as others are.
+        # -P: keeps the script's folder off sys.path, as its modules share names with others.
         script = Path(__file__).with_name("trial.py")
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(script)],
@@ -204,14 +210,14 @@ class _Trial:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # signals of the terminal are for the server
+            start_new_session=True,  # signals of the terminal are for the server only
         )
         if self._ask(self._description) is None:
             self._end()
             raise RuntimeError("the process that tries grammars does not start")
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """None: the process has ended, or does not answer."""
+        """Sends a question. None: the process has ended or does not answer."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
@@ -231,6 +237,6 @@ class _Trial:
 
 
 def _be_nice() -> None:
-    """This thread gets what others leave of the processors; on Linux priorities are of threads."""
+    """Lowers this thread's priority to the minimum. On Linux priorities are per thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,12 +1,12 @@
 """Constrained decoding with llguidance: compiled grammars, token masks, forced tokens.
 
-A grammar is text: one of `from_json_schema`, `from_regex`, `from_lark`. `Grammars.compile` compiles
-it, and a `Matcher` follows one sequence through it. Compiling may take any time and memory, a mask
-up to some 50 ms: what clients send goes through `compiler` and `token_masks`.
+A grammar is text, made by `from_json_schema`, `from_regex` or `from_lark`. `Grammars.compile`
+compiles it, and a `Matcher` follows one sequence through it. Compiling may take any time and
+memory, a mask up to some 50 ms: clients' grammars go through `compiler` and `token_masks`.
 
-Forced tokens are those that the grammar leaves no choice about. llguidance gives the tokens of the
-forced text as the tokenizer would have cut it, up to the first that what follows might cut
-otherwise; from there on the mask decides, and allows every token that begins with what is forced.
+Forced tokens are those for which the grammar leaves no choice. llguidance gives the tokens of the
+forced text as the tokenizer would split it, up to the first that later text might split
+differently. From there the mask decides, and allows every token that begins with the forced text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import numpy as np
 from jax_attn.models._weights.protocols import Tokenizer
 
 MAX_GRAMMAR_CHARS = 100_000
-MAX_GRAMMAR_SECONDS = 1.0  # of a processor, to compile one
-MAX_GRAMMAR_BYTES = 96 << 20  # to compile one
+MAX_GRAMMAR_SECONDS = 1.0  # CPU seconds to compile one grammar
+MAX_GRAMMAR_BYTES = 96 << 20  # memory to compile one grammar
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used; the message is one sentence for whoever wrote it."""
+    """A grammar that cannot be used. The message is one sentence for its author."""
 
 
 def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
-    """The grammar of a JSON Schema; True: of any JSON value. No white space between the tokens."""
+    """The grammar of a JSON Schema (True: any JSON value). No white space between tokens."""
     if not isinstance(schema, str):
         schema = json.dumps({} if schema is True else schema)
     try:
@@ -46,24 +46,24 @@ def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
 
 
 def from_regex(pattern: str) -> str:
-    """The grammar of a text that matches all of the regular expression (Rust's syntax)."""
+    """The grammar of a text that matches the whole regular expression (Rust's syntax)."""
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
 def from_choices(texts: Sequence[str]) -> str:
-    """One of the texts."""
+    """The grammar of one of the texts."""
     return from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
 def from_lark(grammar: str) -> str:
-    """A context-free grammar in llguidance's dialect of Lark; the rule `start` is the text."""
+    """A context-free grammar in llguidance's dialect of Lark; `start` is the start rule."""
     return llguidance.LLMatcher.grammar_from_lark(grammar)
 
 
-# A mask within them takes at most some 50 ms, and the states of a lexer some 20 MB. Schemas of 300
-# alternatives, properties or tools, and enums of 2,000 texts use a fraction of each.
+# Within these limits a mask takes at most some 50 ms, and the states of a lexer some 20 MB. Schemas
+# of 300 alternatives, properties or tools, and enums of 2,000 texts use a fraction of each.
 _LIMITS: dict[str, Any] = {
-    "verbose_errors": False,  # would put the whole parser state in the sentence
+    "verbose_errors": False,  # verbose errors would put the whole parser state in the sentence
     "step_max_items": 10_000,
     "max_items_in_row": 500,
     "step_lexer_fuel": 50_000,
@@ -74,19 +74,19 @@ _LIMITS: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     text: str
-    num_bytes: int  # that it keeps, about
+    num_bytes: int  # bytes that it keeps, about
     _matcher: llguidance.LLMatcher
 
     def matcher(self) -> Matcher:
-        """At the beginning."""
+        """A matcher at the start of the grammar."""
         return Matcher(self._matcher.deep_copy())
 
 
 class Grammars:
-    """Compiled grammars of one tokenizer, the least recently used forgotten. Thread-safe.
+    """A cache of compiled grammars of one tokenizer, least recently used first out. Thread-safe.
 
-    Each tenant has its own: all copies of one share the states of its lexer, of which there are so
-    many, and the time that it takes to get one would tell what others use.
+    Tenants do not share entries: all copies of a grammar share the states of its lexer, which are
+    limited, and the time to get one would tell what others use.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Grammars:
         max_entries: int = 128,
         max_bytes: int = 128 << 20,
     ):
-        """vocab_size: of the model, whose logits may be wider.
+        """vocab_size: of the model; its logits may be wider than the tokenizer.
 
-        max_entries, max_bytes: of the cache.
+        max_entries, max_bytes: limits of the cache.
         """
         if not eos_tokens:
             raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
-        plain = copy.deepcopy(tokenizer)  # forced text must not be cut or padded
+        plain = copy.deepcopy(tokenizer)  # forced text must not be truncated or padded
         plain.no_truncation()
         plain.no_padding()
         self._plain, self._vocab_size, self._eos_tokens = plain, vocab_size, list(eos_tokens)
@@ -121,7 +121,7 @@ class Grammars:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What another process needs to compile the same: see `trial`."""
+        """The data that another process needs to compile the same: see `trial`."""
         return {
             "tokenizer": self._plain.to_str(),
             "n_vocab": self._vocab_size,
@@ -139,11 +139,11 @@ class Grammars:
             return compiled
 
     def matcher(self, grammar: str, tenant: str = "") -> Matcher:
-        """At the beginning of `grammar`, compiled here and now. Raises GrammarError."""
+        """A matcher at the start of `grammar`, compiled in this call. Raises GrammarError."""
         return (self.cached(grammar, tenant) or self.compile(grammar, tenant)).matcher()
 
     def compile(self, grammar: str, tenant: str = "", num_bytes: int = 0) -> CompiledGrammar:
-        """num_bytes: that it keeps, if that is known. Raises GrammarError."""
+        """Compiles. num_bytes: memory that it keeps, if known. Raises GrammarError."""
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise GrammarError(
                 f"grammar: expected at most {MAX_GRAMMAR_CHARS} characters, got {len(grammar)}."
@@ -159,7 +159,7 @@ class Grammars:
         return compiled
 
     def forget(self, grammar: str, tenant: str = "") -> None:
-        """One whose lexer may be used up."""
+        """Drops a grammar whose lexer states may be used up."""
         with self._lock:
             self._compiled.pop((tenant, grammar), None)
 
@@ -171,39 +171,39 @@ class Grammars:
 
 
 class Matcher:
-    """One sequence's place in its grammar. Raises GrammarError where the grammar gets stuck."""
+    """A sequence's position in its grammar. Raises GrammarError if the grammar gets stuck."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
 
     def copy(self) -> Matcher:
-        """At the same place, from where it goes on by itself."""
+        """An independent matcher at the same position."""
         return Matcher(self._matcher.deep_copy())
 
     @property
     def is_forced(self) -> bool:
-        """There is no choice of what may follow."""
+        """Whether there is only one way to go on."""
         return bool(self._matcher.compute_ff_tokens())
 
     @property
     def is_stopped(self) -> bool:
-        """The text is complete: nothing may follow."""
+        """Whether the text is complete: nothing may follow."""
         return self._matcher.is_stopped()
 
     def advance(self, token: int) -> None:
-        """Appends a token, which the last mask must have allowed."""
+        """Appends a token that the last mask allowed."""
         if not self._matcher.consume_token(token):
             self._refuse()
 
     def take_forced(self) -> list[int]:
-        """The tokens that must follow, already appended. Empty: there is a choice."""
+        """Returns the tokens that must follow, already appended; []: there is a choice."""
         tokens = self._matcher.compute_ff_tokens()
         if tokens and not self._matcher.consume_tokens(tokens):
             self._refuse()
         return tokens
 
     def fill_mask(self, row_mask: np.ndarray) -> None:
-        """Writes a bit for each token that may follow, lowest first. row_mask: [words] i32."""
+        """Writes a bit for each token, 1: it may follow; lowest first. row_mask: [words] i32."""
         if not (row_mask.flags.c_contiguous and row_mask.dtype == np.int32):
             raise ValueError("fill_mask: row_mask: expected a contiguous row of int32.")
         self._matcher.unsafe_compute_mask_ptr(row_mask.ctypes.data, row_mask.nbytes)
@@ -215,7 +215,7 @@ class Matcher:
 
 
 def one_line(message: str) -> str:
-    """llguidance's message without the quotations on its further lines."""
+    """Returns llguidance's message without the quotations on its further lines."""
     lines = message.strip().split("\n")
     reason = next((line[7:] for line in lines[1:] if line.startswith("error: ")), "")
     return f"{lines[0].rstrip('.:')}: {reason}" if reason else lines[0].rstrip(".:")

@@ -1,9 +1,9 @@
-"""Token masks: what grammars allow next, computed by other threads than the engine's.
+"""Token masks: the tokens that grammars allow next, computed outside the engine's thread.
 
-A `MaskJob` gives a sequence's grammar the sampled tokens, and learns what must or may follow. Most
+A `MaskJob` gives a sequence's grammar the sampled tokens, and finds what must or may follow. Most
 jobs take 50 us. A bad grammar's job takes some 50 ms, and only its own sequence waits for it:
-grammars that were slow before go to a thread of low priority, where the one that has used the least
-time comes first.
+grammars that were slow before go to a thread of low priority, which runs the grammar with the least
+time used first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_attn.serve._grammar.grammar import GrammarError, Matcher
 
-SLOW_SECONDS = 0.004  # only its own sequence waits for a job that takes more
+SLOW_SECONDS = 0.004  # only its own sequence waits for a slower job
 # CPU budget of a sequence, for all its jobs: fixed seconds plus seconds per token.
 _BUDGET_SECONDS, _BUDGET_SECONDS_TOKEN = 2.0, 0.02
 _NICE = 10
@@ -30,26 +30,26 @@ _NICE = 10
 
 @dataclass(eq=False, slots=True)
 class MaskJob:
-    """Gives a grammar more tokens. The fields below the empty line hold once `is_done`."""
+    """Gives a grammar more tokens. The fields after the empty line are valid once `is_done`."""
 
-    tokens: list[int]  # none: the first job, or the first behind forced tokens
-    mask: np.ndarray  # [words] i32, a bit a token that may follow; neither forced nor stopped
-    jumps: bool  # wants forced tokens; else they are but the only ones allowed
+    tokens: list[int]  # empty: the first job, or the first after forced tokens
+    mask: np.ndarray  # [words] i32, one bit per allowed token; valid if neither forced nor stopped
+    jumps: bool  # return forced tokens; False: a mask that allows only them
 
     is_done: bool = False
     forced: list[int] = field(
         default_factory=list
-    )  # what must follow, which the grammar has by now
+    )  # tokens that must follow; the grammar has already advanced over them
     is_stopped: bool = False  # complete: nothing may follow
-    error: str | None = None  # for whoever wrote the grammar
+    error: str | None = None  # for the grammar's author
     bug: BaseException | None = None
 
 
 @dataclass(eq=False, slots=True)
 class SequenceGrammar:
-    """Where a sequence is in its grammar, and what that has cost.
+    """A sequence's state in its grammar, and the time spent on it.
 
-    job: the last that was started; written by the engine's thread alone.
+    job: the last one started; written by the engine's thread alone.
     """
 
     matcher: Matcher
@@ -57,8 +57,8 @@ class SequenceGrammar:
     jumps: bool
     job: MaskJob | None = None
     num_tokens: int = 0  # a job without tokens counts as one
-    seconds: float = 0.0  # of CPU time, for all jobs
-    was_slow: bool = False  # in its last job
+    seconds: float = 0.0  # CPU seconds of all jobs
+    was_slow: bool = False  # whether its last job was slow
 
     def run(self, job: MaskJob) -> None:
         begin = time.thread_time()
@@ -91,8 +91,11 @@ class SequenceGrammar:
         job.is_stopped = matcher.is_stopped
 
     def look_ahead(self, drafts: Sequence[int]) -> list[np.ndarray]:
-        """Of the first drafts, if they are what is sampled, what may follow each: as far as the
-        job, which is done, allows them, and nothing is forced behind them or has to wait."""
+        """Masks after each of the first drafts, in case these are sampled.
+
+        Stops where the finished job's mask or a later one does not allow a draft, where tokens are
+        forced, or where one would have to wait.
+        """
         assert self.job is not None
         masks: list[np.ndarray] = []
         begin, allowed, matcher = time.thread_time(), self.job.mask, self.matcher.copy()
@@ -106,7 +109,7 @@ class SequenceGrammar:
                     break
                 allowed = np.empty(self.num_words, np.int32)
                 matcher.fill_mask(allowed)
-            except GrammarError:  # maybe it is not sampled
+            except GrammarError:  # the draft may not be sampled
                 break
             masks.append(allowed)
         self.seconds += time.thread_time() - begin
@@ -121,13 +124,13 @@ _Item = tuple[float, int, SequenceGrammar, MaskJob]
 
 
 class MaskWorkers:
-    """Threads that run the mask jobs of sequences. They end with the process: see `workers`."""
+    """Threads that run mask jobs. They end with the process: see `workers`."""
 
     def __init__(self, num_fast: int):
-        """num_fast: threads of the fast lane, beside which there is one of the slow one."""
+        """num_fast: threads of the fast lane. The slow lane always has one."""
         self._condition = threading.Condition()
         self._work = threading.Condition()
-        # (seconds so far, serial, grammar, job): of the fast lane, and of the slow one.
+        # (seconds so far, serial, grammar, job) of the fast lane, and of the slow lane.
         self._lanes: tuple[list[_Item], list[_Item]] = [], []
         self._serials = itertools.count()
         for lane in [0] * num_fast + [1]:
@@ -136,7 +139,7 @@ class MaskWorkers:
             ).start()
 
     def start(self, grammar: SequenceGrammar, tokens: list[int]) -> None:
-        """Starts the next job of a sequence. The one before is done."""
+        """Starts a sequence's next job. The one before must be done."""
         mask = np.empty(grammar.num_words, np.int32)
         job = grammar.job = MaskJob(tokens, mask, grammar.jumps)
         item = (grammar.seconds, next(self._serials), grammar, job)
@@ -145,7 +148,7 @@ class MaskWorkers:
             self._work.notify_all()
 
     def wait(self, jobs: Iterable[MaskJob], seconds: float) -> None:
-        """Until all are done, but not longer."""
+        """Waits until all jobs are done, at most `seconds`."""
         left = [job for job in jobs if not job.is_done]
         if left:
             with self._condition:
@@ -156,7 +159,7 @@ class MaskWorkers:
             self._condition.wait_for(lambda: any(job.is_done for job in jobs), seconds)
 
     def _run(self, lane: int) -> None:
-        if lane and sys.platform == "linux":  # where priorities are of threads
+        if lane and sys.platform == "linux":  # on Linux priorities are per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._work:
@@ -172,5 +175,5 @@ class MaskWorkers:
 
 @functools.cache
 def workers() -> MaskWorkers:
-    """The threads of this process."""
+    """The process's one MaskWorkers."""
     return MaskWorkers(num_fast=max(1, min(8, (os.cpu_count() or 1) // 2)))

@@ -1,8 +1,8 @@
-"""A process that compiles grammars before the server does, to see what that takes.
+"""A process that compiles grammars before the server does, to measure the cost.
 
 Compiling cannot be interrupted, and a hundred characters may need minutes and gigabytes. This
-process may be killed: it kills itself when a grammar takes more than it may. Run by path, so that
-it imports neither jax_attn nor JAX. Lines of JSON on stdin and stdout:
+process can be killed, and ends itself when a grammar takes more than allowed. It is run by path, so
+it imports neither jax_attn nor JAX. It exchanges lines of JSON on stdin and stdout:
 
     {"tokenizer": text, "n_vocab": int, "eos": [int], "limits": {...}, "seconds": s, "bytes": n}
     -> {}
@@ -35,7 +35,7 @@ def main() -> None:
         grammar = json.loads(line)["grammar"]
         before = _resident_bytes()
         _limit_data(num_bytes)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time; the signal ends the process
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         error = matcher.get_error() if matcher.is_error() else ""
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _limit_data(more: int) -> None:
-    """Private memory beyond what there is now; who allocates more is ended by the allocator."""
+    """Limits private memory beyond the current amount. The allocator ends the process above it."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:

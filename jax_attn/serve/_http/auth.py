@@ -1,4 +1,4 @@
-"""API keys, and which Host a server without keys answers to."""
+"""API keys, and the Host header that a server without keys accepts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
-    """One key a line; blank lines and lines that begin with # do not count.
+    """Reads one key a line. Blank lines and lines that begin with # are skipped.
 
-    A file, because command lines and environments show up in process lists and crash reports.
+    Keys come from a file because command lines and environments show up in process lists and crash
+    reports.
 
     Raises:
-      ValueError: no key, or one that is too short or could not be sent in a header.
+      ValueError: there is no key, or one that is too short or cannot be sent in a header.
     """
     lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
@@ -33,7 +34,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
 
 
 def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
-    """Raises ValueError for a key that is too short or could not be sent in a header."""
+    """Raises ValueError for a key that is too short or cannot be sent in a header."""
     for number, key in enumerate(keys, 1):
         if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError(
@@ -44,11 +45,11 @@ def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 class Authenticate:
-    """ASGI middleware: 401 unless one of the keys comes with the request.
+    """ASGI middleware: answers 401 unless the request has one of the keys.
 
-    The key is a bearer token or, for browsers, the password of HTTP Basic authentication, for which
-    they ask by themselves. scope["state"]["tenant"] says which key it was, and "is_operator"
-    whether it was one of operator_keys.
+    The key is a bearer token or, for browsers, the password of HTTP Basic authentication, which
+    they ask the user for. scope["state"]["tenant"] says which key it was, and "is_operator" whether
+    it was one of operator_keys.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Authenticate:
             tenant = self._tenant(presented)
             if tenant is None:
                 error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
-                # Browsers ask for the key where the challenge is Basic; programs never see that.
+                # Browsers ask for the key if the challenge is Basic; programs get Bearer.
                 challenge = "Basic" if scope["path"] == "/" else "Bearer"
                 error.headers["WWW-Authenticate"] = f'{challenge} realm="jax_attn"'
                 return await error.response()(scope, receive, send)
@@ -82,17 +83,17 @@ class Authenticate:
         await self._app(scope, receive, send)
 
     def _tenant(self, presented: bytes) -> str | None:
-        """Takes the same time whichever key it is, or none, and however much of it is right."""
+        """Takes the same time for every key, right, partly right or missing."""
         digest = _digest(presented)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return self._names[matches.index(True)] if any(matches) else None
 
 
 class LoopbackHost:
-    """ASGI middleware: 403 unless the Host header names this machine.
+    """ASGI middleware: answers 403 unless the Host header names this machine.
 
-    For a server on a loopback address without keys. A web page that its user visits could otherwise
-    reach it, by pointing its own domain name at 127.0.0.1 (DNS rebinding).
+    It protects a server on a loopback address without keys. Otherwise a web page that its user
+    visits could reach it by pointing its domain name at 127.0.0.1 (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp):
@@ -118,7 +119,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of equal length whatever the key's, which compare_digest would give away."""
+    """Digests have equal length; compare_digest would reveal the length of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -127,6 +128,6 @@ def _presented_key(authorization: str) -> bytes:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except ValueError:  # no base64, or no ASCII
+        except ValueError:  # invalid base64, or not ASCII
             return b""
     return value.strip().encode() if scheme.lower() == "bearer" else b""

@@ -2,7 +2,8 @@
 
 Parsing holds Python's lock: while it runs, no stream gets a token. 4 MiB of numbers take 40 ms, but
 as many empty lists take a second and half a gigabyte. So the lists, objects and keys of a body are
-counted before it is parsed; one is parsed at a time; and after it others have a while to go on.
+counted before it is parsed; one body is parsed at a time; and after it other threads get time to
+run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pydantic_core import from_json
 from jax_attn.serve._openai.errors import ApiError, from_validation
 from jax_attn.serve._openai.fields import UnknownFields
 
-# Of a body: [ and {, and what is before a colon. 30 ms to parse. As many messages as there may be,
-# in parts, with calls and tools, have a fifth of them.
+# Limit on the [ and { of a body, and on its keys (counted by colons): 30 ms to parse. The largest
+# number of messages, in parts, with calls and tools, has a fifth of them.
 MAX_CONTAINERS = 1 << 16
 MAX_KEYS = 1 << 16
 
@@ -33,7 +34,7 @@ _lock = threading.Lock()
 
 
 def parse(raw: bytes, model: type[Body], unknown: UnknownFields | None = None) -> Body:
-    """unknown: is told of unknown fields, which are refused without it. Raises: ApiError, 400."""
+    """Parses a body. unknown: gets unknown fields; None refuses them. Raises ApiError, 400."""
     with _lock:
         begin = time.monotonic()
         _check_size(raw)
@@ -52,7 +53,7 @@ def parse(raw: bytes, model: type[Body], unknown: UnknownFields | None = None) -
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """JSON has no cycles to look for, which Python would do every 700 lists."""
+    """Turns garbage collection off: JSON has no cycles, and Python would look every 700 lists."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,7 +65,7 @@ def _no_collection() -> Iterator[None]:
 
 def _check_size(raw: bytes) -> None:
     most = {"lists and objects": MAX_CONTAINERS, "keys": MAX_KEYS}
-    # Those in strings included, which is quick, and enough for all but long texts.
+    # Includes those in strings, which is quick, and good enough for all but long texts.
     counts = [raw.count(b"[") + raw.count(b"{"), raw.count(b":")]
     if any(count > limit for count, limit in zip(counts, most.values(), strict=True)):
         outside = _outside_strings(raw)
@@ -77,7 +78,10 @@ def _check_size(raw: bytes) -> None:
 
 
 def _outside_strings(raw: bytes) -> bytes:
-    """Without the escapes and strings of JSON; of anything else some of its bytes."""
+    """Removes escapes and strings from JSON.
+
+    If `raw` is not JSON, the result is some of its bytes.
+    """
     plain = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_quote = plain == ord('"')
     is_inside = np.bitwise_xor.accumulate(is_quote)

@@ -1,4 +1,4 @@
-"""Threads for what a body goes through before it is a request, for tenants in turn."""
+"""Threads that turn bodies into requests, for tenants in turn."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 class Lanes:
-    """Runs the work of each body in a thread.
+    """Runs the work for each body in a thread.
 
-    Long bodies go one at a time, as parsing one may keep all other threads from running for a
-    while. Short ones do not wait for them.
+    Long bodies go one at a time, as parsing one may block all other threads for a while. Short ones
+    do not wait for them.
     """
 
     LONG_BYTES = 1 << 16
@@ -29,7 +29,7 @@ class Lanes:
     async def run(
         self, ticket: Ticket, num_bytes: int, work: Callable[..., Result], *args: Any
     ) -> Result:
-        """What work(*args) returns or raises."""
+        """Returns or raises the result of work(*args)."""
         lane = self._short if num_bytes <= self.LONG_BYTES else self._long
         return await lane.run(ticket.tenant, partial(work, *args))
 
@@ -39,7 +39,10 @@ class Lanes:
 
 
 class _Lane:
-    """A tenant's jobs begin in their order, and after one of them it is another tenant's turn."""
+    """A queue of jobs.
+
+    A tenant's jobs start in order, and the tenants take turns after each job.
+    """
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, f"jax_attn {name}")
@@ -65,7 +68,7 @@ class _Lane:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was given, too late
+            if not turn.cancelled():  # the slot was granted too late
                 self._release()
             raise
 
@@ -76,6 +79,6 @@ class _Lane:
                 turns.popleft()
             if turns:
                 turns.popleft().set_result(None)
-                self._waiting[tenant] = turns  # behind the others
+                self._waiting[tenant] = turns  # behind the other tenants
                 return
         self._num_free += 1

@@ -1,5 +1,8 @@
-"""A connection of the HTTP server: uvicorn's, with limits on how many there are and how slow they
-may be, and errors that reach who still sends."""
+"""A connection of the HTTP server: uvicorn's, with limits and reliable errors.
+
+It limits the number of connections and how slow they may be. Errors reach clients that still
+send.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,25 @@ from uvicorn.server import ServerState
 
 from jax_attn.serve._openai.errors import ApiError
 
-# Of what a client sent, parsed at once, while no other connection is served. A body in chunks of a
-# byte takes a millisecond for 500 bytes, one whose length is known no time worth mentioning.
+# Bytes that are parsed at once, while no other connection is served. A body in chunks of a byte
+# takes a millisecond for 500 bytes; one of known length takes almost no time.
 _READ_BYTES, _READ_BODY_BYTES = 4096, 65536
 
 
-_MAX_HEAD_BYTES = 16384  # of the request line and headers, where uvicorn is not told another
+_MAX_HEAD_BYTES = 16384  # limit on request line and headers, if uvicorn is not given one
 
 
 class Connection(H11Protocol):
-    """Closed where no request has begun in time, headers complete: uvicorn by itself would keep a
-    new connection that says nothing, and any that sends its headers a byte at a time, for ever.
-    Cut where the client does not read what it asked for.
+    """Closes a connection if no request has begun in time, with complete headers.
+
+    uvicorn alone would keep for ever a new connection that sends nothing, and one that sends its
+    headers a byte at a time. Also aborts if the client does not read what it asked for.
     """
 
     head_seconds = 30.0
-    write_seconds = 30.0  # for what waits to be written, some 100 kB, to get below 16 kB
+    write_seconds = 30.0  # for the data to write, some 100 kB, to get below 16 kB
     max_connections = 8192
-    max_of_address = 4096  # and of these
+    max_of_address = 4096  # connections of one address, likewise
 
     _of_address: ClassVar[WeakKeyDictionary[ServerState, Counter[str]]] = WeakKeyDictionary()
     _head_timer: asyncio.TimerHandle | None = None
@@ -61,7 +65,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self.transport.is_closing():  # what came was no HTTP, and may have had no headers
+        if self.transport.is_closing():  # the data was not HTTP, possibly without headers
             return
         is_plain = self.conn.their_state is h11.SEND_BODY and any(
             name == b"content-length" for name, _ in self.headers
@@ -71,7 +75,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         last = self.cycle
         super().on_response_complete()
-        if self.cycle is last:  # else a request was there already
+        if self.cycle is last:  # else a request was already there
             self._await_head(last)
 
     def pause_writing(self) -> None:
@@ -83,14 +87,14 @@ class Connection(H11Protocol):
         _stop(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """The rest of a body, or what follows a request, is no HTTP."""
+        """Handles the rest of a body, or data after a request, that is not HTTP."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # An answer that did not wait for the body would come after this one.
+            # An answer that did not wait for the body would follow this one.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # one has begun, or been
+        else:  # an answer has begun or is complete
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -124,17 +128,18 @@ class Connection(H11Protocol):
         self._head_timer = self.loop.call_later(self.head_seconds, self._give_up, last)
 
     def _give_up(self, last: RequestResponseCycle | None) -> None:
-        if self.cycle is last:  # a request would have begun another
+        if self.cycle is last:  # another request would have a new cycle
             self.transport.close()
-            # Which waits until all is written.
+            # close() waits until all is written.
             self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
 
 
 class DiscardBody:
-    """ASGI middleware. Before an error is answered, reads what has not been read of the body.
+    """ASGI middleware that reads the rest of the body before it answers an error.
 
-    Else the connection is closed under a client that still sends, which then meets a reset, and
-    often not the answer. Bounded: whoever sends more than max_bytes, or slowly, meets it still.
+    Otherwise the connection would close while the client still sends. The client would then get a
+    reset, often without the answer. The wait is bounded: a client that sends more than max_bytes,
+    or slowly, still gets a reset.
     """
 
     max_bytes = 1 << 20
@@ -149,7 +154,7 @@ class DiscardBody:
         headers = Headers(scope=scope)
         has_more = (
             headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        ) and "expect" not in headers  # who asks first would only now be told to send it
+        ) and "expect" not in headers  # reading would make such a client send the body
 
         async def receive_and_see() -> Message:
             nonlocal has_more
@@ -172,8 +177,11 @@ class DiscardBody:
 
 
 class _Strict(h11.Connection):
-    """h11 takes a body with both a length and chunks for one in chunks. A proxy in front of this
-    server may go by the length, and so take for a body what is a request here (smuggling)."""
+    """Refuses a body that has both a length and chunks, which h11 reads as chunked.
+
+    A proxy in front of this server may use the length, and so take for a body what is a request
+    here (request smuggling).
+    """
 
     def next_event(self) -> Any:
         event = super().next_event()

@@ -1,4 +1,4 @@
-"""/debug/state: what of the engine's snapshot a tenant may see."""
+"""/debug/state: the part of the engine's snapshot that a tenant may see."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def seen_by(
     sees_all: bool,
     decode: Callable[[list[list[int]]], list[str]],
 ) -> dict[str, Any]:
-    """What of a snapshot a tenant may see: its own requests and prefixes, and their texts.
+    """The part of a snapshot that a tenant may see: its own requests and prefixes with their texts.
 
     owns: whether a namespace is the tenant's.
-    sees_all: the numbers of everybody's, too. Others' texts are nobody's to see.
-    decode: gives the texts of nodes' tokens.
+    sees_all: include the numbers of all tenants. Texts of other tenants are never shown.
+    decode: gives the text of a node's tokens.
     """
 
     def is_mine(entry: dict[str, Any]) -> bool:
@@ -25,7 +25,7 @@ def seen_by(
     seen = snapshot if sees_all else {"pages": {"page_size": snapshot["pages"]["page_size"]}}
     requests = [entry for entry in snapshot["requests"] if sees_all or is_mine(entry)]
     tree = list[dict[str, Any]]()
-    index = dict[int, int]()  # of shown nodes, by their place in the whole tree
+    index = dict[int, int]()  # shown nodes, by their index in the whole tree
     for i, node in enumerate(snapshot["tree"]):
         if not (sees_all or is_mine(node)):
             continue

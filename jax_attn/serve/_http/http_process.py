@@ -1,6 +1,6 @@
-"""The process that answers HTTP, started by the one that has the engine: its own copy of Python.
+"""The process that answers HTTP, with its own Python. The engine's process starts it.
 
-Both ends are here: `HttpProcess`, and `main`, which is what the process does.
+Both ends are here: `HttpProcess`, and `main`, which the process runs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jax_attn.serve._scheduling.protocols import Limits
 log = logging.getLogger("jax_attn.serve")
 
 LOG_FORMAT = "%(asctime)s %(message)s"
-_UNFLUSHED = 120  # Python's status where a stream, such as a full disk's, cannot be flushed
+_UNFLUSHED = 120  # Python's exit status if a stream, such as one to a full disk, cannot be flushed
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that HTTP has to know."""
+    """The settings that the HTTP process needs."""
 
     limits: Limits
     stats: dict[str, Any]
@@ -44,22 +44,22 @@ class Setup:
 
 
 class HttpProcess:
-    """Started at once, so that it imports what it needs while the model is loaded.
+    """The HTTP process. It starts at once, so that it imports modules while the model is loaded.
 
-    A context, at whose end the process has ended, too.
+    A context manager. The process has ended at its exit.
     """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            # Own session: signals of the terminal come here, and are handed on once.
+            # A new session: signals of the terminal come here, and are passed on once.
             self._process = subprocess.Popen(
                 [sys.executable, *_flags(), "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the engine's alone
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # only the engine uses the accelerator
             )
 
     def __enter__(self) -> HttpProcess:
@@ -78,7 +78,7 @@ class HttpProcess:
         http: HttpConfig,
         processes: Processes | None,
     ) -> int:
-        """Runs the engine until the process ends. Returns the exit status of this one.
+        """Runs the engine until the HTTP process ends. Returns the exit status of this process.
 
         engine: not started. model: without weights.
         """
@@ -98,7 +98,7 @@ def _flags() -> list[str]:
 
 
 class _Server(HttpServer):
-    """Signals come over the wire."""
+    """An HttpServer whose signals come over the wire."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class _Server(HttpServer):
 def main(file_descriptor: int) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # A supervisor may send them to all processes of a service.
+        # A supervisor may send signals to all processes of a service.
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=file_descriptor)
     try:
@@ -116,7 +116,7 @@ def main(file_descriptor: int) -> int:
         engine = RemoteEngine(Wire(sock), setup.limits, setup.stats)
         server = _Server(create_app(engine, setup.model, setup.config), setup.http)
     except EOFError:
-        return 1  # the engine has said why
+        return 1  # the engine has reported the reason
     except (OSError, ValueError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The application behind uvicorn: sockets, limits of connections, what signals do."""
+"""Runs the application in uvicorn: sockets, limits on connections, signals."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jax_attn.serve._http.connection import Connection
 
 log = logging.getLogger("jax_attn.serve")
 
-_MAX_HEADER_BYTES = 16384  # request line and headers; more is a 400 of uvicorn's
+_MAX_HEADER_BYTES = 16384  # request line and headers; uvicorn answers 400 to more
 _BACKLOG = 2048  # connections that the kernel keeps until they are accepted
-_ACCEPTS = 64  # of them at a time, 10 ms, in which no stream goes on
-_OTHER_FILES = 128  # than connections
-_MAX_FILES = 65536  # open ones; many a shell allows 1,024, fewer than the queue has clients
+_ACCEPTS = 64  # connections accepted at a time, 10 ms, in which no stream goes on
+_OTHER_FILES = 128  # open files that are not connections
+_MAX_FILES = 65536  # limit on open files; many shells allow 1,024, fewer than the queue has clients
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HttpServer(uvicorn.Server):
     """Drains at the first signal, gives up at the second, and returns after either."""
 
     def __init__(self, app: Starlette, config: HttpConfig):
-        """app: of `create_app`."""
+        """app: made by `create_app`."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -44,7 +44,7 @@ class HttpServer(uvicorn.Server):
                 port=config.port,
                 backlog=_ACCEPTS,
                 http=limited_connection(config.max_connections, allow_many_connections()),
-                # Of h11, the one whose limit on headers can be set.
+                # An option of h11, the parser whose limit on headers can be set.
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
                 ws="none",
                 lifespan="on",
@@ -62,14 +62,14 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             for listener in server.sockets:
                 with listener.dup() as same:
-                    same.listen(_BACKLOG)  # asyncio makes one number of both
+                    same.listen(_BACKLOG)  # asyncio uses one number for both
 
     def stop(self) -> None:
-        """From any thread. What is being answered is answered first."""
+        """Stops from any thread, after the running answers are complete."""
         self.should_exit = True
 
     def leave(self) -> None:
-        """What the first signal does, and nothing if it has come. From any thread."""
+        """Does what the first signal does, unless it has already come. From any thread."""
         if not self.should_exit:
             self._on_drain()
             self.should_exit = True
@@ -82,13 +82,13 @@ class HttpServer(uvicorn.Server):
 
 
 def spare_the_collector() -> None:
-    """What is there by now stays: a hundred thousand objects, 60 ms of every full collection."""
+    """Excludes existing objects from garbage collection: 100,000, 60 ms of each full one."""
     gc.collect()
     gc.freeze()
 
 
 def allow_many_connections() -> int:
-    """Each is an open file. Returns how many may be open."""
+    """Raises the limit on open files, as each connection is one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -98,7 +98,7 @@ def allow_many_connections() -> int:
 
 
 def limited_connection(max_connections: int, max_files: int) -> type[Connection]:
-    """One address may have half of them, so that others find some left."""
+    """A Connection class with limits. One address may have half of the connections."""
     most = max(2, min(max_connections, max_files - _OTHER_FILES))
     if most < max_connections:
         log.warning("connections: at most %d, as this process may open %d files", most, max_files)

@@ -60,7 +60,7 @@ _EVENTS: dict[str, type[BaseModel]] = {
 
 
 def describe() -> dict[str, Any]:
-    """OpenAPI 3.1, as JSON-able data."""
+    """Returns the OpenAPI 3.1 description as JSON-able data."""
     models: list[type[BaseModel]] = [
         model for _, _, request, answer in _POSTS for model in (request, answer)
     ]

@@ -62,12 +62,12 @@ log = logging.getLogger("jax_attn.serve")
 
 _PAGE = Path(__file__).parents[1] / "static" / "index.html"
 _RETRY_AFTER_SECONDS = 5
-_TREE_TOKENS = 32  # of each node, in the live view
-VIEW_SECONDS = 0.25  # before a live view is made anew
+_TREE_TOKENS = 32  # tokens shown of each node in the live view
+VIEW_SECONDS = 0.25  # how long a live view is reused
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
-# Of the first arguments of GenerationAnswer.
+# Factory that takes GenerationAnswer's first arguments.
 MakeAnswer: TypeAlias = Callable[
     [ServedEngine, Prepared, Metrics, Ticket, Record], GenerationAnswer
 ]
@@ -78,21 +78,21 @@ class ServerConfig:
     model_directory: Path
     model_name: str
     model_aliases: tuple[str, ...] = ()  # other names, which requests may use
-    strict: bool = False  # unknown fields are refused, not read past
-    generation_config: bool = True  # the directory's sampling defaults are those of requests
+    strict: bool = False  # refuse unknown fields instead of ignoring them
+    generation_config: bool = True  # use the sampling defaults of the model directory
     api_keys: tuple[str, ...] = ()
-    operator_keys: tuple[str, ...] = ()  # keys that see /metrics and all of /debug/state, too
+    operator_keys: tuple[str, ...] = ()  # keys that also see /metrics and all of /debug/state
     key_limits: KeyLimits | None = None  # None: KeyLimits.default
-    # Others than this machine can reach it: without keys /metrics and /debug/state are refused.
+    # Other machines can reach the server: without keys /metrics and /debug/state are refused.
     is_public: bool = False
     access_log: bool = True
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server; "*": of all
+    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server; "*": all
     max_body_bytes: int = 4 << 20
     body_timeout: float = 30.0  # seconds for a client to send its body
 
 
-# Those of a model that writes texts, of _TextServer.
+# Routes that need a text model, served by _TextServer.
 _TEXT_ROUTES = [
     ("/v1/completions", "completions", "POST"),
     ("/v1/chat/completions", "chat_completions", "POST"),
@@ -114,11 +114,11 @@ def create_app(
     config: ServerConfig,
     embedding: tuple[models.EmbeddingModel, ServedEmbedder] | None = None,
 ) -> Starlette:
-    """The application, as ASGI. It starts the engine, and at the end stops it.
+    """Makes the ASGI application. It starts the engine, and stops it at the end.
 
     Args:
-      engine: an AsyncEngine, not started; None: there is a model for embeddings, and no other.
-      model: as `jax_attn.models.load` gives it; None without an engine.
+      engine: an AsyncEngine, not started; None: only an embedding model is served.
+      model: as `jax_attn.models.load` returns it; None without an engine.
       embedding: a model for /v1/embeddings, and what runs it, not started.
 
     Raises:
@@ -181,7 +181,7 @@ def create_app(
 
 
 class _Server:
-    """The routes without a text model: embeddings, and the server itself."""
+    """Routes that need no text model: embeddings, models, and those about the server."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Server:
         elif self._engine is not None:
             self._engine.start()
         yield
-        # By now every connection is closed, so what still runs has nobody who waits for it.
+        # Every connection is closed by now, so nobody waits for the jobs that still run.
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.stop)
         if self._engine is not None:
@@ -219,13 +219,13 @@ class _Server:
         self._lanes.close()
 
     def _on_embedder_ready(self) -> None:
-        """The engine starts after the embedder, as it counts what is compiled while it serves."""
+        """Starts the engine after the embedder, as it counts compilations while it serves."""
         self._embedder_is_ready = True
         if self._engine is not None:
             self._engine.start()
 
     def drain(self) -> None:
-        """From now on requests are refused; those that run go on."""
+        """Refuses requests from now on; running ones go on."""
         self._draining = True
 
     async def no_text_model(self, request: Request) -> NoReturn:
@@ -289,7 +289,7 @@ class _Server:
 
     @property
     def _max_lens(self) -> dict[str, int]:
-        """By name of a model, tokens that it takes."""
+        """The token limit of each model, by name."""
         embedder = self._embedder
         return {} if embedder is None else {embedder.name: embedder.max_tokens}
 
@@ -324,7 +324,7 @@ class _Server:
         return bool(self._config.api_keys or self._config.operator_keys)
 
     def _is_operator(self, request: Request) -> bool:
-        """Whether the caller may see what all do: the only user of the server, or an operator."""
+        """Whether the caller may see all tenants' data: an operator, or the server's only user."""
         if not self._has_keys:
             return not self._config.is_public
         is_alone = len(self._config.api_keys) == 1 and not self._config.operator_keys
@@ -345,12 +345,12 @@ class _Server:
     async def _with_body(
         self, request: Request, ticket: Ticket, work: Callable[..., Result], *args: Any
     ) -> Result:
-        """work(the body, *args), in a thread. Gives up on a body that is too long or too slow.
+        """Returns work(body, *args), run in a thread. Limits the body's length and time.
 
         Raises:
           ApiError: 400, 408, 413, 415 or 429.
         """
-        # Other types could be sent by any web page that the user visits, without asking first.
+        # Any web page that the user visits could send other types without asking first.
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
@@ -372,7 +372,7 @@ class _Server:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_long
-        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # as short ones need none
+        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # short ones do not count
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > limit:
@@ -393,7 +393,7 @@ class _Server:
 
 
 class _TextServer(_Server):
-    """Beside them the routes of a text model, and the engine that runs it."""
+    """Adds the routes of a text model, and the engine that runs it."""
 
     def __init__(
         self,
@@ -513,7 +513,7 @@ class _TextServer(_Server):
     # ---- the live view -------------------------------------------------------------------------
 
     async def debug_state(self, request: Request) -> Response:
-        """The engine's snapshot: to a tenant its own, to an operator all but others' texts."""
+        """The engine's snapshot: a tenant sees its own part, an operator all but others' texts."""
         if self._config.is_public and not self._has_keys:
             self._need_operator(request, "/debug/state")
         body = json.dumps({"status": self._status(), "model": self._prepare.name}).encode()
@@ -522,8 +522,10 @@ class _TextServer(_Server):
         return Response(body, media_type="application/json", headers=_NO_STORE)
 
     async def _view(self, request: Request) -> bytes:
-        """JSON of what the caller may see, some 10 ms of work: each tenant's is made once in a
-        while, however often it asks."""
+        """Makes the JSON of the data that the caller may see.
+
+        This takes some 10 ms, so a tenant's view is reused for VIEW_SECONDS, however often it asks.
+        """
         tenant = _tenant(request)
         begin, view = self._views.get(tenant, (-math.inf, None))
         if view is None or time.monotonic() > begin + VIEW_SECONDS:
@@ -564,7 +566,7 @@ def _with_choices(style: Style, body: schemas.SamplingBody) -> MakeAnswer:
     )
 
 
-_NO_ENGINE = 1024, 0  # requests of one key that wait and run, where no engine says how many can
+_NO_ENGINE = 1024, 0  # limits on one key's waiting and running requests if there is no engine
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
@@ -577,7 +579,7 @@ def _json(body: BaseModel, status: int = 200) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or another method."""
+    """Answers Starlette's errors: unknown route or method."""
     assert isinstance(error, HTTPException)
     api_error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     api_error.headers.update(error.headers or {})
@@ -585,19 +587,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # in the middle of its body; nobody reads this
+    return Response(status_code=400)  # the client left in the middle of its body; nobody reads this
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Starlette logs the exception; the client learns nothing of it."""
+    """Answers 500. Starlette logs the exception; the client gets no details."""
     api_error = ApiError(500, "internal error", code="internal_error")
-    if (record := getattr(request.state, "record", None)) is not None:  # past the access log
+    # The access log does not see this.
+    if (record := getattr(request.state, "record", None)) is not None:
         api_error.headers["X-Request-Id"] = record.id
     return api_error.response()
 
 
 def _read_page() -> tuple[bytes, str]:
-    """The web page, and a policy under which it can run its own script and style, and no other."""
+    """The web page, and a policy that allows only its own script and style."""
     page = _PAGE.read_bytes()
 
     def hashes(tag: str) -> str:

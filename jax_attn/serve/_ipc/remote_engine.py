@@ -1,7 +1,7 @@
-"""The engine in one process, HTTP in another, so that they do not share Python's lock.
+"""The engine and HTTP in two processes, so that they do not share Python's lock.
 
-`RemoteEngine` is what HTTP sees. `EngineHost` is at the other end of the wire, where the engine is.
-Messages are tuples, a name and what follows:
+HTTP uses `RemoteEngine`. `EngineHost` is at the other end of the wire, in the engine's process.
+Messages are tuples of a name and arguments:
 
 | to the host | |
 | --- | --- |
@@ -43,23 +43,23 @@ from jax_attn.serve._scheduling.streams import Inbox, stream
 
 log = logging.getLogger("jax_attn.serve")
 
-# Rows take a quarter of the time of pickled events.
+# Tuples take a quarter of the time of pickled events.
 _row = attrgetter(*(field.name for field in fields(TokenEvent)))
 
 
 class EngineFailed(RuntimeError):
-    """The engine, or its process, has ended before it was told to."""
+    """The engine or its process ended before it was told to."""
 
 
 class RemoteEngine:
-    """An AsyncEngine in another process. Of the event loop that starts it.
+    """An AsyncEngine in another process, used in the event loop that starts it.
 
-    on_ready, on_failure: as AsyncEngine's, but called in the event loop.
-    on_signal, on_leave: called in it when the process of the engine is told to end.
+    on_ready, on_failure: see AsyncEngine, but called in the event loop.
+    on_signal, on_leave: called in it when the engine's process is told to end.
     """
 
     def __init__(self, wire: Wire, limits: Limits, stats: dict[str, Any]):
-        """stats: before the first step."""
+        """stats: the values until the first step."""
         self.limits = limits
         self.failure: BaseException | None = None
         self.on_ready: Callable[[], None] = lambda: None
@@ -73,7 +73,7 @@ class RemoteEngine:
 
     @property
     def ready(self) -> bool:
-        """Compiled, and taking requests."""
+        """Whether the engine is compiled and takes requests."""
         return self._is_warm and not self._is_stopping and self.failure is None
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class RemoteEngine:
             try:
                 await self._ask("stop", drain)
             except EngineStopped:
-                pass  # it ended by itself meanwhile
+                pass  # it has ended by itself
         self._wire.close()
 
     def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
@@ -138,7 +138,7 @@ class RemoteEngine:
     def _on_answer(self, number: int, error: Exception | None, result: Any) -> None:
         answer = self._answers.get(number)
         if answer is None or answer.done():
-            return  # nobody waits for it any more
+            return  # nobody waits for this answer any more
         if error is None:
             answer.set_result(result)
         else:
@@ -176,18 +176,19 @@ class RemoteEngine:
 
 
 class EngineHost:
-    """Runs an AsyncEngine, not started, for a RemoteEngine at the other end of a wire."""
+    """Runs an AsyncEngine (not started) for a RemoteEngine at the other end of a wire."""
 
     def __init__(self, engine: AsyncEngine, wire: Wire):
         self._engine, self._wire = engine, wire
         self._tasks: set[asyncio.Task[None]] = set()
-        self._submissions: dict[str, asyncio.Task[None]] = {}  # by sequence: not in the queue yet
-        self._rows: list[tuple[Any, ...]] = []  # of the engine's thread
+        # Sequence id -> its task, until it is in the queue.
+        self._submissions: dict[str, asyncio.Task[None]] = {}
+        self._rows: list[tuple[Any, ...]] = []  # used only by the engine's thread
 
     async def run(self, setup: Any, *, signals: bool = True) -> None:
-        """Returns once the other side is gone, and the engine's thread has ended.
+        """Returns when the other side is gone and the engine's thread has ended.
 
-        setup: the first message, for `wire.receive`. signals: hands on SIGTERM and SIGINT.
+        setup: the first message, for `wire.receive`. signals: pass on SIGTERM and SIGINT.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         self._wire.attach(lambda message: self._on_message(*message), ended.set)
@@ -211,13 +212,13 @@ class EngineHost:
             self._wire.close()
 
     def leave(self) -> None:
-        """From any thread: HTTP is to drain, unless it does already."""
+        """Has HTTP drain, unless it does already. From any thread."""
         self._wire.send(("leave",))
 
     # ---- the engine's thread -------------------------------------------------------------------
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """Recipient of all events; `_tell_step` follows."""
+        """Receives all events; a call of `_tell_step` follows."""
         self._rows += map(_row, events)
 
     def _tell_step(self, stats: dict[str, Any]) -> None:
@@ -248,7 +249,7 @@ class EngineHost:
 
     def _on_abort(self, seq_ids: set[str]) -> None:
         for task in {self._submissions[i] for i in seq_ids if i in self._submissions}:
-            task.cancel()  # all of a request or nothing
+            task.cancel()  # a request runs as a whole or not at all
         self._engine.abort(seq_ids)
 
     def _on_snapshot(self, number: int) -> None:
@@ -258,7 +259,7 @@ class EngineHost:
         self._answer(number, lambda: self._engine.stop(drain))
 
     def _answer(self, number: int, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[None]:
-        """What comes of `work` is the answer: a result or an exception."""
+        """Sends the result or exception of `work` as the answer."""
 
         async def run() -> None:
             result, error = None, None
@@ -275,7 +276,7 @@ class EngineHost:
 
 
 def _as_sent(error: Exception) -> Exception:
-    """What `submit` refuses arrives as it is; anything else is a mistake of ours."""
+    """Keeps the exceptions with which `submit` refuses; others are bugs, sent as RuntimeError."""
     if isinstance(error, (QueueFull, ValueError, EngineStopped)):
         return error
     log.error("a request failed in the engine", exc_info=error)

@@ -1,4 +1,4 @@
-"""Messages between two processes of one server, which trust each other: pickles over a socket."""
+"""Messages between two processes of one server that trust each other: pickles over a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_LENGTH = struct.Struct("<Q")  # bytes of the pickle behind it
+_LENGTH = struct.Struct("<Q")  # bytes of the pickle that follows
 _READ_BYTES = 1 << 18
 
 
@@ -20,7 +20,7 @@ def _pack(message: Any) -> bytes:
 
 
 def receive(sock: socket.socket) -> Any:
-    """The next message of a socket that blocks, and no byte of a later one. Raises EOFError."""
+    """Reads one message from a blocking socket, and no byte of the next. Raises EOFError."""
     (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     return pickle.loads(_read(sock, length))
 
@@ -35,7 +35,7 @@ def _read(sock: socket.socket, length: int) -> bytes:
 
 
 class Wire:
-    """One end of the socket. `send` never waits: what the other side does not take yet is kept."""
+    """One end of the socket. `send` never waits: unsent data is buffered."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -46,14 +46,16 @@ class Wire:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        """From now on the running event loop calls on_message with each message of the other side,
-        and on_end, once, when there is no other side any more."""
+        """Has the running event loop call on_message with each message of the other side.
+
+        on_end is called once, when the other side is gone.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_end = on_message, on_end
         self._loop.add_reader(self._socket, self._receive)
 
     def send(self, message: Any) -> None:
-        """From any thread, once it is attached. Without the other side nothing is sent."""
+        """Sends from any thread, once attached. Does nothing if the other side is gone."""
         frame = _pack(message)
         with self._lock:
             if self._unsent:
@@ -65,19 +67,19 @@ class Wire:
                 self._loop.call_soon_threadsafe(self._loop.add_writer, self._socket, self._flush)
 
     def close(self) -> None:
-        """In the event loop."""
+        """Closes the wire. Call it in the event loop."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
         self._socket.close()
 
     def _try(self, data: bytes | bytearray) -> int:
-        """Bytes that were taken."""
+        """Sends without waiting. Returns the number of bytes that were taken."""
         try:
             return self._socket.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # nobody is there, which `_receive` learns as well
+        except OSError:  # the other side is gone; `_receive` notices this too
             return len(data)
 
     def _flush(self) -> None:

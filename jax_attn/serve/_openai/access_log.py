@@ -1,4 +1,4 @@
-"""A line of the log for each request, and the identifier that client and log know it by."""
+"""Logs a line for each request, with the identifier that the client and the log share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ log = logging.getLogger("jax_attn.serve.access")
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_ROUTE_CHARS = 100
-_GONE = 499  # as other servers log it: the client went before there was an answer
+_GONE = 499  # status in the log, as in other servers: the client left before there was an answer
 
 
 @dataclass
 class Record:
-    """What is known of a request. Times are time.monotonic(); None: it did not come to that."""
+    """Data about a request. Times are time.monotonic(); None: that stage was not reached."""
 
     id: str
-    is_clients: bool  # the id, which the answer then has, too
+    is_clients: bool  # the client chose the id, so the answer repeats it
     arrival: float = field(default_factory=time.monotonic)
     tenant: str = ""
     status: int | None = None
     num_prompt: int = 0  # tokens
     num_output: int = 0
-    admitted: float | None = None  # its first choice, to run
+    admitted: float | None = None  # when its first choice began to run
     first_token: float | None = None
 
     def see_first_token(self, now: float) -> None:
@@ -52,7 +52,7 @@ class Record:
 
 
 class AccessLog:
-    """ASGI middleware. scope["state"]["record"] is where the application writes what it learns."""
+    """ASGI middleware. The application writes its data into scope["state"]["record"]."""
 
     def __init__(self, app: ASGIApp, enabled: bool):
         self._app, self._enabled = app, enabled
@@ -86,6 +86,6 @@ class AccessLog:
 
 
 def _printable(text: str) -> str:
-    """What a client made up, as one word of a line."""
+    """Makes a client's text one printable word of a line."""
     text = text if len(text) <= _MAX_ROUTE_CHARS else text[:_MAX_ROUTE_CHARS] + "..."
     return re.sub(r"[^\x21-\x7e]", "?", text)

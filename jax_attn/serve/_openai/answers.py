@@ -1,5 +1,7 @@
-"""From the engine's events to answers over HTTP, whole or as server-sent events: what all of them
-have in common, and those with choices. `responses_api` has the others."""
+"""From the engine's events to HTTP answers, whole or as server-sent events.
+
+This has the common part and answers with choices. `responses_api` has the others.
+"""
 
 from __future__ import annotations
 
@@ -30,36 +32,36 @@ from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.protocols import EngineStopped, ServedEngine
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
 
-# Between two signs of life of a stream; proxies cut one that is silent for longer than 15 to 60 s.
+# Between two keep-alive comments of a stream; proxies cut one silent for 15 to 60 s.
 KEEP_ALIVE_SECONDS = 10.0
-_ENTRIES_AT_A_TIME = 64  # of log-probabilities, a millisecond; then other requests have a turn
-_EVENTS_AT_A_TIME = 8  # of several choices in one step; then other requests have a turn
-_PIECE_BYTES = 1 << 16  # of a long answer, sent one after the other
+_ENTRIES_AT_A_TIME = 64  # log-probabilities, a millisecond; then other requests run
+_EVENTS_AT_A_TIME = 8  # events of several choices in one step; then other requests run
+_PIECE_BYTES = 1 << 16  # parts of a long answer are at most this large
 _MARK = "the text goes here"
-_NO_SCORES = b'"logprobs":null'  # no text can have it: its quotes would be escaped
+_NO_SCORES = b'"logprobs":null'  # no text can contain it: its quotes would be escaped
 _NO_PROMPT_SCORES = b'"prompt_logprobs":null'
-# Sequences of a request that the engine has at a time, and of each call: as some of them end,
-# others follow.
+# _WINDOW: sequences of a request that the engine has at a time. _GROUP: sequences of each call.
+# When some end, others follow.
 _WINDOW, _GROUP = 64, 16
-_RETRY_SECONDS = 0.05  # where the queue has no room for more of a request that has begun
+_RETRY_SECONDS = 0.05  # if the queue has no room for the rest of a running request
 
 
 @dataclass
 class _Choice:
-    """What one sequence has produced so far."""
+    """The output of one sequence so far."""
 
-    scores: Scores | None = None  # None: they were not asked for
-    prompt_scores: PromptScores | None = None  # None: they were not asked for
+    scores: Scores | None = None  # None: not requested
+    prompt_scores: PromptScores | None = None  # None: not requested
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    has_begun: bool = False  # its first chunk is sent
+    has_begun: bool = False  # its first chunk has been sent
     num_cached: int = 0
     last_event: float = 0.0  # time.monotonic()
     finish_reason: str | None = None
 
 
 class _Ended(NamedTuple):
-    """The engine has no more of a group of sequences."""
+    """The engine has finished a group of sequences."""
 
     task: asyncio.Task[None] | None
     group: list[Sequence]
@@ -69,8 +71,8 @@ class _Ended(NamedTuple):
 class GenerationAnswer(abc.ABC):
     """Runs a prepared request on the engine and answers it: an ASGI application.
 
-    The answer begins with the first token, or with the first sign of life, so that a full queue is
-    still a plain 429. When the client goes away, the engine's iterator is closed, which aborts its
+    The answer begins with the first token or the first keep-alive comment, so a full queue still
+    gives a plain 429. When the client leaves, the engine's iterator is closed, which aborts its
     sequences.
     """
 
@@ -89,9 +91,9 @@ class GenerationAnswer(abc.ABC):
         self._stream = stream
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
         self._choices = [_Choice() for _ in prepared.sequences]
-        self._is_started = False  # the answer
-        # What is being sent: an event, which may take several pieces, or a sign of life. Nothing
-        # else comes between; a lock would take a tenth of an event's time.
+        self._is_started = False  # whether the answer has begun
+        # An event (possibly in several pieces) or a keep-alive comment is being sent. Nothing may
+        # come between its pieces. A lock would take a tenth of an event's time.
         self._is_sending = False
         self._comment: asyncio.Task[None] | None = None
         self._last_sent = time.monotonic()
@@ -140,7 +142,7 @@ class GenerationAnswer(abc.ABC):
         self._is_sending = False
 
     async def _keep_alive(self, send: Send) -> None:
-        """A comment, which clients pass over, wherever nothing was sent for a while."""
+        """Sends a comment, which clients ignore, whenever nothing was sent for a while."""
         while True:
             left = self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic()
             if left > 0 or self._is_sending:
@@ -169,7 +171,7 @@ class GenerationAnswer(abc.ABC):
     # ---- events --------------------------------------------------------------------------------
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
-        """The engine's events, after they have been counted.
+        """Counts the engine's events and yields them.
 
         Raises:
           ApiError: the queue is full, the engine stops, or a sequence failed.
@@ -187,7 +189,10 @@ class GenerationAnswer(abc.ABC):
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
     def _all_events(self) -> AsyncGenerator[TokenEvent]:
-        """The events of all sequences. Of many, the engine gets only some at a time."""
+        """The events of all sequences.
+
+        The engine gets the sequences of a large request in groups.
+        """
         seqs = self._prepared.sequences
         if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
             return self._engine.generate(seqs)
@@ -225,7 +230,7 @@ class GenerationAnswer(abc.ABC):
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _run(self, group: list[Sequence], news: asyncio.Queue[TokenEvent | _Ended]) -> None:
-        """Puts the events of a group into `news`, and behind them an _Ended."""
+        """Puts the events of a group into `news`, then an _Ended."""
         error = None
         try:
             async with contextlib.aclosing(self._engine.generate(group)) as events:
@@ -261,7 +266,7 @@ class GenerationAnswer(abc.ABC):
         if reason is None:
             return
         choice.finish_reason = str(reason)
-        # The grammar that one choice has got stuck in may take the others to their end.
+        # If one choice's grammar gets stuck, the others may still end normally.
         if event.is_clients_fault and all(c.finish_reason == "error" for c in self._choices):
             raise self._bad_grammar(event.error or "the grammar has got stuck")
 
@@ -273,7 +278,7 @@ class GenerationAnswer(abc.ABC):
         n = self._prepared.num_choices
         prompt = sum(len(tokens) for tokens in self._prepared.prompts)
         output = sum(choice.num_tokens for choice in self._choices)
-        # The prompt counts once for all its choices, and all but the first find it cached.
+        # The prompt counts once for all its choices; all but the first find it cached.
         cached = sum(
             min(choice.num_cached for choice in self._choices[first : first + n])
             for first in range(0, len(self._choices), n)
@@ -291,7 +296,7 @@ class GenerationAnswer(abc.ABC):
         if cut_off:
             outcome = "disconnected"
         elif isinstance(error := work.exception(), ApiError) and error.status in (400, 429):
-            return  # counted where it is answered
+            return  # counted in the code that answers it
         elif error is not None or None in reasons:
             outcome = "failed"
         else:
@@ -300,10 +305,10 @@ class GenerationAnswer(abc.ABC):
 
 
 class ChoicesAnswer(GenerationAnswer):
-    """Of completions and chat completions: a list of choices."""
+    """An answer that is a list of choices, for completions and chat completions."""
 
     def __init__(self, style: Style, *args: Any, include_usage: bool, **kwargs: Any):
-        """Further arguments: of GenerationAnswer."""
+        """Takes GenerationAnswer's arguments besides."""
         super().__init__(*args, **kwargs)
         self._style, self._include_usage = style, include_usage
         for index, (choice, seq) in enumerate(
@@ -324,7 +329,7 @@ class ChoicesAnswer(GenerationAnswer):
         async for event in self._events():
             choice = self._choices[self._index[event.seq_id]]
             choice.texts.append(event.text)
-            # A stream's are sent as they come.
+            # A stream sends its log-probabilities as they come.
             self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
             await _add_scores(choice, event.logprobs)
         before, behind = (
@@ -334,7 +339,7 @@ class ChoicesAnswer(GenerationAnswer):
         for index, choice in enumerate(self._choices):
             model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
             pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
-            await asyncio.sleep(0)  # others' turn
+            await asyncio.sleep(0)  # lets other requests run
         pieces += [b"]", behind]
         await self._send_whole(send, pieces)
 
@@ -369,8 +374,11 @@ class ChoicesAnswer(GenerationAnswer):
     def _chunk(
         self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> list[bytes] | None:
-        """All but the first and the last chunk of a choice differ in their text alone, unless the
-        style changes it."""
+        """Makes a chunk; None: there is nothing to send.
+
+        The chunks of a choice differ only in their text, except for the first, the last, and those
+        that the style changes.
+        """
         choice = self._choices[index]
         is_plain = choice.has_begun and not (has_scores or finish)
         choice.has_begun = True
@@ -388,13 +396,13 @@ class ChoicesAnswer(GenerationAnswer):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone; its body has been read by now."""
+    """Returns when the client has gone. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
-    """A long prompt has thousands, all in one event."""
+    """Adds log-probabilities in parts: a long prompt has thousands in one event."""
     if not entries or (choice.scores is None and choice.prompt_scores is None):
         return
     for begin in range(0, len(entries), _ENTRIES_AT_A_TIME):
@@ -410,7 +418,7 @@ async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> No
 def _dump(
     model: BaseModel, scores: Scores | None, prompt_scores: PromptScores | None = None
 ) -> list[bytes]:
-    """The JSON of one choice, or of a chunk with it, in pieces; with what scores there are."""
+    """The JSON of one choice, or of a chunk with it, in pieces, with the log-probabilities."""
     pieces = [model.model_dump_json().encode()]
     for mark, found in ((_NO_SCORES, scores), (_NO_PROMPT_SCORES, prompt_scores)):
         if found is not None:
@@ -420,8 +428,11 @@ def _dump(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """Sends the pieces joined, in parts of at most _PIECE_BYTES: to copy a long answer at once
-    would delay others, and each part that a slow client takes shows that it still reads."""
+    """Sends the joined pieces in parts of at most _PIECE_BYTES.
+
+    Copying a long answer at once would delay others, and each part that a slow client takes shows
+    that it still reads.
+    """
     if sum(map(len, pieces)) <= _PIECE_BYTES:
         await send(_body(b"".join(pieces)))
         return

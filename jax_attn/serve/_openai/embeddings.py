@@ -25,12 +25,12 @@ from jax_attn.serve._openai.served_models import ServedEmbedder
 from jax_attn.serve._openai.text_encoder import TextEncoder
 from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
-# Of a request, as OpenAI has them.
+# Limits on a request, those of OpenAI.
 MAX_INPUTS = 2048
 MAX_REQUEST_TOKENS = 300_000
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
-# By its first element, so that an error is about what was meant.
+# Chosen by the first element, so that an error is about the kind that was meant.
 Input: TypeAlias = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[fields.PromptTokens, Tag("tokens")]
@@ -101,7 +101,7 @@ class EmbeddingReader:
         self._texts = TextEncoder(model.tokenizer)
 
     def prepare(self, body: EmbeddingRequest) -> PreparedEmbeddings:
-        """Raises: ApiError."""
+        """Checks the body and encodes its inputs. Raises ApiError."""
         if body.model not in (None, self._name):
             assert body.model is not None
             raise ApiError(
@@ -146,7 +146,7 @@ class EmbeddingReader:
         return f"1 to {sizes[-1]}" if isinstance(sizes, range) else f"one of {list(sizes)}"
 
     def cut(self, vectors: np.ndarray, dimensions: int) -> np.ndarray:
-        """[n, dimensions], of length 1 again if they were."""
+        """Cuts vectors to [n, dimensions]. If they had length 1, they have it again."""
         if dimensions == vectors.shape[1]:
             return vectors
         vectors = vectors[:, :dimensions]
@@ -157,9 +157,9 @@ class EmbeddingReader:
 
 
 class EmbeddingResponse:
-    """Has the embedder compute a prepared request, and answers it: an ASGI application.
+    """An ASGI application that has the embedder compute a prepared request, and answers it.
 
-    When the client goes away, what has not begun is forgotten.
+    When the client leaves, sequences that have not begun are dropped.
     """
 
     def __init__(
@@ -199,11 +199,11 @@ class EmbeddingResponse:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for piece in self._json(vectors):
             await send_pieces(send, [piece])
-            await asyncio.sleep(0)  # others' turn
+            await asyncio.sleep(0)  # lets other requests run
         await send({"type": "http.response.body", "body": b""})
 
     async def _vectors(self) -> np.ndarray:
-        """[number of sequences, size] f32. Raises ApiError."""
+        """Waits for the vectors: [number of sequences, size] f32. Raises ApiError."""
         try:
             job = self._embedder.submit(self._ticket.tenant, self._prepared.sequences)
         except EmbedderStopped as error:
@@ -218,7 +218,7 @@ class EmbeddingResponse:
         return job.vectors
 
     async def _json(self, vectors: np.ndarray) -> AsyncIterator[bytes]:
-        """One vector after the other, a millisecond each: all of them may be 40 MB of text."""
+        """Yields one vector at a time, a millisecond each: all of them may be 40 MB of text."""
         n = self._prepared.num_tokens
         usage = EmbeddingUsage(prompt_tokens=n, total_tokens=n)
         whole = EmbeddingList(data=[], model=self._embedder.name, usage=usage)

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API: one exception class, and how each failure is worded for the client."""
+"""Errors of the HTTP API: one exception class, and the wording of each failure for the client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
-_MAX_PATH_CHARS = 200  # a path can hold keys that the client made up
+_MAX_PATH_CHARS = 200  # a path can contain keys that the client chose
 
 
 class ErrorBody(BaseModel):
@@ -22,7 +22,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """What every failing route answers, in the shape that OpenAI's clients know."""
+    """The body of every error, in OpenAI's shape."""
 
     error: ErrorBody
 
@@ -30,7 +30,7 @@ class ErrorResponse(BaseModel):
 class ApiError(Exception):
     """A request that is answered with `status` and OpenAI's error JSON; `param` names the field.
 
-    code: of a 429, which clients know by OpenAI's one code for all of them, it is the reason.
+    code: clients know one OpenAI code for every 429, so for these it gives the reason.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def model_not_found(name: str, served: str) -> ApiError:
 def overflow(
     field: str, limit: int, num_prompt: int | str, max_tokens: int | None = None
 ) -> ApiError:
-    """In OpenAI's words, which clients look for."""
+    """400 for a prompt over the context length, in OpenAI's words, which clients match."""
     message = f"This model's maximum context length is {limit} tokens. However, "
     if max_tokens is None or isinstance(num_prompt, str):
         message += f"your {field} resulted in {num_prompt} tokens. Please reduce the length of the "
@@ -99,15 +99,15 @@ def overflow(
 
 
 def from_validation(error: ValidationError, body: Any) -> ApiError:
-    """400 for the first thing that pydantic found wrong; `body` is the parsed JSON."""
+    """400 for the first error that pydantic found; `body` is the parsed JSON."""
     errors = error.errors(include_url=False, include_input=False)
-    # Where a field can be several things, pydantic says why it is none of them; the deepest reason
-    # belongs to the one that was meant.
+    # If a field can have several types, pydantic reports an error for each; the deepest one belongs
+    # to the type that was meant.
     errors = [entry for entry in errors if entry["loc"][:1] == errors[0]["loc"][:1]]
     first = max(errors, key=lambda entry: len(entry["loc"]))
-    if "inside" in (context := first.get("ctx", {})):  # what a rule of ours found fault with
+    if "inside" in (context := first.get("ctx", {})):  # the error comes from a rule of this server
         first["loc"] += (context["inside"],)
-    # A rule about several fields has no location, and is named after the field to change.
+    # A rule about several fields has no location; its type names the field to change.
     param = _path(first, body) or (first["type"] if _is_ours(first["type"]) else None)
     code, message = _CODES.get(first["type"], "invalid_value"), first["msg"]
     if first["type"].endswith("_type") or first["type"].endswith("_parsing"):
@@ -119,7 +119,7 @@ def from_validation(error: ValidationError, body: Any) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {message}", param=param, code=code)
 
 
-# OpenAI's, by the kinds of pydantic's errors.
+# OpenAI's codes, by pydantic's error types.
 _CODES = {
     "unknown_field": "unknown_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -142,7 +142,7 @@ def _is_ours(kind: str) -> bool:
 
 
 def _path(error: ErrorDetails, body: Any) -> str | None:
-    """`messages[0].content`: pydantic's location, less the tags that it adds for unions."""
+    """Formats pydantic's location as `messages[0].content`, without its tags for unions."""
     path = ""
     location = error["loc"]
     for depth, step in enumerate(location, 1):

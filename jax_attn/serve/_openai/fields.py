@@ -1,12 +1,12 @@
-"""Fields of the bodies of requests: their strict types, null for absent, and unknown ones.
+"""Fields of request bodies: strict types, null for absent fields, and unknown fields.
 
-Types are strict: a string is not a number. 5.0 is an integer, as JavaScript writes them. A field
-that is null counts as absent. What a description calls "not supported" is accepted only where it
-asks for nothing. An unknown field is read past, with a warning in the log (see UnknownFields), or
-with --strict is an error that names it.
+Types are strict: a string is not a number. 5.0 is an integer, as JavaScript writes it. A null field
+counts as absent. A field described as "not supported" is accepted only if it asks for nothing. An
+unknown field is ignored, with a warning in the log (see UnknownFields); with --strict it is an
+error that names the field.
 
-A body has a number of errors that does not grow with it: an object with more fields than there are
-is refused at once where it is refused, and every list ends at its first error.
+The number of errors of a body is bounded: an object with more fields than exist is refused at once,
+and every list ends at its first error.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ log = logging.getLogger("jax_attn.serve")
 
 
 class UnknownFields:
-    """Warns of each field that is read past, once, and of no more than so many: their names are the
-    clients'."""
+    """Warns once of each ignored field, up to a limit, because clients choose the names."""
 
     MOST, MAX_CHARS = 256, 64
 
@@ -40,7 +39,7 @@ class UnknownFields:
         self._seen: set[tuple[str, str]] = set()
 
     def see(self, owner: str, name: str) -> None:
-        """owner: the kind of object that has it."""
+        """owner: the kind of object that has the field."""
         entry = (owner, name[: self.MAX_CHARS])
         if entry not in self._seen and len(self._seen) < self.MOST:
             self._seen.add(entry)
@@ -56,12 +55,12 @@ def _refuse(value: Any) -> None:
 Unsupported: TypeAlias = Annotated[
     None, BeforeValidator(_refuse), WithJsonSchema({"type": "null", "description": "not supported"})
 ]
-# Fields that cannot change the answer; clients send them to OpenAI for its own book-keeping.
+# Fields that cannot change the answer; clients send them for OpenAI's book-keeping.
 Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Of entries, before any of them is looked at."""
+    """Limits the number of entries before any of them is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict | list) and len(value) > limit:
@@ -83,7 +82,7 @@ def _whole(value: Any) -> Any:
 
 
 def check_tokens(value: Any) -> list[int]:
-    """As pydantic would check it, but other threads get a turn every so many tokens."""
+    """Checks tokens as pydantic would, but lets other threads run at intervals."""
     if not isinstance(value, list):
         raise PydanticCustomError("tokens", "expected a list of tokens")
     for begin in range(0, len(value), _TOKENS_AT_A_TIME):
@@ -115,7 +114,7 @@ PromptTokens: TypeAlias = Annotated[
 class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Names of the fields, as clients call them, and of those that are integers.
+    # Names of the fields, as clients write them, and of the integer fields.
     _names: ClassVar[frozenset[str]]
     _integers: ClassVar[frozenset[str]]
 
@@ -131,8 +130,10 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalised(cls, body: Any, info: ValidationInfo) -> Any:
-        """Without nulls, with integers for whole floats, and without unknown fields if the context
-        is an UnknownFields."""
+        """Removes nulls and converts whole floats of integer fields.
+
+        If the context is an UnknownFields, also removes unknown fields.
+        """
         if not isinstance(body, dict):
             return body
         body = {key: value for key, value in body.items() if value is not None}
@@ -143,6 +144,6 @@ class RequestBody(BaseModel):
             for name in unknown:
                 info.context.see(cls.__name__, name)
                 del body[name]
-        elif len(body) > len(cls._names):  # else pydantic finds it, beside what may say more
+        elif len(body) > len(cls._names):  # else pydantic reports it, together with other errors
             raise PydanticCustomError("unknown_field", "unknown field", {"inside": unknown[0]})
         return body

@@ -1,8 +1,8 @@
-"""Limits on requests: what the requests of each tenant may hold of the server at once.
+"""Limits on requests: how much of the server each tenant's requests may hold at once.
 
-What a request costs becomes known in steps: first that it exists, then the bytes of its body, then
+The cost of a request becomes known in steps: first that it exists, then the bytes of its body, then
 its choices, tokens and log-probabilities. Its `Ticket` counts each of them before memory is taken
-for it. Beyond a limit the request is refused with a 429 that names the limit.
+for it. A request over a limit is refused with a 429 that names the limit.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ RETRY_AFTER_SECONDS = 1
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """What the requests of one key may hold at once; without keys, those of everybody."""
+    """The limits for the requests of one key at once; without keys, for all requests."""
 
     requests: int
     choices: int  # sequences: prompts x n
-    tokens: int = 1 << 22  # of prompts, for each choice; 44 bytes of memory each
-    # Log-probabilities of answers that are not complete, and no streams; up to 90 bytes each.
+    tokens: int = 1 << 22  # of prompts, counted for each choice; 44 bytes of memory each
+    # Log-probabilities of unfinished answers that are not streams; up to 90 bytes each.
     scores: int = 8 * schemas.MAX_SCORES
-    body_bytes: int = 64 << 20  # of bodies that are received or wait to be read
+    body_bytes: int = 64 << 20  # of bodies that are being received or wait to be parsed
     embedding_bytes: int = 64 << 20  # of vectors until they are sent
 
     @staticmethod
     def default(max_waiting: int, max_running: int) -> KeyLimits:
-        """All that the engine takes: keys that want more than there is get equal shares of it."""
+        """Gives each key the engine's whole capacity; under contention, keys get equal shares."""
         most = max_waiting + max_running
         return KeyLimits(requests=most, choices=most)
 
     def check_one(self, tenant: str, **amounts: int) -> None:
-        """Raises ApiError, 400, for a request that is more than all together may be."""
+        """Raises ApiError, 400, if one request alone exceeds a limit."""
         for name, amount in amounts.items():
             if amount > (limit := getattr(self, name)):
                 raise _too_many(name, limit, _whose(tenant), 0, amount)
@@ -55,7 +55,7 @@ _WORDS = {
 def _too_many(name: str, limit: int, whose: str, held: int, amount: int) -> ApiError:
     expected = f"{_WORDS[name]}: expected at most {limit} {whose}, got"
     code = f"too_many_{name}"
-    if amount > limit:  # whenever it comes
+    if amount > limit:  # it can never fit
         return ApiError(400, f"{expected} {amount} in one request", code=code)
     return ApiError(
         429,
@@ -70,7 +70,7 @@ def _whose(tenant: str) -> str:
 
 
 class Gate:
-    """Of an event loop. Hands out tickets as long as there is room for one."""
+    """Hands out tickets while the limits allow it. For one event loop."""
 
     def __init__(self, engine: ServedEngine | None, limits: KeyLimits):
         """engine: None: there is no queue to enter."""
@@ -78,7 +78,7 @@ class Gate:
         self._held: dict[str, Counter[str]] = {}  # tenant -> what its tickets hold
 
     def enter(self, tenant: str, *, queues: bool) -> Ticket:
-        """queues: it wants a place in the engine's queue, and is refused where it would get none.
+        """queues: the request needs a place in the engine's queue; it is refused if there is none.
 
         Raises:
           ApiError: 429.
@@ -90,7 +90,7 @@ class Gate:
         return ticket
 
     def _check_queue(self, tenant: str) -> None:
-        """What the engine will say, as far as it is known without reading the request."""
+        """Refuses what the engine would refuse, as far as is known without reading the request."""
         assert self._engine is not None
         limits = self._engine.limits
         if self._engine.stats()["waiting"] < limits.max_waiting:
@@ -119,27 +119,27 @@ class Gate:
 
 
 class Ticket:
-    """What one request holds until it leaves."""
+    """The amounts that one request holds until it leaves."""
 
     def __init__(self, gate: Gate, tenant: str):
         self._gate, self.tenant = gate, tenant
         self._amounts: Counter[str] = Counter()
 
     def take(self, **amounts: int) -> None:
-        """amounts: of the fields of KeyLimits, all or none.
+        """amounts: by names of KeyLimits' fields. Takes all or none.
 
         Raises:
-          ApiError: 429; or 400, if it is more than all requests may hold.
+          ApiError: 429; or 400, if it exceeds the limit for all requests together.
         """
         self._gate._add(self.tenant, amounts)
         self._amounts.update(amounts)
 
     def give_back(self, name: str) -> None:
-        """All that it took of one of them."""
+        """Gives back all that the request took of one amount."""
         self._gate._remove(self.tenant, {name: self._amounts.pop(name, 0)})
 
     def leave(self) -> None:
-        """With all that it has. Once is enough, and more do no harm."""
+        """Gives back everything. Further calls do nothing."""
         if self._amounts:
             self._gate._remove(self.tenant, self._amounts)
             self._amounts = Counter()

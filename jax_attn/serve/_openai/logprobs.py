@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON, written as they come: an answer may hold a quarter of a million."""
+"""Writes log-probabilities as JSON, in parts: an answer may hold a quarter of a million."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TokenText = Callable[[int], bytes]
 
 
 class TokenJson:
-    """JSON of tokens, each written once as long as it is in use."""
+    """The JSON of tokens, cached while in use."""
 
     def __init__(self, token_text: TokenText):
         self.text = token_text
-        # 300 bytes an entry.
+        # 300 bytes per entry.
         self.name = functools.lru_cache(1 << 14)(self._name)
         self.around = functools.lru_cache(1 << 14)(self._around)
 
     def _name(self, token: int) -> str:
-        """As completions have it: where it is part of a character, its bytes."""
+        """The form in completions: a token that is part of a character shows its bytes."""
         raw = self.text(token)
         try:
             return json.dumps(raw.decode())
@@ -33,24 +33,24 @@ class TokenJson:
             return json.dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw))
 
     def _around(self, token: int) -> tuple[str, str]:
-        """As chats have it: what is before and behind its log-probability."""
+        """The form in chats: the JSON before and after the token's log-probability."""
         raw = self.text(token)
         text = json.dumps(raw.decode(errors="replace"))
         return f'{{"token":{text},"logprob":', f',"bytes":{list(raw)}'
 
 
 class Scores(Protocol):
-    """Log-probabilities of one choice."""
+    """The log-probabilities of one choice."""
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """Adds those of further tokens."""
+        """Adds the log-probabilities of further tokens."""
 
     def take(self) -> list[bytes]:
-        """The JSON, in pieces, of what was added since the last call."""
+        """Returns the JSON, in pieces, of the entries added since the last call."""
 
 
 class ChatScores:
-    """schemas.ChatLogprobs."""
+    """Writes schemas.ChatLogprobs."""
 
     def __init__(self, tokens: TokenJson):
         self._tokens = tokens
@@ -75,12 +75,12 @@ class ChatScores:
 
 
 class CompletionScores:
-    """schemas.CompletionLogprobs."""
+    """Writes schemas.CompletionLogprobs."""
 
     _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
     def __init__(self, tokens: TokenJson, first_offset: int):
-        """first_offset: of the first token; below 0 where it is one that the text does not show."""
+        """first_offset: text offset of the first token; below 0 if the text does not show it."""
         self._tokens, self._offset = tokens, first_offset
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._columns: list[list[bytes]] = [[] for _ in self._NAMES]
@@ -112,7 +112,10 @@ class CompletionScores:
         return offset
 
     def _top(self, entry: TokenLogprob) -> str:
-        """The token itself among them, as OpenAI has it. Of tokens with one text, the likeliest."""
+        """Includes the token itself, as OpenAI does.
+
+        Of tokens with one text, the likeliest counts.
+        """
         if entry.logprob is None:
             return "null"
         top: dict[str, float] = {}
@@ -122,14 +125,14 @@ class CompletionScores:
 
 
 class PromptScores:
-    """vLLM's prompt_logprobs: of each token of a prompt, by their ids, it and the likeliest."""
+    """Writes vLLM's prompt_logprobs: for each prompt token, by id, it and the likeliest ones."""
 
     def __init__(self, tokens: TokenJson, num_tokens: int, num_top: int):
         self._tokens, self._num_left, self._num_top = tokens, num_tokens, num_top
         self._pieces: list[bytes] = []
 
     def take_own(self, entries: list[TokenLogprob]) -> list[TokenLogprob]:
-        """Those of the prompt; returns the rest, which are of the output."""
+        """Takes the entries of the prompt. Returns the rest, which are those of the output."""
         own = entries[: self._num_left]
         self._num_left -= len(own)
         if text := ",".join(map(self._entry, own)):

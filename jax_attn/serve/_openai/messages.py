@@ -1,4 +1,4 @@
-"""From the messages of a request to those that chat templates expect."""
+"""Converts the messages of a request to those that chat templates expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_attn.serve._openai.errors import bad_field
 
 
 def for_template(message: schemas.Message, where: str, writes_channels: bool) -> dict[str, Any]:
-    """Raises ApiError.
+    """Converts one message. Raises ApiError.
 
     where: names the message in an error.
     writes_channels: see ChatTemplate.
@@ -23,7 +23,7 @@ def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
     content = message.content
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
-    # Templates know the older word.
+    # Templates use the older name.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, schemas.ToolMessage):
@@ -48,7 +48,7 @@ def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
 
 
 def _arguments(call: schemas.ToolCall, where: str) -> dict[str, Any]:
-    """Not as text: templates write the JSON themselves."""
+    """Parses a call's arguments, as templates write the JSON themselves."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def _arguments(call: schemas.ToolCall, where: str) -> dict[str, Any]:
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """As gpt-oss's template has it, which takes no content beside thoughts and calls."""
+    """Adds the message's thoughts as gpt-oss's template expects: without content beside calls."""
     if "reasoning_content" not in message:
         return message
     calls = {"content": ""} if message.get("tool_calls") else {}

@@ -1,4 +1,4 @@
-"""What /metrics says: counts of requests and tokens as clients see them, and the engine's own."""
+"""/metrics: counts of requests and tokens as clients see them, and the engine's numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OUTCOMES = ("completed", "disconnected", "rejected", "invalid", "deadline", "fai
 
 
 class Metrics:
-    """One per server, with a registry of its own: nothing is global to the process."""
+    """The metrics of one server. It has a separate registry: nothing is global to the process."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, engine: ServedEngine | None):
-        """engine: None: there is none, and nothing to tell of it."""
+        """engine: None: its numbers are left out."""
         self._registry = CollectorRegistry()
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _TTFT_SECONDS
@@ -51,11 +51,11 @@ class Metrics:
             self._registry.register(_EngineCollector(engine))
 
     def count(self, outcome: str) -> None:
-        """outcome: one of OUTCOMES."""
+        """Counts a request. outcome: one of OUTCOMES."""
         self._outcomes[outcome].inc()
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -63,7 +63,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own numbers at each scrape, so that a step pays nothing for them."""
+    """Reads the engine's numbers at each scrape, so that they cost a step nothing."""
 
     def __init__(self, engine: ServedEngine):
         self._engine = engine

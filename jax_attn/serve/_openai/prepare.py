@@ -1,6 +1,6 @@
-"""From the body of a request to sequences for the engine: templates, tokens, grammars, checks.
+"""From a request body to sequences for the engine: templates, tokens, grammars and checks.
 
-All of it may take a while (a long prompt, a large schema), so the server runs it in a thread.
+This may take a while (a long prompt, a large schema), so the server runs it in a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax_attn.serve._scheduling.tenants import namespace
 
 @dataclass(frozen=True)
 class Caller:
-    tenant: str  # whose key it is; "" without keys
+    tenant: str  # name of the tenant whose key was sent; "" without keys
     arrival: float  # of the request, time.monotonic()
 
 
@@ -46,11 +46,11 @@ class Prepared:
     sequences: list[Sequence]
     arrival: float  # time.monotonic()
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
-    max_tool_calls: int | None = None  # of a choice; None: any number
+    max_tool_calls: int | None = None  # per choice; None: any number
     splitter: Callable[[], reasoning.Splitter] | None = None  # None: the text has no thoughts
     shows_reasoning: bool = True
-    grammar_field: str | None = None  # of the body, from which the grammar came
-    num_prompt_top: int | None = None  # likeliest tokens to show for each of the prompt
+    grammar_field: str | None = None  # the body's field that the grammar came from
+    num_prompt_top: int | None = None  # likeliest tokens to report for each prompt token
 
     @property
     def num_choices(self) -> int:
@@ -61,8 +61,8 @@ class Prepared:
         return sum(map(len, self.prompts))
 
 
-_MOST_TOKENS = 1 << 18  # that /tokenize and /detokenize have to do with
-_MAX_ECHO_CHARS = 1 << 22  # in all choices
+_MOST_TOKENS = 1 << 18  # limit for /tokenize and /detokenize
+_MAX_ECHO_CHARS = 1 << 22  # sum over all choices
 
 
 class Preparer:
@@ -75,8 +75,7 @@ class Preparer:
         limits: KeyLimits,
         defaults: Mapping[str, Any],
     ):
-        """names: as clients call it, the first in
-        answers. defaults: of fields of requests.
+        """names: of the model, for clients; answers use the first. defaults: of request fields.
 
         Raises:
           chat.ChatTemplateError: the directory's template does not compile.
@@ -98,7 +97,7 @@ class Preparer:
         return [self.name, *sorted(self._names - {self.name})]
 
     def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
-        """Raises: ApiError."""
+        """Prepares a completion. Raises ApiError."""
         self.check_model(body.model)
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
@@ -136,7 +135,7 @@ class Preparer:
     def chat(
         self, body: schemas.ChatCompletionRequest, caller: Caller, prefix: str = "chatcmpl-"
     ) -> Prepared:
-        """prefix: of the answer's identifier. Raises: ApiError."""
+        """Prepares a chat completion. prefix: of the answer's identifier. Raises ApiError."""
         self.check_model(body.model)
         tool_format = self._tool_format(body)
         shown = (
@@ -171,7 +170,7 @@ class Preparer:
     def _rendered(
         self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
     ) -> tuple[str, Callable[[], reasoning.Splitter] | None]:
-        """The prompt's text, and what finds the thoughts in an answer to it, if it has any."""
+        """The prompt's text, and a splitter for the thoughts in its answer, if it may have any."""
         variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
@@ -195,7 +194,7 @@ class Preparer:
         return text, lambda: reasoning.ThinkSplitter(is_open)
 
     def _tool_format(self, body: schemas.ChatCompletionRequest) -> tools.ToolFormat | None:
-        """None: this request wants no tool calls."""
+        """The format of the calls that the answer may have; None: the request wants none."""
         if not body.tools or body.tool_choice == "none":
             return None
         if self._template.tool_format is None:
@@ -209,7 +208,7 @@ class Preparer:
     def _tool_grammar(
         self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
     ) -> str | None:
-        """None: the model may write what it likes, calls too."""
+        """The grammar for calls that the request demands; None: the output is not restricted."""
         answer: Any = None
         if body.tool_choice == "auto":
             if body.constraint is None:
@@ -241,7 +240,7 @@ class Preparer:
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """most: tokens that are of use. Raises ApiError for a text that has far more."""
+        """Encodes a text. most: number of tokens of use. Raises ApiError if there are far more."""
         tokens = self._texts.encode(text, "prompt", self.max_model_len, add_special_tokens, most)
         if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
             tokens = [self._bos, *tokens]
@@ -265,7 +264,7 @@ class Preparer:
         name: str | None = None,
         continues: bool = False,
     ) -> str:
-        """See ChatTemplate.render. Raises: ApiError."""
+        """See ChatTemplate.render. Raises ApiError."""
         plain = [
             for_template(message, f"messages[{i}]", self._template.writes_channels)
             for i, message in enumerate(messages)
@@ -281,7 +280,7 @@ class Preparer:
     def _truncated(
         self, tokens: list[int], body: schemas.SamplingBody, max_tokens: int
     ) -> list[int]:
-        """The last of them, if so many are wanted."""
+        """Keeps the last tokens only, if the request asks for that."""
         most = body.truncate_prompt_tokens
         if most is None:
             return tokens
@@ -290,7 +289,7 @@ class Preparer:
         return tokens[-most:]
 
     def tokenize(self, body: schemas.TokenizeRequest) -> list[int]:
-        """Raises: ApiError."""
+        """Answers /tokenize. Raises ApiError."""
         self.check_model(body.model)
         most = max(_MOST_TOKENS, self.max_model_len)
         if body.messages is not None:
@@ -298,7 +297,7 @@ class Preparer:
         return self.encode(body.prompt or "", body.add_special_tokens, most)
 
     def detokenize(self, body: schemas.DetokenizeRequest) -> str:
-        """Raises: ApiError."""
+        """Answers /detokenize. Raises ApiError."""
         self.check_model(body.model)
         most = max(_MOST_TOKENS, self.max_model_len)
         if len(body.tokens) > most:
@@ -306,11 +305,11 @@ class Preparer:
         return self.decode(body.tokens)
 
     def decode(self, tokens: list[int]) -> str:
-        """Raises: ApiError."""
+        """Decodes tokens. Raises ApiError."""
         return self.decode_all([self._checked(tokens, "tokens")])[0]
 
     def decode_all(self, tokens: list[list[int]]) -> list[str]:
-        # As a batch, likewise.
+        # As a batch, which lets other threads run meanwhile.
         return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
 
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
@@ -321,7 +320,7 @@ class Preparer:
         return tokens
 
     def _params(self, body: schemas.SamplingBody, logprobs: int | None) -> dict[str, Any]:
-        """SamplingParams' fields, but for those that differ between sequences."""
+        """The fields of SamplingParams that are the same for all sequences of the request."""
         self._checked(body.stop_token_ids, "stop_token_ids")
         bias = {int(token): value for token, value in body.logit_bias.items()}
         self._checked(list(bias), "logit_bias")
@@ -332,7 +331,7 @@ class Preparer:
             "min_tokens": body.min_tokens,
             "temperature": fields["temperature"],
             "top_k": max(fields["top_k"], 0),
-            "top_p": max(fields["top_p"], 1e-6),  # 0: the likeliest token alone
+            "top_p": max(fields["top_p"], 1e-6),  # top_p 0: only the likeliest token
             "min_p": fields["min_p"],
             "repetition_penalty": fields["repetition_penalty"],
             "presence_penalty": body.presence_penalty,
@@ -349,7 +348,7 @@ class Preparer:
         }
 
     def _sampling_fields(self, body: schemas.SamplingBody) -> dict[str, Any]:
-        """With the model's own defaults for what the body does not say."""
+        """The body's sampling fields, with the model's defaults for absent ones."""
         return {
             name: self._defaults[name]
             if name in self._defaults and name not in body.model_fields_set
@@ -375,7 +374,7 @@ class Preparer:
         return self._checked_grammar(field, lambda: make(value))
 
     def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
-        """make: gives the text, for the engine to compile. Raises ApiError, naming the field."""
+        """Makes grammar text, which the engine compiles. Raises ApiError that names the field."""
         try:
             return make()
         except grammar.GrammarError as error:
@@ -390,9 +389,9 @@ class Preparer:
         echo: bool,
         caller: Caller,
     ) -> list[int]:
-        """Of each prompt's choices, in tokens, at most.
+        """The maximum output tokens of the choices of each prompt.
 
-        Raises ApiError for a request that is larger than any answer may be.
+        Raises ApiError if the request exceeds the size of any answer.
         """
         self._limits.check_one(
             caller.tenant,
@@ -403,7 +402,7 @@ class Preparer:
         if getattr(body, "max_completion_tokens", None) is not None:
             limit = "max_completion_tokens"
         max_tokens: int | None = getattr(body, limit)
-        each = 0 if logprobs is None else 1 + logprobs  # numbers for a token
+        each = 0 if logprobs is None else 1 + logprobs  # log-probabilities per token
         of_prompt = each if echo else 0
         if body.prompt_logprobs is not None:
             of_prompt += 1 + body.prompt_logprobs
@@ -471,16 +470,19 @@ class Preparer:
 
 
 def _seed(seed: int, choice: int) -> int:
-    """Far apart, so that no choice of seed s is another choice of seed s + 1. Choice 0 is s."""
+    """The seed of a choice; that of choice 0 is `seed`.
+
+    Seeds are far apart, so that no choice of seed s is another choice of seed s + 1.
+    """
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 
 
-# Of a model's generation_config.json, as vLLM takes them.
+# Fields of generation_config.json that are used, as in vLLM.
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(directory: str | Path) -> dict[str, Any]:
-    """What the directory's generation_config.json says about sampling, or {} without one.
+    """The sampling defaults in the directory's generation_config.json; {} without one.
 
     Raises:
       ValueError: a value that no request could have.
@@ -503,7 +505,7 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> Any:
-    """Of a text, too, which is left to the grammar's compiler if it is no JSON."""
+    """Parses a schema given as text. Text that is not JSON is left to the grammar compiler."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -511,7 +513,7 @@ def _schema(value: Any) -> Any:
 
 
 def _grammar_field(body: schemas.SamplingBody) -> str:
-    """The field that has the grammar, if any has."""
+    """The field that has the grammar, or ""."""
     if getattr(body, "tools", None) and body.tool_choice != "none":  # type: ignore[attr-defined]
         return "tools"
     return "grammar" if body.constraint is None else body.constraint.field

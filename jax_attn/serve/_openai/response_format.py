@@ -1,4 +1,4 @@
-"""OpenAI's shapes of an answer with choices: from texts to models of `schemas`."""
+"""The response format of answers with choices: from texts to models of `schemas`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from jax_attn.serve._scheduling.request import FinishReason
 
 
 class Style(Protocol):
-    """One of OpenAI's two shapes of an answer. The JSON of its models has no log-probabilities:
-    those of a choice are spliced in."""
+    """One of OpenAI's two response formats.
 
-    keeps_text: bool  # the text of a choice is shown as it is, and when it comes
+    The JSON of its models lacks log-probabilities, which are spliced in.
+    """
+
+    keeps_text: bool  # the text of a choice is sent unchanged, as it comes
     tokens: TokenJson
 
     def scores(self, index: int) -> Scores | None: ...
@@ -28,15 +30,15 @@ class Style(Protocol):
     def chunk(
         self, index: int, text: str, has_scores: bool, finish: str | None
     ) -> BaseModel | None:
-        """An event with what is new of one choice; None: nothing is."""
+        """An event with the new part of one choice; None: there is nothing new."""
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
 
     def whole(self, usage: schemas.Usage) -> BaseModel:
-        """Without its choices."""
+        """The whole answer, without its choices."""
 
     def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
-        """Of the whole."""
+        """A choice of the whole answer."""
 
 
 class CompletionStyle:
@@ -71,7 +73,7 @@ class CompletionStyle:
         )
 
     def _first_offset(self, index: int) -> int:
-        """Of the prompt's first token; below 0 where it is one that the text does not show."""
+        """The text offset of the prompt's first token; below 0 if the text does not show it."""
         if not self._echoes[index]:
             return 0
         prompt = self._prepared.prompts[index // self._prepared.num_choices]
@@ -134,9 +136,9 @@ class ChatStyle:
 
 
 class SplitText:
-    """What one choice of a chat says: thoughts, the answer, and calls of tools.
+    """Splits the text of a chat's choice into thoughts, answer and tool calls.
 
-    Calls are looked for outside of thoughts only.
+    Calls inside thoughts are ignored.
     """
 
     def __init__(self, prepared: Prepared):
@@ -149,7 +151,7 @@ class SplitText:
         self.calls: list[schemas.ToolCall] = []
 
     def push(self, text: str, at_end: bool) -> tuple[str, str]:
-        """(thoughts, answer): the text of each that is known to be no tool call."""
+        """Returns (thoughts, answer): text of each that is known not to be part of a tool call."""
         parts = self._splitter.push(text) if self._splitter else Parts(content=text)
         reasoning, content, calls = parts
         if self._splitter and at_end:
@@ -174,7 +176,7 @@ class SplitText:
 
 
 def reasons_of(reason: str | None) -> dict[str, Any]:
-    """finish_reason, of those that OpenAI's clients know, and stop_reason for what they do not."""
+    """finish_reason, as one of OpenAI's values, and stop_reason for the other reasons."""
     if reason in (FinishReason.DEADLINE, FinishReason.ERROR):
         return {"finish_reason": "length", "stop_reason": str(reason)}
     return {"finish_reason": reason}

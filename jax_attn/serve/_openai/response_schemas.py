@@ -1,4 +1,4 @@
-"""The bodies of /v1/responses, OpenAI's Responses API. What `schemas` says of bodies holds here."""
+"""The bodies of /v1/responses, OpenAI's Responses API. `schemas` describes their common rules."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _refuse_type(value: Any) -> None:
     )
 
 
-# Of the types of OpenAI's that there is nothing for here: the error has the type's name.
+# OpenAI's types that this server does not support: the error has the type's name.
 _Other: TypeAlias = Annotated[
     None, BeforeValidator(_refuse_type), WithJsonSchema({"not": {}, "description": "not supported"})
 ]
 
 
 def _by_type(*known: str, default: str | None = None) -> Discriminator:
-    """default: of what has no type."""
+    """Selects a type by its "type" field. default: for objects without one."""
 
     def kind(value: Any) -> str:
         found = value.get("type", default) if isinstance(value, dict) else None
@@ -81,7 +81,7 @@ class MessageItem(RequestBody):
 
 
 class FunctionCallItem(RequestBody):
-    """A call that an answer had."""
+    """A call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
@@ -92,7 +92,7 @@ class FunctionCallItem(RequestBody):
 
 
 class FunctionCallOutputItem(RequestBody):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
@@ -107,7 +107,7 @@ class ReasoningPart(RequestBody):
 
 
 class ReasoningItem(RequestBody):
-    """Thoughts that an answer had, for the template."""
+    """Thoughts of an earlier answer, for the template."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] = []
@@ -131,7 +131,7 @@ def _kind_of_input(given: Any) -> str:
     return "items" if isinstance(given, list) else "text"
 
 
-# By its type, so that an error is about what was meant.
+# Chosen by type, so that an error is about the one that was meant.
 Input: TypeAlias = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[
@@ -157,7 +157,7 @@ class NamedFunctionTool(schemas.NamedFunction):
 class TextFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=64)] = "schema"
-    # "schema" would hide a method of BaseModel.
+    # A field named "schema" would hide a method of BaseModel.
     schema_: dict[str, Any] | SkipJsonSchema[None] = Field(None, alias="schema")
     description: Ignored
     strict: Ignored  # the output always follows the schema
@@ -180,7 +180,7 @@ class ReasoningConfig(RequestBody):
     effort: str | SkipJsonSchema[None] = Field(
         None, max_length=32, description="for the template; none: enable_thinking is false, too"
     )
-    summary: Ignored  # there is none: an answer has all of its thoughts
+    summary: Ignored  # there is no summary: an answer has all of its thoughts
     generate_summary: Ignored
 
 
@@ -320,7 +320,7 @@ class ModelResponse(BaseModel):
     model: str
     output: list[OutputMessage | OutputReasoning | OutputFunctionCall] = []
     usage: ResponseUsage | None = None
-    # As the request has them, or what holds where it does not say.
+    # Values of the request, or the defaults that were used.
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -338,7 +338,7 @@ class ModelResponse(BaseModel):
 
 
 class ResponseEvent(BaseModel):
-    """Of a stream; which fields an event has beside its type is OpenAI's."""
+    """An event of a stream. OpenAI defines which fields each type has."""
 
     type: str
     sequence_number: int

@@ -1,4 +1,4 @@
-"""Responses that clients may come back to: the last used ones, in bounded memory."""
+"""Stores responses that clients may refer to later: the most recently used, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StoredResponse:
-    body: bytes  # JSON, as it was answered
-    # JSON: the conversation that ends with it, as messages of a chat, without instructions. All of
-    # it, so that no response needs another one to be continued.
+    body: bytes  # JSON, as it was sent
+    # JSON: the conversation up to and including it, as chat messages without instructions. It is
+    # complete, so that no response needs another one to be continued.
     messages: bytes
 
     @property
@@ -20,20 +20,20 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """By tenant and identifier. Of any thread.
+    """Responses by tenant and identifier. Thread-safe.
 
-    Where it is full, the tenant that has most of it loses what it did not use for longest. So one
-    that stores much costs the others nothing.
+    When it is full, the tenant that holds most of it loses its least recently used responses. So a
+    tenant that stores much does not affect the others.
     """
 
     def __init__(self, max_bytes: int = 64 << 20, max_count: int = 8192):
         self._max_bytes, self._max_count = max_bytes, max_count
         self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
-        self._num_bytes: dict[str, int] = {}  # of each tenant
+        self._num_bytes: dict[str, int] = {}  # by tenant
         self._lock = threading.Lock()
 
     def put(self, tenant: str, id: str, response: StoredResponse) -> None:
-        """id: a new one."""
+        """Stores a response. id: a new identifier."""
         with self._lock:
             self._tenants.setdefault(tenant, OrderedDict())[id] = response
             self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + response.num_bytes
@@ -43,7 +43,7 @@ class ResponseStore:
                 self._drop_oldest(max(self._tenants, key=lambda name: len(self._tenants[name])))
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
-        """None: there is none, or none any more. What is found was used now."""
+        """Returns a response and marks it as used; None: it is unknown or was dropped."""
         with self._lock:
             responses = self._tenants.get(tenant, OrderedDict())
             if id in responses:
@@ -51,7 +51,7 @@ class ResponseStore:
             return responses.get(id)
 
     def remove(self, tenant: str, id: str) -> bool:
-        """Whether there was one."""
+        """Removes a response. Returns whether it was there."""
         with self._lock:
             is_there = id in self._tenants.get(tenant, {})
             if is_there:

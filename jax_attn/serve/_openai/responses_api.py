@@ -1,7 +1,7 @@
-"""/v1/responses, OpenAI's Responses API, over the path of chat completions.
+"""/v1/responses, OpenAI's Responses API, built on chat completions.
 
-A request becomes that of a chat (`ResponsesApi.prepare`), and what the engine gives becomes a list
-of items: thoughts, messages and calls (`Output`). A response is kept for `previous_response_id`,
+A request becomes a chat request (`ResponsesApi.prepare`), and the engine's output becomes a list of
+items: thoughts, messages and calls (`Output`). A response is stored for `previous_response_id`,
 with the conversation that led to it.
 """
 
@@ -30,13 +30,13 @@ from jax_attn.serve._scheduling.events import TokenEvent
 
 Event = dict[str, Any]
 
-# A field of a chat's request -> where a response's has it.
+# A field of a chat request -> its place in a responses request.
 _FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-# What the two kinds of requests have in common and mean alike.
+# Fields that both kinds of requests have with the same meaning.
 _SHARED = frozenset(schemas.Generation.model_fields) - {
     "stream", "stream_options", "store", "metadata",
 }  # fmt: skip
@@ -49,8 +49,10 @@ class ResponsesApi:
     def prepare(
         self, body: rs.ResponsesRequest, caller: Caller
     ) -> tuple[Prepared, partial[ResponseAnswer]]:
-        """The request for the engine, and what makes its answer, of the further arguments of
-        GenerationAnswer. Raises: ApiError."""
+        """Returns the request for the engine, and a factory for its answer.
+
+        The factory takes GenerationAnswer's further arguments. Raises ApiError.
+        """
         history: list[dict[str, Any]] = []
         if (previous := body.previous_response_id) is not None:
             history = json.loads(
@@ -81,18 +83,20 @@ class ResponsesApi:
         return dataclasses.replace(prepared, grammar_field=_FIELDS.get(field, field))
 
     def stored(self, tenant: str, id: str) -> StoredAnswer:
-        """Raises: ApiError, 404."""
+        """Answers with a stored response. Raises ApiError, 404."""
         return StoredAnswer(self._find(tenant, id).body)
 
     def delete(self, tenant: str, id: str) -> rs.DeletedResponse:
-        """Raises: ApiError, 404."""
+        """Deletes a stored response. Raises ApiError, 404."""
         if not self._store.remove(tenant, id):
             raise _not_found(id)
         return rs.DeletedResponse(id=id)
 
     def cancel(self, tenant: str, id: str) -> NoReturn:
-        """Raises: ApiError, always: what is stored has ended. To stop one that has not ended,
-        close the connection."""
+        """Always raises ApiError: stored responses have ended.
+
+        To stop a running one, close the connection.
+        """
         self._find(tenant, id)
         raise ApiError(
             400,
@@ -123,12 +127,12 @@ def _not_found(id: str, param: str | None = None) -> ApiError:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """About the fields of the request as it came."""
+    """Renames the error's field to that of the original request."""
     param, message = error.param or "", str(error)
     new = _FIELDS.get(re.split(r"[.[]", param)[0], param)
     if message.startswith(param):
         message = new + message[len(param) :]
-    # In what else they say there are no words of the client's.
+    # Other messages contain no text of the client's.
     if error.code == "context_length_exceeded" or param == "min_tokens":
         for old, name in _FIELDS.items():
             message = message.replace(old, name)
@@ -139,8 +143,10 @@ def _renamed(error: ApiError) -> ApiError:
 
 
 def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
-    """Of ChatCompletionRequest, but for the messages. What the body does not say is not there, so
-    that the model's own defaults hold."""
+    """Fields of ChatCompletionRequest, without the messages.
+
+    Fields that the body does not set are left out, so that the model's defaults apply.
+    """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
     fields["parallel_tool_calls"] = body.parallel_tool_calls
     fields["chat_template_kwargs"] = body.chat_template_kwargs
@@ -172,17 +178,17 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
 
 
 def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Of a chat. Thoughts, a text and calls that follow each other are one message.
+    """Converts items to chat messages. Consecutive thoughts, text and calls form one message.
 
-    names: call_id -> function, of earlier calls; those of `given` are added.
+    names: call_id -> function, of earlier calls; calls in `given` are added.
 
     Raises:
-      ApiError: the result of a call that nobody made.
+      ApiError: the result of an unknown call.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None  # the last message, if it may go on
+    answer: dict[str, Any] | None = None  # the last message, if more items may join it
     for i, item in enumerate(given):
         if isinstance(item, rs.MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _content(item.content)})
@@ -220,7 +226,7 @@ def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, A
 
 
 def _may_follow(item: Any, answer: dict[str, Any]) -> bool:
-    """Within one answer, which has thoughts first, then a text, then calls."""
+    """Whether `item` may join an answer: thoughts come first, then a text, then calls."""
     if isinstance(item, rs.FunctionCallItem):
         return True
     taken = (
@@ -242,7 +248,7 @@ def _names_of_calls(messages: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _outline(body: rs.ResponsesRequest, prepared: Prepared) -> rs.ModelResponse:
-    """The response before anything of it is there."""
+    """The response before it has any output."""
     params = prepared.sequences[0].params
     choice = body.tool_choice
     format = body.text.format if body.text is not None else None
@@ -275,17 +281,18 @@ def _shown_format(format: rs.TextFormat | None) -> dict[str, Any]:
 
 
 class Output:
-    """The items of a response, and the events of a stream that tell of them."""
+    """The items of a response, and the stream events that describe them."""
 
     def __init__(self, prepared: Prepared):
         self._split = SplitText(prepared)
-        self._open: rs.OutputMessage | rs.OutputReasoning | None = None  # the last item, so far
+        # The last item, while it grows.
+        self._open: rs.OutputMessage | rs.OutputReasoning | None = None
         self.items: list[Any] = []
-        self.num_thought = 0  # tokens, up to the end of thoughts
+        self.num_thought = 0  # tokens up to the end of the thoughts
         self._num_tokens = 0
 
     def push(self, text: str, num_tokens: int, end: rs.ItemStatus | None) -> Iterator[Event]:
-        """end: this is the last text, and leaves an open item so."""
+        """Adds text. end: this is the last text; an open item gets this status."""
         num_calls = len(self._split.calls)
         reasoning, content = self._split.push(text, at_end=end is not None)
         self._num_tokens += num_tokens
@@ -299,12 +306,12 @@ class Output:
             yield from self._close("completed")
             yield from self._call(call)
         if end is not None:
-            if not self.items:  # clients expect one
+            if not self.items:  # clients expect at least one item
                 yield from self._add(rs.OutputMessage, "msg", "")
             yield from self._close(end)
 
     def message(self) -> dict[str, Any]:
-        """Of a chat, with all of it."""
+        """The whole output as a chat message."""
         texts: dict[str, list[str]] = {"reasoning": [], "message": []}
         for item in self.items:
             if item.type in texts:
@@ -364,7 +371,7 @@ class Output:
 
     @property
     def _scores(self) -> dict[str, Any]:
-        """Which events of texts have, and of thoughts have not."""
+        """Log-probability fields, which events of texts have and those of thoughts do not."""
         return {} if isinstance(self._open, rs.OutputReasoning) else {"logprobs": []}
 
     def _part(self, text: str) -> rs.OutputText | rs.ReasoningText:
@@ -390,9 +397,9 @@ class ResponseAnswer(GenerationAnswer):
         *args: Any,
         **kwargs: Any,
     ):
-        """response: its outline. put: (message of a chat, response), both JSON, keeps it; or None.
+        """response: its outline. put: stores (chat message, response), both JSON; None: not stored.
 
-        Further arguments: of GenerationAnswer.
+        Further arguments: those of GenerationAnswer.
         """
         super().__init__(*args, **kwargs)
         self._response, self._put = response, put
@@ -425,7 +432,7 @@ class ResponseAnswer(GenerationAnswer):
         await send({"type": "http.response.body", "body": b""})
 
     def _push(self, event: TokenEvent) -> Iterator[Event]:
-        """The stream events that follow from an event of the engine."""
+        """The stream events that follow from an engine event."""
         end: rs.ItemStatus | None = None
         if event.finish_reason is not None:
             is_whole = reasons_of(event.finish_reason)["finish_reason"] == "stop"
@@ -433,7 +440,7 @@ class ResponseAnswer(GenerationAnswer):
         return self._output.push(event.text, len(event.tokens), end)
 
     def _finish(self) -> bytes:
-        """Its JSON, which is kept from now on if it is to be."""
+        """Completes the response. Returns its JSON, and stores it if the request asks for that."""
         response, output = self._response, self._output
         reasons = reasons_of(self._choices[0].finish_reason)
         response.status = "completed" if reasons["finish_reason"] == "stop" else "incomplete"
@@ -475,8 +482,10 @@ class ResponseAnswer(GenerationAnswer):
 
 
 class StoredAnswer:
-    """An ASGI application that answers with what is stored, in pieces: who does not read it has
-    only some of it waiting."""
+    """An ASGI application that sends a stored response in pieces.
+
+    A client that does not read it then keeps only a part of it in the server's memory.
+    """
 
     def __init__(self, body: bytes):
         self._body = body

@@ -1,6 +1,6 @@
-"""The bodies of the HTTP API: OpenAI's fields, this server's own, and the caps on all of them.
+"""The bodies of the HTTP API: OpenAI's fields, this server's extensions, and their limits.
 
-`fields` says how their fields are read.
+`fields` describes how the fields are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_attn.serve._openai.fields import (
     tokens_schema,
 )
 
-# Caps that are the same for every model. Those on length and on the queue come from the engine.
+# Limits that are the same for every model. Those on length and on the queue depend on the engine.
 MAX_CHOICES = 64  # n
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
@@ -39,10 +39,10 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-# Log-probabilities of an answer: tokens x (1 + logprobs) of all its choices, those of the prompt
-# included if it is echoed. So many are 20 MB of JSON.
+# Log-probabilities of an answer: tokens x (1 + logprobs) of all its choices, including an echoed
+# prompt. The limit is 20 MB of JSON.
 MAX_SCORES = 1 << 18
-MAX_GRAMMAR_CHARS = 65536  # of a schema as JSON, a regular expression or a grammar
+MAX_GRAMMAR_CHARS = 65536  # of a JSON schema, a regular expression or a grammar
 MAX_ALTERNATIVES = 1024  # of guided_choice
 MAX_DEADLINE_SECONDS = 86400
 
@@ -50,7 +50,7 @@ MAX_DEADLINE_SECONDS = 86400
 StopTokens: TypeAlias = Annotated[
     list[int],
     PlainValidator(check_tokens),
-    at_most(MAX_STOP_TOKENS),  # which looks first
+    at_most(MAX_STOP_TOKENS),  # checked first
     tokens_schema(maxItems=MAX_STOP_TOKENS),
 ]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -62,7 +62,7 @@ def _kind_of_stop(stop: Any) -> str:
     return "texts" if isinstance(stop, list) else "text"
 
 
-# By its type, so that an error is about what was meant.
+# Chosen by type, so that an error is about the one that was meant.
 Stop: TypeAlias = Annotated[
     Annotated[StopString, Tag("text")]
     | Annotated[Literal[""], Tag("none")]
@@ -79,7 +79,7 @@ class StreamOptions(RequestBody):
 class JsonSchemaFormat(RequestBody):
     name: Annotated[str, Field(max_length=64)] = "schema"
     description: Ignored
-    # "schema" would hide a method of BaseModel.
+    # A field named "schema" would hide a method of BaseModel.
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: Ignored  # the output always follows the schema
 
@@ -106,9 +106,9 @@ class ResponseFormat(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """vLLM's name for what the output is to follow."""
+    """vLLM's form of constraints on the output."""
 
-    # "json" would hide a method of BaseModel.
+    # A field named "json" would hide a method of BaseModel.
     json_: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(None, alias="json")
     regex: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
     grammar: str | SkipJsonSchema[None] = Field(None, max_length=MAX_GRAMMAR_CHARS)
@@ -116,20 +116,20 @@ class StructuredOutputs(RequestBody):
     json_object: bool = False
     structural_tag: Unsupported = None
     disable_fallback: Ignored
-    disable_any_whitespace: Ignored  # there is none anyway
+    disable_any_whitespace: Ignored  # the output has no white space anyway
     disable_additional_properties: Unsupported = None
     whitespace_pattern: Unsupported = None
 
 
 class OutputConstraint(NamedTuple):
-    """What the output is to follow, and which field says so."""
+    """A constraint on the output, and the field that it comes from."""
 
     field: str
     kind: Literal["json", "regex", "grammar", "choice"]
     value: Any
 
 
-# Those that are fields of a request as they are.
+# Constraints that are plain fields of a request.
 _CONSTRAINTS: tuple[tuple[str, Literal["json", "regex", "grammar", "choice"]], ...] = (
     ("json_schema", "json"),
     ("regex", "regex"),
@@ -142,7 +142,7 @@ _CONSTRAINTS: tuple[tuple[str, Literal["json", "regex", "grammar", "choice"]], .
 
 
 class Generation(RequestBody):
-    """What all requests for text have in common."""
+    """Fields that all requests for text share."""
 
     model: str | SkipJsonSchema[None] = Field(None, description="as /v1/models names it")
     stream: bool = False
@@ -167,7 +167,7 @@ class Generation(RequestBody):
         Field(max_length=MAX_LOGIT_BIAS, description="token id -> what is added to its logit"),
     ] = {}
 
-    # This server's own. With the openai client: extra_body={"top_k": 40}.
+    # Extensions of this server. With the openai client: extra_body={"top_k": 40}.
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
@@ -200,7 +200,7 @@ class Generation(RequestBody):
 
 
 class SamplingBody(Generation):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="choices for each prompt")
     max_tokens: int | SkipJsonSchema[None] = Field(None, ge=1)
@@ -219,7 +219,7 @@ class SamplingBody(Generation):
         max_length=MAX_GRAMMAR_CHARS,
         description="the output follows this Lark grammar (vLLM: guided_grammar)",
     )
-    # vLLM's, beside those above.
+    # Extensions of vLLM, beside those above.
     guided_json: dict[str, Any] | bool | str | SkipJsonSchema[None] = Field(
         None, description="as json_schema, or its text"
     )
@@ -313,7 +313,7 @@ def kind_of_prompt(prompt: Any) -> str | None:
     return "token lists" if prompt and isinstance(prompt[0], list) else "texts"
 
 
-# By its first element, so that an error is about what was meant.
+# Chosen by the first element, so that an error is about the kind that was meant.
 Prompt: TypeAlias = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[PromptTokens, Tag("tokens")]
@@ -357,7 +357,7 @@ class TextPart(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, part: Any) -> Any:
-        """Refuses images, sounds and files, before their fields count as unknown ones."""
+        """Refuses images, sounds and files, before their fields count as unknown."""
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if isinstance(kind, str) and kind != "text":
             raise PydanticCustomError(
@@ -369,7 +369,7 @@ class TextPart(RequestBody):
 
 
 class RefusalPart(RequestBody):
-    """What an assistant said instead of an answer."""
+    """A refusal by the assistant, instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -411,7 +411,7 @@ class ToolCall(RequestBody):
 
 
 class PastToolCall(ToolCall):
-    """As an answer had it, or put together from a stream, whose pieces have an index."""
+    """A call copied from an answer or joined from a stream, whose pieces have an index."""
 
     index: Ignored
 
@@ -424,7 +424,7 @@ class PlainMessage(RequestBody):
 
 
 class ToolMessage(RequestBody):
-    """What a call gave."""
+    """The result of a call."""
 
     role: Literal["tool"]
     content: Content = ""
@@ -557,7 +557,7 @@ class ChatCompletionRequest(SamplingBody):
 
 
 class TokenizeRequest(RequestBody):
-    """Either a text, or messages as the chat template writes them."""
+    """A text, or messages that the chat template renders."""
 
     model: str | SkipJsonSchema[None] = None
     prompt: str | SkipJsonSchema[None] = None
@@ -598,7 +598,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """Of a token, which is the key that it has. As vLLM has it."""
+    """The entry of a token in vLLM's format; the token is its key."""
 
     logprob: float
     rank: int | None = Field(description="1: the likeliest; null: beyond those that are here")
@@ -622,7 +622,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The whole answer, or one event of a stream."""
+    """A whole answer, or one event of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

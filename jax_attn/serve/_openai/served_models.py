@@ -1,4 +1,4 @@
-"""What HTTP needs of the models that it serves: of `models.Model` and of `Embedder`."""
+"""The parts of `models.Model` and `Embedder` that HTTP needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EmbeddingJob(Protocol):
 
     @property
     def vectors(self) -> np.ndarray:
-        """[number of sequences, size] f32, complete once `done` is."""
+        """[number of sequences, size] f32, complete when `done` is."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""From texts to tokens, in bounded time and memory."""
+"""Encodes texts to tokens, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PIECE = 1 << 16  # characters
 
 class TextEncoder:
     def __init__(self, tokenizer: Tokenizer):
-        # A text that is too long is refused, not cut.
+        # Texts that are too long are refused, not truncated.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -23,12 +23,13 @@ class TextEncoder:
         add_special_tokens: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """max_tokens: of the model. most: tokens that are of use; None: those.
+        """Encodes a text. Raises ApiError about `field` if it has far too many tokens.
 
-        Raises ApiError, about `field`, for a text that has far more.
+        max_tokens: the model's limit. most: number of tokens of use; None: max_tokens.
         """
-        # A token of text takes a hundred bytes and a microsecond. Where a text is cut changes the
-        # number of its tokens by a few, so what has twice as many as are of use is known early.
+        # A token of text takes a hundred bytes and a microsecond. Splitting the text changes the
+        # number of tokens by a few, so a text with twice as many tokens as are of use is refused
+        # early.
         num_tokens, limit = 0, 2 * (most or max_tokens)
         for begin in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
             num_tokens += len(self._ids(text[begin : begin + _PIECE], False))
@@ -37,7 +38,7 @@ class TextEncoder:
         return self._ids(text, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of a batch, as that lets other threads run meanwhile.
+        # As a batch, which lets other threads run meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )

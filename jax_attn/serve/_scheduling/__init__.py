@@ -1,1 +1,1 @@
-"""Which sequence computes what, and which pages it has: pure Python, no JAX. Private."""
+"""Which sequence computes which tokens, and which pages it has: pure Python, no JAX. Private."""

@@ -1,10 +1,10 @@
-"""Which waiting sequences get slots and pages: tenants' shares, priorities, cached prefixes.
+"""Decides which waiting sequences get slots and pages, by shares, priorities and cached prefixes.
 
-Tenants take turns (see `tenants`): tokens of prompts and the right to get in go to the tenant that
-has had the fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
+Tenants take turns (see `tenants`): prompt tokens and admission go to the tenant that has had the
+fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
 
-Cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
-while another computes pages that it could share, such as its sibling of n > 1.
+The cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
+while another one computes pages that it could share, such as its sibling of n > 1.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jax_attn.serve._scheduling.step_plan import SchedulerConfig, StepPlan
 from jax_attn.serve._scheduling.tenants import Tenant, Tenants, in_turn, rank, waiting_rank
 
 # Waiting sequences, from the heads of the queues, that are looked up in the prefix cache for a
-# step: a lookup takes some microseconds, and there may be thousands. They are of so many tenants.
+# step: a lookup takes some microseconds, and thousands may wait. The same limit holds for their
+# tenants.
 _LOOKUPS = 128
 _LOOKUP_TENANTS = 16
 
 
 class QueueFull(Exception):
-    """As many sequences wait as the limit that the message names. Try again later."""
+    """The queue is at the limit that the message names. Try again later."""
 
 
 class Candidate(NamedTuple):
@@ -36,44 +37,47 @@ class Candidate(NamedTuple):
     seq: Sequence
     key: bytes
     num_cached_pages: int
-    may_be_overtaken: bool  # by others of its tenant
+    may_be_overtaken: bool  # by other sequences of its tenant
 
 
 class _Need(NamedTuple):
-    """The least room with which any candidate could enter, when the queues were last looked up."""
+    """The least capacity with which any candidate could enter, at the last lookup of the queues."""
 
     num_new: int  # new pages
     num_pages: int  # entries of the page table
-    num_insertions: int  # KvMemory.num_insertions then: after more, a candidate may need less
+    # KvMemory.num_insertions at that time: after more, a candidate may need less
+    num_insertions: int
 
 
 class Admission:
-    """The queues of all tenants, and the rules by which sequences leave them for a step."""
+    """The queues of all tenants, and the rules for admitting their sequences to a step."""
 
     def __init__(self, config: SchedulerConfig, memory: KvMemory, tenants: Tenants):
         self._config, self._memory, self._tenants = config, memory, tenants
         self.num_waiting = 0
-        # With less room nobody gets in: what `candidates` found when it last looked the queues up.
-        # None: since then somebody may need less.
+        # With less capacity nobody can enter: found by the last `candidates` that looked the queues
+        # up. None: a candidate may need less since then.
         self._least_need: _Need | None = None
-        # Totals since the start; re-admissions after a preemption not included.
+        # Totals since the start, without re-admissions after a preemption.
         self.num_admissions = 0
         self.num_prompt_tokens = 0
         self.num_prompt_tokens_cached = 0
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Tenant by tenant, in turn. By priority; the preempted before those that have never run;
-        by arrival."""
+        """All waiting sequences, by tenant in turn, then by priority.
+
+        Within a priority, preempted ones come before those that have never run; then by arrival.
+        """
         return [seq for tenant in in_turn(self._tenants) for seq in tenant.waiting]
 
     # ---- the queue ----
 
     def check(self, num_new: Counter[str]) -> None:
-        """Raises QueueFull unless each tenant may add so many.
+        """Raises QueueFull unless each tenant may add that many sequences.
 
-        A tenant that is alone has the whole queue. Others cannot fill it so that a tenant is
-        refused its share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
+        A tenant alone may use the whole queue. Others cannot fill it so that a tenant is refused
+        its share: with T tenants it holds at most max_waiting * (1 + 1/2 + ... + 1/T).
         """
         num_tenants = len(self._tenants) + sum(name not in self._tenants for name in num_new)
         share = self._config.max_waiting // max(num_tenants, 1)
@@ -111,15 +115,15 @@ class Admission:
             self._least_need = None
 
     def on_tokens_changed(self) -> None:
-        """A waiting sequence has more tokens, or fewer samples in flight."""
+        """Notes that a waiting sequence has more tokens, or fewer samples in flight."""
         self._least_need = None
 
     # ---- shares of tenants ----
 
     def _claimants(self) -> list[Tenant]:
-        """Tenants with waiting sequences, and less than their share of slots and of pages.
+        """Tenants with waiting sequences and less than their share of slots and of pages.
 
-        While there are any, only their sequences get in.
+        While there are any, only their sequences are admitted.
         """
         if len(self._tenants) < 2 or not self.num_waiting:
             return []
@@ -141,15 +145,16 @@ class Admission:
         return self._config.num_pages // len(self._tenants)
 
     def _may_run(self, tenant: Tenant) -> bool:
-        """Whether one more sequence of the tenant may run."""
+        """Whether the tenant may run one more sequence."""
         most = self._config.tenant_limits.max_running
         return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
 
     def beyond_its_share(self) -> Sequence | None:
-        """The sequence to preempt of a tenant that has more than its share, if a claimant lacks
-        that: the last of its running.
+        """The sequence to preempt if a claimant lacks capacity.
 
-        Its tenant is no claimant, so the preempted sequence does not get in before the claimant's.
+        It is the last running one of a tenant that has more than its share.
+
+        Its tenant is not a claimant, so it is not admitted again before the claimant's sequence.
         """
         claimants = self._claimants()
         if not claimants:
@@ -174,14 +179,14 @@ class Admission:
 
     @property
     def may_admit(self) -> bool:
-        """Whether somebody waits, and a slot is free."""
+        """Whether a sequence waits and a slot is free."""
         return bool(self.num_waiting and self._memory.num_free_slots)
 
     def candidates(self) -> dict[str, list[Candidate]]:
-        """Sequences that might get in now, by the tenant's name, in the order of admission.
+        """Sequences that might be admitted now, by tenant name, in the order of admission.
 
-        In each priority: the preempted and the starved in the order of arrival, then by longest
-        cached prefix.
+        Within a priority: preempted and starved ones by arrival, then the others by longest cached
+        prefix.
         """
         if not self.may_admit:
             return {}
@@ -195,7 +200,7 @@ class Admission:
             tenant.name: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
             for tenant in tenants
         }
-        # With several tenants, which of them are looked up changes from step to step.
+        # With several tenants, the sequences that are looked up change from step to step.
         is_alone = len(self._tenants) == 1 and candidates
         self._least_need = self._need_of_any(*candidates.values()) if is_alone else None
         return candidates
@@ -219,10 +224,10 @@ class Admission:
         return [candidate for _, candidate in ranked]
 
     def _need_of_any(self, candidates: list[Candidate]) -> _Need:
-        """The least room with which one of the candidates could enter.
+        """The least capacity with which one of the candidates could enter.
 
-        Until the cache gets more pages or the head of the queue changes, no candidate needs less:
-        evictions only add to what they need.
+        It holds until the cache gets more pages or the head of the queue changes: evictions only
+        add to what candidates need.
         """
         new, entries = [], []
         for seq, _, num_cached_pages, may_be_overtaken in candidates:
@@ -230,11 +235,11 @@ class Admission:
             new.append(num_pages - num_cached_pages)
             entries.append(num_pages)
             if not may_be_overtaken:
-                break  # if it stays out, so do all that follow
+                break  # if it is not admitted, neither are those after it
         return _Need(min(new), min(entries), self._memory.num_insertions)
 
     def coming(self, seq: Sequence) -> tuple[str, bytes]:
-        """The namespace and the tokens that the cache gets from `seq` while it reads its prompt."""
+        """The namespace and the tokens that `seq` adds to the cache while it reads its prompt."""
         return seq.namespace, seq.key(seq.num_prompt)
 
     def entering(
@@ -244,10 +249,9 @@ class Admission:
         candidates: list[Candidate],
         coming: list[tuple[str, bytes]],
     ) -> Iterator[Sequence]:
-        """Admits a tenant's candidates one by one, each when the iterator is advanced, while slots
-        and pages last.
+        """Admits a tenant's candidates, one per iteration, while slots and pages last.
 
-        coming: what the cache is about to get; the prompts of admitted sequences are added.
+        coming: tokens the cache will soon get; the prompts of admitted sequences are added.
         """
         for seq, key, num_cached_pages, may_be_overtaken in candidates:
             has_row = self._memory.num_free_slots > step.num_more_rows
@@ -267,7 +271,7 @@ class Admission:
     def _gains_by_waiting(
         self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[tuple[str, bytes]]
     ) -> bool:
-        """Whether the page that `seq` would begin with is about to be computed for another."""
+        """Whether the first page that `seq` needs is about to be computed for another sequence."""
         end = 4 * (num_cached_pages + 1) * self._config.page_size
         if end > len(key) or not coming:
             return False
@@ -277,7 +281,7 @@ class Admission:
         )
 
     def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
-        """From the queue to the running, if there is room."""
+        """Moves a sequence from the queue to the running ones, if there is room."""
         if not self._memory.enter(seq, key, num_cached_pages):
             return False
         self.leave(seq)
@@ -289,16 +293,17 @@ class Admission:
         return True
 
     def count_overtaken(self, admitted: list[Sequence]) -> None:
-        """To be called once in a step, with those that it admits."""
+        """Counts overtaken sequences. Call it once per step, with the sequences it admits."""
         last_ranks: dict[str, tuple[int, int]] = {}
         for seq in admitted:
             last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
         for name, last_rank in last_ranks.items():
-            for seq in self._tenants[name].waiting[:_LOOKUPS]:  # nobody overtakes from further back
+            # Admitted sequences never come from further back.
+            for seq in self._tenants[name].waiting[:_LOOKUPS]:
                 seq.num_overtaken += rank(seq) < last_rank
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the queues are in order and none in them has pages."""
+        """Raises AssertionError unless queues are in order and no waiting sequence has pages."""
         waiting = [seq for tenant in self._tenants for seq in tenant.waiting]
         assert self.num_waiting == len(waiting)
         for seq in waiting:

@@ -1,14 +1,15 @@
-"""Speculative decoding: guesses at what a sequence goes on with, verified many at a time.
+"""Speculative decoding: drafts of a sequence's next tokens, verified many at a time.
 
-A step computes the sequence's next token and its drafts as one chunk, and samples behind each of
-them. A sample depends on its logits, its seed and its position alone (see `sampling`), so the draft
-that equals the sample before it is what would have come anyway, and so is the sample behind it. The
-first that does not ends the step's tokens: the output is the same, token by token, greedy or not.
-Penalties count the drafts before a sample, and a grammar goes along with them (see `token_masks`).
+A step computes the sequence's next token and its drafts as one chunk, and samples after each of
+them. A sample depends only on its logits, its seed and its position (see `sampling`). So a draft
+that equals the sample before it is the token that would have come anyway, and the sample after it
+is valid too. The first draft that differs ends the step's tokens: the output is the same, token by
+token, greedy or not. Penalties count the drafts before a sample, and a grammar follows the drafts
+(see `token_masks`).
 
-While such a step is in flight it is not known how many tokens it gives, so the sequence takes no
-part in the next one, and the device waits for the host once. Whether that pays is learned from how
-many drafts were taken: see `Pace`. What proposes is a lookup in the text, here, or a smaller model
+While such a step is in flight its number of tokens is unknown, so the sequence takes no part in the
+next one, and the device waits once for the host. `Pace` learns from the number of accepted drafts
+whether that pays. Drafts come from a lookup in the text, here, or from a smaller model
 (`draft_model`).
 """
 
@@ -16,27 +17,31 @@ from __future__ import annotations
 
 from jax_attn.serve._scheduling.request import Sequence
 
-_FIRST = 4  # drafts; more once all of them are right, fewer once they are not
-_WAIT = 0.3  # of a step without drafts: what the device waits for the host behind one with some
-_WEIGHT = 0.3  # of the last drafts, in the average that decides
+_FIRST = 4  # drafts at first; more after all were right, fewer after one was wrong
+_WAIT = 0.3  # in steps without drafts: time the device waits for the host after a step with some
+_WEIGHT = 0.3  # weight of the newest drafts in the running average
 _MAX_REST = 64  # steps without drafts, if a try costs little
-_MAX_LOSS = 0.03  # of the time, by tries that are in vain
-_NGRAMS = (4, 3, 2)  # tokens that must have been there before, tried in this order
+_MAX_LOSS = 0.03  # share of the time lost in tries that fail
+_NGRAMS = (4, 3, 2)  # tokens to match with earlier text, tried in this order
 _LOOKBACK = 1 << 13  # tokens
-_TRIES = 8  # at bytes that are no tokens
+_TRIES = 8  # at matches that are not aligned to tokens
 
 
 class Pace:
-    """How many drafts a sequence has, learned from what became of those that it had.
+    """The number of drafts of a sequence, learned from the results of earlier ones.
 
-    A draft that is right saves a step. While drafts save less, on average, than they cost, the
-    sequence rests, with a try of a few drafts in between: for twice as long each time, and for as
-    long as makes the loss of the last try a small part of the time.
+    A right draft saves a step. While drafts save less, on average, than they cost, the sequence
+    pauses drafting, with a try of a few drafts after each pause. Each pause is twice as long as the
+    last, and long enough that the loss of the last try is a small part of the time.
     """
 
     def __init__(self, most: int, cost: float = 0.0, expected: float = 0.0):
-        """most: drafts of a step. cost: of making one, in steps without drafts. expected: what the
-        drafts of a step save, as far as others tell."""
+        """Makes a pace.
+
+        most: drafts of a step.
+        cost: of making one, in steps without drafts.
+        expected: steps saved by the drafts of a step, as seen in other sequences.
+        """
         self._most, self._num, self._cost = most, min(most, _FIRST), cost
         self._gain = expected  # steps that drafts save, on average
         self._rest, self._next_rest = 0, 1  # steps until the next drafts
@@ -44,16 +49,19 @@ class Pace:
             self._num, self._rest, self._next_rest = 1, _MAX_REST // 2, _MAX_REST // 2
 
     def next(self, most: int) -> int:
-        """How many drafts to propose for this step, at most so many. Called once a step."""
+        """The number of drafts to propose for this step, at most `most`. Call it once a step."""
         if self._rest:
             self._rest -= 1
             return 0
         return min(most, self._num)
 
     def settle(self, num_drafts: int, num_taken: int) -> float:
-        """Of the last drafts, so many were right. Returns what that has saved, -1 to 1 steps."""
+        """Records that num_taken of the last drafts were right.
+
+        Returns the steps saved, -1 to 1.
+        """
         self._num = min(self._most, 2 * self._num if num_taken == num_drafts else num_taken + 1)
-        # Within bounds, so that a long quotation is forgotten soon after its end.
+        # Bounded, so that a long quotation is forgotten soon after its end.
         saved = num_taken - _WAIT - self._cost * num_drafts
         gain = min(max(saved, -1.0), 1.0)
         self._gain += _WEIGHT * (gain - self._gain)
@@ -67,14 +75,16 @@ class Pace:
 
 
 class NgramDrafter:
-    """Of one sequence: what followed when its last tokens were there before, as text that is
-    quoted, edited or listed does."""
+    """Proposes, for one sequence, the tokens that followed when its last tokens occurred before.
+
+    This works for text that is quoted, edited or listed.
+    """
 
     def __init__(self, most: int):
         self._pace = Pace(most)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens that may follow those that are known or in flight."""
+        """Proposes up to `most` tokens that may follow the known ones and those in flight."""
         num = self._pace.next(most)
         return _lookup(seq, num) if num > 0 else []
 
@@ -91,7 +101,7 @@ def _lookup(seq: Sequence, most: int) -> list[int]:
         at = _rfind(packed, pattern, first) if num_tokens > n else -1
         if at < 0:
             continue
-        # Behind the end the text repeats itself.
+        # After its end the text repeats from the match.
         found: list[int] = []
         for i in range(at + n, at + n + skip + most):
             found.append(tokens[i] if i < num_tokens else found[i - num_tokens])
@@ -100,7 +110,7 @@ def _lookup(seq: Sequence, most: int) -> list[int]:
 
 
 def _rfind(packed: bytearray, pattern: bytes, first: int) -> int:
-    """The last token before the end at which the pattern stands; -1: none."""
+    """The last token before the end at which the pattern occurs; -1: none."""
     end = len(packed) - 4
     for _ in range(_TRIES):
         at = packed.rfind(pattern, first, end)

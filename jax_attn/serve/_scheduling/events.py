@@ -14,28 +14,28 @@ class TokenLogprob(NamedTuple):
     """Natural logarithms of probabilities under the model's own logits."""
 
     token: int
-    logprob: float | None  # None: of the first token of a prompt
+    logprob: float | None  # None: the first token of a prompt
     top: tuple[tuple[int, float], ...]  # (token, logprob), the likeliest first
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """What is new of one sequence since its last event."""
+    """The new output of one sequence since its last event."""
 
     seq_id: str
-    tokens: list[int] = field(default_factory=list)  # the one that ends the text included
-    text: str = ""  # what may be shown by now: whole characters, nothing of a stop string
-    # Of each of `tokens`, if asked for; in the first event those of the prompt before, likewise.
+    tokens: list[int] = field(default_factory=list)  # including the token that ends the text
+    text: str = ""  # text that may be shown: whole characters, no part of a stop string
+    # For each of `tokens`, if requested. In the first event the prompt's tokens come before.
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None  # this is the last event
     num_cached_tokens: int | None = None  # of the prompt; in the first event that has tokens
-    # When it first ran, on the clock of `arrival`; there, and in the last event.
+    # When it first ran, on the clock of `arrival`; in that event and in the last one.
     admitted: float | None = None
     error: str | None = None  # a sentence, with finish_reason 'error'
-    is_clients_fault: bool = False  # the error: the request cannot be served, here or elsewhere
+    is_clients_fault: bool = False  # the request can never be served, here or elsewhere
 
     def extend(self, later: TokenEvent) -> None:
-        """Joins a later event of the sequence to this one."""
+        """Appends a later event of the same sequence."""
         self.tokens += later.tokens
         self.text += later.text
         if later.logprobs is not None:
@@ -52,18 +52,18 @@ class TokenEvent:
 class StepStats:
     """One call of Engine.step.
 
-    seconds: of the engine's thread, in each of PHASES. "wait" is for the device, and the device
-      works during all others; "draft" is all that a draft model takes, waiting included; "retire"
-      holds everything between the tokens and their events.
+    seconds: of the engine's thread, for each of PHASES. "wait" is the time for the device, which
+    works during all other phases too. "draft" is all the time of a draft model, including waiting.
+    "retire" is everything between the tokens and their events.
     """
 
     index: int
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     bucket: str = ""  # "": nothing was launched
     num_tokens: int = 0  # query tokens launched
-    num_sequences: int = 0  # that they belong to
-    num_decodes: int = 0  # of these, those with one token
-    num_sampled: int = 0  # tokens known by now of the step launched before
+    num_sequences: int = 0  # sequences with query tokens
+    num_decodes: int = 0  # sequences with one token
+    num_sampled: int = 0  # sampled tokens of the step launched before, known by now
     num_forced: int = 0  # tokens that grammars forced
     num_admitted: int = 0
     num_preempted: int = 0

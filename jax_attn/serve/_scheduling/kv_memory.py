@@ -1,6 +1,6 @@
-"""The kv cache's pages and the device's slots: which running sequence has which.
+"""The kv cache's pages and the device's slots, and the running sequences that have them.
 
-Pages are private, or shared through the prefix cache, where each sequence locks those it reads.
+Pages are private, or shared through the prefix cache. Each sequence locks those it reads there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jax_attn.serve._scheduling.tenants import Tenants, rank
 
 
 class KvMemory:
-    """Gives running sequences pages and slots, and takes them back.
+    """Gives pages and slots to running sequences, and takes them back.
 
-    It keeps the tenants' lists of the running, and counts their pages there.
+    It keeps the tenants' lists of running sequences, and counts their pages there.
     """
 
     def __init__(self, config: SchedulerConfig, tenants: Tenants):
@@ -27,7 +27,7 @@ class KvMemory:
         self.allocator = PageAllocator(config.num_pages)
         self.cache = RadixCache(self.allocator, config.page_size)
         self.num_table_pages = 0  # sum of len(seq.pages) over the running
-        self.num_insertions = 0  # into the prefix cache: between two, no lookup finds more
+        self.num_insertions = 0  # into the prefix cache: without a new one, no lookup finds more
         self._tenants = tenants
         self._free_slots = list(range(config.max_running))  # a heap
 
@@ -45,27 +45,29 @@ class KvMemory:
         return self.allocator.num_free + self.cache.num_evictable
 
     def pages_of(self, seq: Sequence) -> int:
-        """How many hold all tokens of `seq` that are known."""
+        """The number of pages for all known tokens of `seq`."""
         return -(-len(seq.tokens) // self.config.page_size)
 
     def lookup_key(self, seq: Sequence) -> bytes:
-        """The tokens that may come from the cache: full pages, and never the last token, whose
-        logits are wanted, or any where the logits of all are."""
+        """The tokens that may come from the cache, packed: full pages without the last token.
+
+        The last token's logits are needed. If the logits of all tokens are, the key is empty.
+        """
         if not self.config.prefix_cache or seq.params.prompt_logprobs:
             return b""
         page_size = self.config.page_size
         return seq.key((len(seq.tokens) - 1) // page_size * page_size)
 
     def num_cached_pages(self, seq: Sequence, key: bytes) -> int:
-        """Those that the prefix cache has of `lookup_key`."""
+        """The number of pages of `lookup_key` in the prefix cache."""
         return self.cache.peek(seq.namespace, key)
 
     def has_room(self, num_new: int, num_pages: int) -> bool:
-        """Whether a sequence may enter that needs so many pages, and of them so many new ones.
+        """Whether a sequence may enter that needs num_pages pages, of which num_new are new.
 
-        A page for each of the running and a hundredth of the pool stay in reserve: all can go on
-        for page_size steps before one is preempted, and a preempted sequence waits until others
-        have freed pages. So no two sequences preempt each other in turns.
+        A page for each running sequence and a hundredth of the pool stay in reserve: all can
+        continue for page_size steps before one is preempted, and a preempted sequence waits until
+        others have freed pages. So no two sequences preempt each other in turns.
         """
         config, num_running = self.config, self.num_running
         num_reserved = num_running + 1 + config.num_pages // 100 if num_running else 0
@@ -74,9 +76,9 @@ class KvMemory:
         return num_new + num_reserved <= self.num_available
 
     def enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
-        """Gives `seq` a slot, its cached prefix and pages for the rest, if there is room.
+        """Gives `seq` a slot, its cached prefix, and pages for the rest, if there is room.
 
-        key, num_cached_pages: by `lookup_key` and `num_cached_pages`.
+        key, num_cached_pages: from `lookup_key` and `num_cached_pages`.
         """
         num_pages = self.pages_of(seq)
         if not self.has_room(num_pages - num_cached_pages, num_pages):
@@ -99,7 +101,7 @@ class KvMemory:
         return True
 
     def grow(self, seq: Sequence, num_pages: int) -> bool:
-        """Appends pages to a sequence; False, and no change, if there are not so many."""
+        """Appends pages to a sequence. Returns False and changes nothing if too few are left."""
         if self.num_table_pages + num_pages > self.config.max_kv_pages_step:
             return False
         if num_pages > self.num_available:
@@ -113,9 +115,9 @@ class KvMemory:
         return True
 
     def share(self, seq: Sequence, num_pages: int) -> None:
-        """Hands the first pages of `seq`, all of them full, to the cache, and locks them there.
+        """Moves the first pages of `seq`, which must be full, to the cache, and locks them there.
 
-        Where the cache has the same tokens already, `seq` goes on with the cache's pages.
+        If the cache already has the same tokens, `seq` uses the cache's pages from now on.
         """
         if num_pages <= seq.num_shared or not self.config.prefix_cache:
             return
@@ -130,7 +132,7 @@ class KvMemory:
         seq.node, seq.num_shared = inserted.node, num_pages
 
     def release(self, seq: Sequence, keep: bool) -> None:
-        """Takes slot and pages from a running sequence; `keep`: full pages go to the cache."""
+        """Takes slot and pages from a running sequence. keep: full pages go to the cache."""
         if keep:
             num_known = min(seq.num_computed, len(seq.tokens))
             self.share(seq, num_known // self.config.page_size)

@@ -1,4 +1,4 @@
-"""Who owns a page of the kv cache: a free list that refuses mistakes."""
+"""Allocates pages of the kv cache from a free list that rejects misuse."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class PageAllocator:
         return 0 <= page < self.num_pages and bool(self._is_allocated[page])
 
     def allocated(self) -> bytes:
-        """A 1 for each page that is, else a 0."""
+        """One byte per page: 1 if it is allocated, else 0."""
         return bytes(self._is_allocated)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """That many pages, or None and no change if fewer are free."""
+        """Allocates num_pages pages. Returns None, without a change, if fewer are free."""
         if num_pages < 0:
             raise ValueError(f"allocate: num_pages: expected at least 0, got {num_pages}")
         num_left = len(self._free) - num_pages
@@ -40,10 +40,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Takes pages back.
+        """Frees pages.
 
         Raises:
-          ValueError: one of them is not allocated, or given twice; those before it are free by now.
+          ValueError: a page is not allocated, or given twice; those before it are already free.
         """
         for page in pages:
             if not self.is_allocated(page):

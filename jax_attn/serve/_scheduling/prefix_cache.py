@@ -1,11 +1,11 @@
-"""Which pages of the kv cache hold which tokens: RadixAttention's tree, in whole pages.
+"""Maps tokens to pages of the kv cache: RadixAttention's tree, in whole pages.
 
 Source: "SGLang: Efficient Execution of Structured Language Model Programs", section
 "RadixAttention": a radix tree from token sequences to kv, leaf-first LRU eviction, reference counts
-for what runs. Here every edge is a whole number of pages: a node splits at page borders only, and a
-page belongs to exactly one node. Partial pages stay with the sequence that writes them.
+for running sequences. Here every edge is a whole number of pages: a node splits only between pages,
+and a page belongs to exactly one node. Partial pages stay with the sequence that writes them.
 
-Tokens come packed, 4 bytes each (`Sequence.key`), so that a whole edge is one memcmp.
+Tokens are packed, 4 bytes each (`Sequence.key`), so comparing a whole edge is one memcmp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ChildKey: TypeAlias = bytes | tuple[str, bytes]
 
 
 class Node:
-    """An edge of the tree and the node at its end. Read it, lock it; only the cache writes it."""
+    """An edge of the tree and the node at its end. Callers may read and lock; the cache writes."""
 
     __slots__ = (
         "serial", "parent", "child_key", "children", "key", "pages",
@@ -31,12 +31,12 @@ class Node:
     def __init__(self, serial: int, child_key: _ChildKey, key: bytes, pages: list[int]):
         self.serial = serial
         self.parent: Node | None = None
-        self.child_key = child_key  # by which the parent finds it
+        self.child_key = child_key  # key under which the parent finds it
         self.children: dict[_ChildKey, Node] = {}
         self.key = key  # the packed tokens of `pages`
         self.pages = pages
-        self.holders = 0  # locks on this very node
-        self.locks = 0  # and on all below it
+        self.holders = 0  # locks on this node itself
+        self.locks = 0  # holders, plus the locks on all nodes below
         self.last_access = 0  # the cache's logical clock
         self.in_heap = False
 
@@ -50,10 +50,10 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What became of the pages of an insertion.
+    """The result of an insertion.
 
-    pages: those the cache holds for the whole key: what a page table should hold from now on.
-    duplicates: those passed in whose tokens were cached already; the caller keeps them, to free.
+    pages: the cache's pages for the whole key, which a page table should use from now on.
+    duplicates: passed pages whose tokens were already cached; the caller must free them.
     """
 
     node: Node
@@ -64,7 +64,7 @@ class Inserted(NamedTuple):
 class NodeView(NamedTuple):
     """A node for the live view. The root has id 0, no parent and no pages.
 
-    holders, locks: locks on the node itself; those and the locks on all below it.
+    holders: locks on the node itself. locks: those and the locks on all nodes below.
     """
 
     id: int
@@ -78,11 +78,11 @@ class NodeView(NamedTuple):
 
 
 class RadixCache:
-    """Pages by the tokens they hold. Owns the pages inserted until it evicts them.
+    """Pages by their tokens. The cache owns inserted pages until it evicts them.
 
-    Deterministic: time is the number of matches and insertions so far. Each page counts as accessed
-    when a match or an insertion passes through it, and the least recently accessed end of an
-    unlocked branch is evicted first.
+    Deterministic: time is the number of matches and insertions so far. A match or an insertion
+    accesses each page that it passes through. The least recently accessed end of an unlocked branch
+    is evicted first.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int):
@@ -90,7 +90,7 @@ class RadixCache:
             raise ValueError(f"page_size: expected at least 1, got {page_size}")
         self.page_size = page_size
         self.num_cached = 0  # pages
-        self.num_evictable = 0  # of them, pages that nobody locks
+        self.num_evictable = 0  # number of cached pages that nobody locks
         self._allocator = allocator
         self._page_bytes = 4 * page_size
         self._num_nodes_made = 0
@@ -101,24 +101,29 @@ class RadixCache:
         self._heap: list[tuple[int, int, Node]] = []
 
     def peek(self, namespace: str, key: bytes) -> int:
-        """Number of leading pages of `key` that are cached. Not an access, changes nothing."""
+        """The number of leading pages of `key` that are cached. Not an access; changes nothing."""
         _, pages, _ = self._walk(namespace, key)
         return len(pages)
 
     def match(self, namespace: str, key: bytes) -> Match:
-        """The longest cached prefix of `key`, in whole pages. An access to its pages."""
+        """Finds the longest cached prefix of `key`, in whole pages.
+
+        Counts as an access to its pages.
+        """
         node, pages, num_in_node = self._walk(namespace, key)
         node = self._split(node, num_in_node)
         self._touch(node)
         return Match(pages, len(pages) * self.page_size, node)
 
     def insert(self, namespace: str, key: bytes, pages: list[int]) -> Inserted:
-        """Gives the cache pages that hold the tokens of `key`. An access to all of them.
+        """Gives the cache the pages that hold the tokens of `key`.
 
-        `pages` may begin with pages the cache returned for the same tokens.
+        Counts as an access to all of them.
+
+        `pages` may begin with pages that the cache returned for the same tokens.
 
         Raises:
-          ValueError: `key` is not exactly the tokens of `pages`.
+          ValueError: the length of `key` does not match `pages`.
         """
         if len(key) != len(pages) * self._page_bytes:
             raise ValueError(
@@ -142,7 +147,7 @@ class RadixCache:
         return Inserted(node, cached + new, duplicates)
 
     def lock(self, node: Node) -> None:
-        """Keeps `node` and all above it until `unlock(node)`. Locks count."""
+        """Locks `node` and all above it until `unlock(node)`. Locks count."""
         self._check_alive("lock", node)
         node.holders += 1
         at: Node | None = node
@@ -156,7 +161,7 @@ class RadixCache:
         """Undoes one `lock(node)`.
 
         Raises:
-          ValueError: there was none.
+          ValueError: the node is not locked.
         """
         self._check_alive("unlock", node)
         if not node.holders:
@@ -171,7 +176,7 @@ class RadixCache:
         self._offer(node)
 
     def evict(self, num_pages: int) -> int:
-        """Frees up to that many pages, as many as nobody locks. Returns how many."""
+        """Frees up to num_pages unlocked pages. Returns how many."""
         freed: list[int] = []
         while len(freed) < num_pages and self._heap:
             last_access, _, node = self._heap[0]
@@ -188,7 +193,7 @@ class RadixCache:
         return len(freed)
 
     def walk(self) -> Iterator[NodeView]:
-        """All nodes, parents first, for people to look at."""
+        """All nodes, parents first, for the live view."""
         stack = [("", self._root)]
         while stack:
             namespace, node = stack.pop()
@@ -238,7 +243,7 @@ class RadixCache:
     # ---- the tree ----
 
     def _walk(self, namespace: str, key: bytes) -> tuple[Node, list[int], int]:
-        """Follows `key`: the last node reached, the pages up to there, and how many are in it."""
+        """Follows `key`. Returns the last node reached, the pages up to it, and those within it."""
         node, pages, num_in_node = self._root, [], 0
         begin = 0
         while begin + self._page_bytes <= len(key):
@@ -260,7 +265,7 @@ class RadixCache:
         return (namespace, first_page) if node is self._root else first_page
 
     def _num_common(self, key: bytes, begin: int, edge: bytes) -> int:
-        """Pages in which `edge` agrees with key[begin:], its first one known to. Bisection."""
+        """Pages in which `edge` agrees with key[begin:]; the first is known to. A bisection."""
         low, high = 1, len(edge) // self._page_bytes
         while low < high:
             middle = (low + high + 1) // 2
@@ -271,9 +276,9 @@ class RadixCache:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """The node that ends after the first `num_pages` of `node`: itself, or a new one above it.
+        """Returns the node that ends after the first `num_pages` of `node`: itself or a new parent.
 
-        `node` keeps its end, which is what its locks are on. The new one is about to be accessed.
+        `node` keeps its end, which its locks refer to. The caller accesses the new node next.
         """
         if num_pages == len(node.pages):
             return node
@@ -289,7 +294,7 @@ class RadixCache:
         return upper
 
     def _trim(self, node: Node, num_pages: int) -> list[int]:
-        """Takes up to `num_pages` from the end of an unlocked leaf, on top of the heap."""
+        """Removes up to `num_pages` from the end of an unlocked leaf, the top of the heap."""
         num_kept = max(0, len(node.pages) - num_pages)
         freed = node.pages[num_kept:]
         if num_kept:

@@ -1,5 +1,4 @@
-"""What HTTP needs of an engine: of `AsyncEngine`, of `RemoteEngine`, or of the one in tests, which
-computes nothing."""
+"""The interface of an engine for HTTP: `AsyncEngine`, `RemoteEngine`, or the tests' engine."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class EngineStopped(RuntimeError):
 
 
 class EmbedderStopped(RuntimeError):
-    """The thread of the embedding model has ended, or a batch has failed."""
+    """The embedding model's thread has ended, or a batch has failed."""
 
 
 @dataclass(frozen=True)

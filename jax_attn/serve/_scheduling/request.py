@@ -1,4 +1,4 @@
-"""What a client asked for, and the state of one stream of tokens. Plain data."""
+"""A client's request for one stream of tokens, and the stream's state. Plain data."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _MAX_FLOAT = 3.4e38  # of float32
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one sequence. Neutral values switch a feature off.
+    """How to sample one sequence. Neutral values turn a feature off.
 
     max_tokens: of the output; 0: only the prompt is read.
     logprobs: number of likeliest alternatives to report for each token; 0: the chosen token only.
-    prompt_logprobs: report them for the tokens of the prompt, too. It is computed, all of it: what
-      the prefix cache has of it does not tell.
+    prompt_logprobs: report them for the prompt's tokens too. The whole prompt is then computed, as
+    the prefix cache does not hold logprobs.
     grammar: llguidance grammar text.
 
     Raises:
-      ValueError: a value outside its range; the message begins with the field's name.
+      ValueError: a value is outside its range; the message begins with the field's name.
     """
 
     max_tokens: int
@@ -58,7 +58,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # in the text
-    include_stop: bool = False  # the text ends behind the stop string or token that ended it
+    include_stop: bool = False  # the text includes the stop string or token that ended it
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name}: expected {what}, got {getattr(self, name)!r}")
 
-        def finite(value: float) -> bool:  # as a float32, too
+        def finite(value: float) -> bool:  # also as a float32
             return abs(value) <= _MAX_FLOAT
 
         expect("max_tokens", "at least 0", self.max_tokens >= 0)
@@ -97,7 +97,7 @@ class SamplingParams:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of a sequence, for the model to verify; see `drafts`."""
+    """Proposes a sequence's next tokens, for the model to verify; see `drafts`."""
 
     def propose(self, seq: Sequence, most: int) -> list[int]: ...
 
@@ -106,30 +106,30 @@ class Drafter(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One stream of tokens. n > 1 makes n sequences of one request.
+    """One stream of tokens. A request with n > 1 has n sequences.
 
-    They share the pages of the prompt through the prefix cache, as any two sequences do.
-    Everything from `status` on is written by the scheduler alone.
+    They share the prompt's pages through the prefix cache, like any two sequences. Only the
+    scheduler writes the fields from `status` on.
     """
 
     id: str
     request_id: str
-    tokens: list[int]  # the prompt, then the output known to the host; only ever extended
+    tokens: list[int]  # the prompt, then the output known to the host; only extended
     params: SamplingParams
-    namespace: str = ""  # only sequences of one namespace share pages
+    namespace: str = ""  # only sequences of the same namespace share pages
     priority: int = 0  # lower first
-    deadline: float | None = None  # seconds on the clock that `schedule` is given
-    arrival: float = 0.0  # seconds on the same clock; for metrics, the order is that of `add`
-    tenant: str = ""  # whose it is: tenants have fair shares, and `priority` orders one's own
-    drafter: Drafter | None = None  # None: its tokens come one by one
+    deadline: float | None = None  # seconds on the clock of `schedule`
+    arrival: float = 0.0  # seconds on the same clock, for metrics; the order is that of `add`
+    tenant: str = ""  # its owner: tenants have fair shares; `priority` orders within one
+    drafter: Drafter | None = None  # None: no drafts
 
     num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     slot: int = field(default=-1, init=False)  # row of device state while RUNNING
-    # Of the kv cache, in order, as a page table wants them.
+    # Pages of the kv cache, in the order of a page table.
     pages: array[int] = field(default_factory=lambda: array("i"), init=False)
-    num_computed: int = field(default=0, init=False)  # tokens whose kv is written, or launched
+    num_computed: int = field(default=0, init=False)  # tokens whose kv is written or launched
     num_cached: int = field(
         default=0, init=False
     )  # of the prompt, found cached when first admitted
@@ -138,21 +138,21 @@ class Sequence:
         default=0, init=False
     )  # launched samples that the host does not know
 
-    node: Node | None = field(default=None, init=False)  # the lock on pages[:num_shared]
+    node: Node | None = field(default=None, init=False)  # holds the lock on pages[:num_shared]
     num_shared: int = field(default=0, init=False)  # leading pages that the prefix cache owns
-    order: int = field(default=-1, init=False)  # of arrival
-    num_preempted: int = field(default=0, init=False)  # times
+    order: int = field(default=-1, init=False)  # arrival number
+    num_preempted: int = field(default=0, init=False)  # number of preemptions
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
     is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
-    # Drafts are in flight, so that it is not known where it goes on: takes no part, either.
+    # Drafts are in flight, so its position is unknown: it takes no part in steps either.
     is_drafting: bool = field(default=False, init=False)
-    _last: int = field(init=False, repr=False)  # index of the last token of max_tokens
+    _last: int = field(init=False, repr=False)  # index of the last token that max_tokens allows
     _packed: bytearray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self._last = self.num_prompt + max(self.params.max_tokens, 1) - 1
-        # Packed here, in the thread that makes the request (20 ns a token), not in the engine's.
+        # Packed in the thread that makes the request (20 ns a token), not in the engine's.
         self._packed = bytearray(array("i", self.tokens))
 
     @property
@@ -162,35 +162,35 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Of prompt and output, to the device: those that the host knows, and those in flight."""
+        """Tokens known to the device: prompt and output known to the host, and those in flight."""
         return len(self.tokens) + self.num_in_flight
 
     @property
     def may_retract(self) -> bool:
-        """Whether a launched sample may turn out to be void, as a grammar was not ready for it."""
+        """Whether a launched sample may become void because a grammar was not ready for it."""
         return self.params.grammar is not None
 
     @property
     def num_pending(self) -> int:
-        """Tokens to put through the model before the next sample, in-flight ones included.
+        """Tokens to put through the model before the next sample, including those in flight.
 
-        1 while decoding; 0 when nothing is left but to learn the last token of max_tokens.
+        1 while decoding; 0 when only the last token of max_tokens is awaited.
         """
         num_tokens = self.num_known
         # The last token is never fed back.
         return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
 
     def key(self, num_tokens: int) -> bytes:
-        """The first tokens as the prefix cache wants them: 4 bytes each."""
+        """The first num_tokens tokens in the prefix cache's format: 4 bytes each."""
         return bytes(memoryview(self.packed(num_tokens))[: 4 * num_tokens])
 
     @property
     def max_drafts(self) -> int:
-        """Behind its next token: the last token of max_tokens is never fed back."""
+        """The limit on drafts after the next token: the last of max_tokens is never fed back."""
         return self._last - 1 - self.num_computed
 
     def packed(self, num_tokens: int | None = None) -> bytearray:
-        """At least the first tokens (None: all), 4 bytes each. Not to be kept."""
+        """At least the first num_tokens tokens (None: all), 4 bytes each. Do not keep it."""
         num_packed = len(self._packed) // 4
         if num_tokens is None or num_packed < num_tokens:
             self._packed += array("i", self.tokens[num_packed:]).tobytes()

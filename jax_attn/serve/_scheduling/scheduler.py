@@ -1,14 +1,14 @@
-"""What the next step computes: its tokens, its chunks of prompts, whom it preempts. Pure Python.
+"""Chooses the next step: its tokens, its prompt chunks, and the sequences to preempt. Pure Python.
 
-One step mixes a token of every running decode with chunks of prompts, in one call of attention.
-Steps run on the device in the order in which they were launched, and the host schedules the next
-one before it knows what the last one sampled. Two rules follow:
+One step combines a token of every running decode with chunks of prompts, in one call of attention.
+Steps run on the device in launch order, and the host schedules the next one before it knows the
+samples of the last. Two rules follow:
 
 - A page may be shared, or freed and given away, as soon as the step that writes it is launched.
-- The token that a running sequence continues with may be known to the device only. The sequence is
+- The next input token of a running sequence may be known only to the device. The sequence is
   scheduled as if it were known, but cached only as far as the host knows its tokens.
 
-`admission` says who gets in, `kv_memory` who has which pages and slots.
+`admission` decides which sequences enter; `kv_memory` assigns pages and slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig, StepPlan
 from jax_attn.serve._scheduling.tenants import Tenants, in_turn
 
-# In how many steps the prompts that wait should be read, as far as max_prefill_chunk lets them.
+# Steps in which the waiting prompts should be read, as far as max_prefill_chunk allows.
 _READ_STEPS = 8
 
 
@@ -39,17 +39,17 @@ class SchedulerStats:
     num_free_pages: int
     num_cached_pages: int
     num_evictable_pages: int
-    num_admissions: int  # re-admissions after a preemption not included
+    num_admissions: int  # without re-admissions after a preemption
     num_preemptions: int
-    num_prompt_tokens: int  # of the sequences admitted
-    num_prompt_tokens_cached: int  # of them, found in the prefix cache
+    num_prompt_tokens: int  # of admitted sequences
+    num_prompt_tokens_cached: int  # the part of them found in the prefix cache
 
 
 class Scheduler:
     """Owns the pages, the prefix cache, and every sequence from `add` to `finish`.
 
     Deterministic: the same calls with the same clock give the same steps. Sequences of one tenant
-    are ordered by priority, then by arrival; priorities are strict. One thread at a time.
+    are ordered by priority, then by arrival; priorities are strict. For one thread at a time.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -59,7 +59,8 @@ class Scheduler:
         self.allocator, self.cache = self.memory.allocator, self.memory.cache
         self.admission = Admission(config, self.memory, self._tenants)
         self._seqs: dict[str, Sequence] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; finished ones linger
+        # A heap; may contain finished sequences.
+        self._deadlines: list[tuple[float, int, Sequence]] = []
         self._arrivals = itertools.count()
         self._num_preemptions = 0
 
@@ -70,24 +71,24 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """Tenant by tenant, in turn. By priority, then by arrival."""
+        """All running sequences, by tenant in turn, then by priority and arrival."""
         tenants = in_turn(tenant for tenant in self._tenants if tenant.running)
         return [seq for tenant in tenants for seq in tenant.running]
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and max_tokens together, at most."""
+        """The limit on prompt and max_tokens together."""
         return self.config.page_size * min(self.config.num_pages, self.config.max_kv_pages_step)
 
     # ---- what happens to a sequence ----
 
     def add(self, *seqs: Sequence) -> None:
-        """Takes new sequences in, all or none (give the n of a request together).
+        """Adds new sequences, all or none (pass the n of a request together).
 
         Raises:
           QueueFull: there is no room for all of them.
           ValueError: a sequence that could never run (no prompt, longer than max_sequence_tokens, a
-            deadline or a priority that is no number), or an id in use.
+            deadline or a priority that is not a number), or an id in use.
         """
         for seq in seqs:
             num_tokens = seq.num_prompt + seq.params.max_tokens
@@ -100,7 +101,7 @@ class Scheduler:
                 )
             if seq.deadline is not None and math.isnan(seq.deadline):
                 raise ValueError(f"{seq.id}: deadline: expected seconds, got {seq.deadline}")
-            if not isinstance(seq.priority, int):  # the order of what is no number is none
+            if not isinstance(seq.priority, int):  # values that are not numbers cannot be ordered
                 raise ValueError(f"{seq.id}: priority: expected an integer, got {seq.priority}")
         if len(self._seqs.keys() | {seq.id for seq in seqs}) < len(self._seqs) + len(seqs):
             raise ValueError(f"{[seq.id for seq in seqs]}: expected ids that are not in use")
@@ -113,7 +114,7 @@ class Scheduler:
                 heapq.heappush(self._deadlines, (seq.deadline, seq.order, seq))
 
     def abort(self, seq_id: str) -> Sequence | None:
-        """Finishes a sequence in any state; None if there is none of that id (any more)."""
+        """Finishes a sequence in any state. Returns None for an unknown or finished id."""
         seq = self._seqs.get(seq_id)
         if seq is not None:
             self.finish(seq, FinishReason.ABORT)
@@ -122,17 +123,18 @@ class Scheduler:
     def append(
         self, seq: Sequence, tokens: list[int], num_sampled: int = 1, num_taken: int = 0
     ) -> None:
-        """The host knows the next tokens: a sample, forced ones, or a sample and what it forces.
+        """Appends tokens that the host now knows: a sample, forced tokens, or both.
 
-        num_sampled: samples in flight that are settled by this: tokens[0], and any launched behind
-          it, which are void. Forced tokens after a sample void those: settle all of them here, and
-          ignore them when they arrive.
-        num_taken: drafts that were right: of the tokens, from the first, those computed already.
+        num_sampled: samples in flight that this call settles: tokens[0], and any launched after it,
+        which are void. Forced tokens after a sample make those void: settle all of them here, and
+        ignore them when they arrive.
+        num_taken: accepted drafts: the leading tokens that are already computed.
 
-        Of a sequence that is finished by now, tokens are ignored.
+        For a finished sequence, tokens are ignored.
 
         Raises:
-          ValueError: more samples than are in flight, or tokens that leave nothing to go on with.
+          ValueError: more samples than are in flight, or tokens that leave nothing to continue
+          with.
         """
         if seq.status is Status.FINISHED:
             return
@@ -147,7 +149,7 @@ class Scheduler:
                 f"got {len(tokens)}"
             )
         num_computed = seq.num_computed
-        if num_sampled > 1:  # what followed from a void sample does not count
+        if num_sampled > 1:  # results that follow a void sample do not count
             num_computed = min(num_computed, len(seq.tokens) + 1)
         if seq.status is Status.RUNNING:
             num_computed += num_taken
@@ -164,10 +166,11 @@ class Scheduler:
             self.admission.on_tokens_changed()
 
     def retract(self, seq: Sequence) -> None:
-        """What the next token may be is not known in time: its sample in flight is void, and none
-        is scheduled until `resume`. The token before goes through the model again then.
+        """Makes the sample in flight void, as the tokens that are allowed are not known in time.
 
-        Only for sequences that `may_retract`. Of one that is finished by now, nothing happens.
+        No token is scheduled until `resume`. Then the token before goes through the model again.
+
+        Only for sequences that `may_retract`. Has no effect on a finished one.
 
         Raises:
           ValueError: not exactly one sample is in flight.
@@ -188,12 +191,13 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Ends a sequence in any state. Its full pages stay cached, unless `reason` is ERROR.
 
-        What is in flight for it may still write its private pages: that is before anything that is
-        launched from now on, so before anyone else uses them.
+        Its launched work may still write its private pages. That happens before any work launched
+        from now on, so before anyone else uses them.
 
-        After a failed step, whose pages hold anything and whose samples never come: finish all that
-        run, settle what the waiting have in flight (`append(seq, [], seq.num_in_flight)`: it is
-        sampled again), and empty the cache by `cache.evict(cache.num_cached)`.
+        After a failed step, pages hold undefined data and samples never come: finish all running
+        sequences, settle the samples in flight of waiting ones (`append(seq, [],
+        seq.num_in_flight)`: they are sampled again), and empty the cache by
+        `cache.evict(cache.num_cached)`.
 
         Raises:
           ValueError: the sequence was never added.
@@ -213,11 +217,11 @@ class Scheduler:
     # ---- the step ----
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to do or report until something changes.
+        """Returns the next step; None: there is nothing to do or report until something changes.
 
-        `entries` may be empty: then there is only something to report. Each step with entries is to
-        be followed by `launched` once the device has it, before the next `schedule`; a step that is
-        never launched is simply scheduled again.
+        If `entries` is empty there is only something to report. Call `launched` for each step with
+        entries once the device has it, before the next `schedule`. A step that is never launched is
+        scheduled again.
         """
         step = StepPlan()
         self._expire(now, step)
@@ -232,17 +236,17 @@ class Scheduler:
         return step if step.entries or step.preempted or step.expired else None
 
     def launched(self, step: StepPlan) -> None:
-        """The device will run `step`, after all steps launched before."""
+        """Records that the device will run `step`, after all steps launched before."""
         for entry in step.entries:
             seq = entry.seq
             if seq.status is not Status.RUNNING:
-                continue  # aborted since; its pages went to nobody yet
+                continue  # aborted since; its pages are not reused yet
             was_prompt = seq.num_computed < seq.num_prompt
             seq.num_computed += entry.num_tokens - len(entry.drafts)
             seq.is_drafting = bool(entry.drafts)
             seq.num_in_flight += entry.samples
             if was_prompt:
-                # What may be computed again is not shared yet.
+                # Tokens that may be computed again are not shared yet.
                 num_final = seq.num_prompt - seq.may_retract
                 self.memory.share(seq, min(seq.num_computed, num_final) // self.config.page_size)
         self._tenants.charge(
@@ -255,21 +259,23 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 self.finish(seq, FinishReason.DEADLINE)
                 step.expired.append(seq)
-        if len(self._deadlines) > 2 * len(self._seqs) + 64:  # mostly of finished sequences
+        if len(self._deadlines) > 2 * len(self._seqs) + 64:  # mostly finished sequences
             self._deadlines = [d for d in self._deadlines if d[2].status is not Status.FINISHED]
             heapq.heapify(self._deadlines)
 
     # ---- those that run ----
 
     def _secure_pages(self, step: StepPlan) -> None:
-        """Gives the running pages for their pending tokens, preempting from the youngest of the
-        tenant that has most pages."""
+        """Gives running sequences pages for their pending tokens.
+
+        Preempts the youngest sequence of the tenant with the most pages.
+        """
         page_size = self.config.page_size
         for seq in self.running:
             if len(seq.tokens) + seq.num_in_flight <= len(seq.pages) * page_size:
-                continue  # as most do
+                continue  # the common case
             num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
-            # `seq` may be preempted itself: for one before it, or as the youngest.
+            # `seq` itself may be preempted: for an earlier one, or as the youngest.
             while (
                 num_new > 0 and seq.status is Status.RUNNING and not self.memory.grow(seq, num_new)
             ):
@@ -277,8 +283,10 @@ class Scheduler:
                 self._preempt(largest.running[-1], step)
 
     def _schedule_decodes(self, step: StepPlan) -> tuple[int, list[Sequence]]:
-        """Schedules the sequences whose prompts are read. Returns how many tokens are left, and the
-        sequences that still read theirs."""
+        """Schedules sequences whose prompts are read.
+
+        Returns the number of tokens left, and the sequences that still read their prompts.
+        """
         num_left = self.config.max_step_tokens
         several: list[Sequence] = []
         reading: list[Sequence] = []
@@ -294,14 +302,14 @@ class Scheduler:
                 num_left -= 1
             elif num_pending:
                 several.append(seq)
-        # Several tokens of a sequence that decodes (forced, or output lost to a preemption) are
-        # somebody waiting in the middle of a text: before prompts.
+        # A decode with several tokens (forced, or output lost in a preemption) has a client in the
+        # middle of a text: it comes before prompts.
         for seq in several:
             num_left -= self._schedule_chunk(step, seq, num_left)
         return num_left, reading
 
     def _add_drafts(self, step: StepPlan) -> None:
-        """Gives decodes drafts, as many as fill the size that the step is padded to anyway."""
+        """Gives decodes drafts, as many as fit in the size that the step is padded to."""
         drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
         if not drafting:
             return
@@ -314,7 +322,7 @@ class Scheduler:
             most = min(num_left // (len(drafting) - i), seq.max_drafts)
             if most <= 0 or seq.drafter is None or seq.num_output < seq.params.min_tokens:
                 continue
-            # Into pages that it has or that nobody else wants.
+            # Drafts use only pages that the sequence has, or that nobody else needs.
             page_size = self.config.page_size
             num_new = -(-(seq.num_computed + 1 + most) // page_size) - len(seq.pages)
             has_pages = num_new <= 0 or (
@@ -329,8 +337,10 @@ class Scheduler:
             num_left -= len(entry.drafts)
 
     def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
-        """Schedules chunks of prompts, tenants in turn: first of a tenant's running sequences, then
-        of those that it gets admitted. Returns whether there are any.
+        """Schedules chunks of prompts, tenants in turn.
+
+        A tenant's running sequences come first, then newly admitted ones. Returns whether there are
+        any.
 
         reading: running sequences that still read their prompts, tenant by tenant.
         """
@@ -341,7 +351,7 @@ class Scheduler:
             chunk = self._wanted_chunk(reading)
             num_others = self.config.max_step_tokens - num_left
             num_left = min(num_left, self._chunk_beside(num_others, chunk))
-        # Nobody goes out and in again within a step.
+        # A sequence is not preempted and admitted again within a step.
         candidates = self.admission.candidates() if num_left > 0 and not step.preempted else {}
         coming = [self.admission.coming(seq) for seq in reading] if candidates else []
         mine: dict[str, list[Sequence]] = {}
@@ -370,7 +380,7 @@ class Scheduler:
         return len(step.entries) > num_entries
 
     def _wanted_chunk(self, reading: list[Sequence]) -> int:
-        """Tokens of prompts beside decodes that read all waiting prompts in _READ_STEPS steps."""
+        """Prompt tokens beside decodes that read all waiting prompts in _READ_STEPS steps."""
         most = self.config.max_prefill_chunk
         chunk = num_waiting = 0
         waiting = (seq for tenant in self._tenants for seq in tenant.waiting)
@@ -382,12 +392,13 @@ class Scheduler:
         return max(self.config.prefill_chunk, min(chunk, most))
 
     def _chunk_beside(self, num_others: int, chunk: int) -> int:
-        """Tokens of prompts in a step with num_others other tokens: about a chunk, so that the step
-        fills one of step_sizes.
+        """Prompt tokens in a step with num_others other tokens.
 
-        Where five eighths of a chunk fit into the size below, that one: all decodes would wait for
-        the padding of the size above. Else the size above, which takes the same time half empty
-        (docs/notes/server.md).
+        About a chunk, such that the step fills one of step_sizes.
+
+        If five eighths of a chunk fit into the size below, uses that size: in the size above all
+        decodes would wait for the padding. Otherwise uses the size above, which takes the same time
+        half empty (docs/notes/server.md).
         """
         sizes = self.config.step_sizes
         wanted = num_others + chunk
@@ -400,7 +411,7 @@ class Scheduler:
         num_pending, num_scored = seq.num_pending, 0
         num_tokens = min(num_pending, max_tokens)
         if seq.params.prompt_logprobs:
-            # Half of the rows stay for waiting sequences, which get in while this one reads.
+            # Half of the rows stay for waiting sequences, which enter while this one reads.
             num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
             num_tokens = min(num_tokens, 1 + num_spare)
             num_scored = max(0, min(num_tokens, seq.num_prompt - 1 - seq.num_computed))
@@ -415,13 +426,13 @@ class Scheduler:
         return num_tokens
 
     def _num_spare_rows(self, step: StepPlan) -> int:
-        """Rows of the step's logits that are left when each running sequence has one."""
+        """Rows of the step's logits that are left after one for each running sequence."""
         return self.memory.num_free_slots - step.num_more_rows
 
     def _preempt(self, seq: Sequence, step: StepPlan) -> None:
-        """Back to the queue without pages; prompt and output will be computed again.
+        """Moves a sequence back to the queue without pages; all its tokens will be computed again.
 
-        A sample in flight stays in flight: the sequence waits at least until its token is known.
+        A sample in flight stays so: the sequence waits at least until its token is known.
         """
         self.memory.release(seq, keep=True)
         seq.status = Status.WAITING

@@ -1,4 +1,4 @@
-"""A step as it is scheduled, and the capacities that bound it. Plain data."""
+"""A scheduled step, and the capacities that limit it. Plain data."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from jax_attn.serve._scheduling.tenants import TenantLimits
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Capacities of a step, and policy.
+    """Capacities of a step, and scheduling policy.
 
     Raises:
-      ValueError: a capacity below 1, or max_step_tokens too small for all decodes.
+      ValueError: a capacity is below 1, or max_step_tokens is too small for all decodes.
     """
 
     page_size: int
     num_pages: int
-    max_running: int  # sequences that run at once, and rows of a step's logits
+    max_running: int  # running sequences, and rows of a step's logits
     max_step_tokens: int  # query tokens of a step
-    # Of them, prompt tokens (of all sequences) in a step that also decodes, about, as there may be
-    # step_sizes to fill. Where many wait it grows, up to max_prefill_chunk.
+    # About how many are prompt tokens (of all sequences) in a step that also decodes; not exact, as
+    # steps fill one of step_sizes. It grows up to max_prefill_chunk if many wait.
     prefill_chunk: int
-    # Sequences; the preempted count, but are never refused. A tenant that has less than its share
-    # of the queue gets in though others have filled it.
+    # Sequences. Preempted ones count, but are never refused. A tenant with less than its share of
+    # the queue may enter even if others have filled it.
     max_waiting: int
-    max_kv_pages_step: int  # entries of a step's page table, shared pages counted for each sequence
-    max_prefill_chunk: int = 0  # less than prefill_chunk: that one, however many wait
-    starvation_steps: int = 16  # a sequence overtaken in that many steps is overtaken no more
+    max_kv_pages_step: int  # entries of a step's page table; shared pages count once per sequence
+    max_prefill_chunk: int = 0  # below prefill_chunk: chunks do not grow
+    starvation_steps: int = 16  # after that many steps a sequence is overtaken no more
     prefix_cache: bool = True
-    step_sizes: tuple[int, ...] = ()  # tokens that a step is padded to, where it has fewer
-    tenant_limits: TenantLimits = TenantLimits()  # of each
+    step_sizes: tuple[int, ...] = ()  # sizes, in tokens, that steps are padded to
+    tenant_limits: TenantLimits = TenantLimits()  # of each tenant
 
     def __post_init__(self) -> None:
         for name in (
@@ -51,25 +51,26 @@ class SchedulerConfig:
 class ScheduledSequence:
     """seq.tokens[begin : begin + num_tokens] go through the model, in seq.pages.
 
-    An index that seq.tokens does not have yet is the sample in flight, to be read from the device.
+    An index beyond seq.tokens is the sample in flight, which is read from the device.
     """
 
     seq: Sequence
     begin: int
     num_tokens: int
-    samples: bool  # the last token's logits are sampled
-    # Of the tokens, from the first, those whose logits tell the logprob of the prompt's next.
+    samples: bool  # whether the last token's logits are sampled
+    # Leading tokens whose logits give the logprob of the prompt's next token.
     num_scored: int = 0
-    num_more_rows: int = 0  # of logits than the last token's: of the scored or drafts before it
-    # The last of the tokens, each of which counts if it is what the token before it gives.
+    num_more_rows: int = 0  # rows of logits besides the last token's: for scored tokens or drafts
+    # The last of the tokens. Each is accepted if it equals the sample before it.
     drafts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class StepPlan:
     entries: list[ScheduledSequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # of the entries, new in their slots
-    preempted: list[Sequence] = field(default_factory=list)  # lost their slots and pages
+    admitted: list[Sequence] = field(default_factory=list)  # entries with new slots
+    # Sequences that lost their slots and pages.
+    preempted: list[Sequence] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
     num_more_rows: int = 0  # of all entries
-    is_closed: bool = False  # nobody gets in any more: one that may not be overtaken has no room
+    is_closed: bool = False  # no more admissions: a sequence that may not be overtaken has no room

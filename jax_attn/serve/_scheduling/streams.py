@@ -1,4 +1,4 @@
-"""Events of sequences, in an event loop, until their readers take them."""
+"""Holds the events of sequences in an event loop until their readers take them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from jax_attn.serve._scheduling.request import Sequence
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """Of the sequences of one call of `stream`."""
+    """The reader of one call of `stream`."""
 
-    news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: what nobody has taken
-    waiter: asyncio.Future[None] | None = None  # of the caller of `take`
+    news: dict[str, TokenEvent] = field(default_factory=dict)  # by sequence: events not taken yet
+    waiter: asyncio.Future[None] | None = None  # for the caller of `take`
 
     def put(self, event: TokenEvent) -> None:
-        """Until it is taken, a sequence has one event: a server that cannot write every token by
-        itself writes fewer, longer chunks."""
+        """Adds an event.
+
+        Until it is taken, later events of the sequence are joined to it: a server that cannot write
+        every token separately writes fewer, longer chunks.
+        """
         if (earlier := self.news.get(event.seq_id)) is None:
             self.news[event.seq_id] = event
         else:
@@ -29,7 +32,7 @@ class _Reader:
             self.waiter.set_result(None)
 
     async def take(self) -> list[TokenEvent]:
-        """All there is, once there is any."""
+        """Waits until there are events. Returns all of them."""
         if not self.news:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
@@ -38,7 +41,7 @@ class _Reader:
 
 
 class Inbox:
-    """The readers of an event loop."""
+    """The readers in one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -46,25 +49,25 @@ class Inbox:
 
     @property
     def sequences(self) -> set[str]:
-        """Ids of those that have not ended."""
+        """Ids of the sequences that have not ended."""
         return set(self._readers)
 
     def deliver(self, events: list[TokenEvent]) -> None:
-        """From any thread. Raises RuntimeError once the event loop is closed."""
+        """Delivers events from any thread. Raises RuntimeError once the event loop is closed."""
         self._loop.call_soon_threadsafe(self.put, events)
 
     def put(self, events: list[TokenEvent]) -> None:
-        """In the event loop."""
+        """Delivers events. Call it in the event loop."""
         for event in events:
             reader = self._readers.get(event.seq_id)
             if reader is None:
-                continue  # it has left
+                continue  # its reader has left
             reader.put(event)
             if event.finish_reason is not None:
                 del self._readers[event.seq_id]
 
     def add(self, seq_ids: set[str]) -> _Reader:
-        """For events of these sequences, until they end or are removed."""
+        """A reader for the events of these sequences, until they end or are removed."""
         reader = _Reader()
         self._readers |= dict.fromkeys(seq_ids, reader)
         return reader
@@ -82,10 +85,10 @@ async def stream(
 ) -> AsyncGenerator[TokenEvent]:
     """The events of the sequences, interleaved, until each has had its finish_reason.
 
-    inbox_here: of the running event loop.
-    submit: hands them to an engine, whose events come to the inbox; what it raises, such as a
-      refusal, is raised at the first event.
-    abort: tells the engine which of them nobody waits for any more.
+    inbox_here: the inbox of the running event loop.
+    submit: gives the sequences to an engine, whose events go to the inbox. Its exceptions, such as
+    a refusal, are raised at the first event.
+    abort: tells the engine which sequences have no reader any more.
     """
     inbox = inbox_here()
     left = {seq.id for seq in seqs}

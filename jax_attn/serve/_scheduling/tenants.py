@@ -1,8 +1,7 @@
-"""Whose turn it is: the tenants that have sequences, and what each has had of the engine.
+"""The tenants that have sequences, and the order of their turns.
 
-A virtual token counter decides: the tenant that has had the fewest tokens of the steps goes first.
-A tenant that arrives begins with the least that any other has had, so leaving and coming back gains
-nothing.
+A virtual token counter decides: the tenant that has had the fewest tokens in steps goes first. A
+new tenant starts at the least count of the others, so leaving and coming back gains nothing.
 Source: "Fairness in Serving Large Language Models" (Sheng et al., 2024), section 4.
 """
 
@@ -16,17 +15,17 @@ from jax_attn.serve._scheduling.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may have at once. None: no limit but its share.
+    """Limits of one tenant. None: no limit except its share.
 
-    A tenant that is alone has the whole engine. Where T tenants want more than there is, each has
-    a T-th of the queue, of the slots, of the pages and of the tokens.
+    A tenant alone has the whole engine. If T tenants want more than there is, each has a T-th of
+    the queue, of the slots, of the pages and of the tokens.
 
     Raises:
-      ValueError: a limit below 1.
+      ValueError: a limit is below 1.
     """
 
-    max_waiting: int | None = None  # sequences in the queue; more are refused: QueueFull
-    max_running: int | None = None  # sequences that run; more wait
+    max_waiting: int | None = None  # in the queue; more are refused with QueueFull
+    max_running: int | None = None  # running sequences; more wait
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_running"):
@@ -37,18 +36,18 @@ class TenantLimits:
 
 @dataclass(eq=False, slots=True)
 class Tenant:
-    """The sequences of one tenant. Written by the scheduler alone."""
+    """The sequences of one tenant. Only the scheduler writes it."""
 
     name: str
     serial: int
-    num_tokens: int  # the counter: tokens of steps, and what it began with
+    num_tokens: int  # the counter: its start value plus the tokens of steps
     waiting: list[Sequence] = field(default_factory=list)  # ordered by waiting_rank
     running: list[Sequence] = field(default_factory=list)  # ordered by rank
     num_pages: int = 0  # sum of len(seq.pages) over the running
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        """Lower comes first: fewer tokens, then fewer that run."""
+        """The tenant's rank; lower goes first: fewer tokens, then fewer running sequences."""
         return self.num_tokens, len(self.running), self.serial
 
 
@@ -63,7 +62,7 @@ class Tenants:
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[Tenant]:
-        """In arbitrary order, as there may be thousands. See `in_turn`."""
+        """Iterates in arbitrary order, as there may be thousands. See `in_turn`."""
         return iter(self._by_name.values())
 
     def __getitem__(self, name: str) -> Tenant:
@@ -73,7 +72,7 @@ class Tenants:
         return name in self._by_name
 
     def with_most(self, amount: Callable[[Tenant], int]) -> Tenant:
-        """The tenant with the largest amount; of several with the same, the first in turn."""
+        """The tenant with the largest amount; among equals the first in turn."""
         return min(self, key=lambda tenant: (-amount(tenant), tenant.turn))
 
     def get_or_add(self, name: str) -> Tenant:
@@ -90,13 +89,13 @@ class Tenants:
             del self._by_name[name]
 
     def charge(self, seqs: Iterable[tuple[Sequence, int]], max_credit: int) -> None:
-        """Counts the tokens that each has had of a step.
+        """Counts the tokens that sequences have had in a step.
 
         max_credit: tokens by which a tenant may be behind the one that has had most. More is
-          forgotten: a tenant that long wanted little must not shut out the others later.
+        forgotten: a tenant that wanted little for long must not block the others later.
         """
         if len(self._by_name) < 2:
-            return  # it is always the turn of one that is alone
+            return  # a tenant alone needs no count
         for seq, num_tokens in seqs:
             if (tenant := self._by_name.get(seq.tenant)) is not None:
                 tenant.num_tokens += num_tokens
@@ -111,7 +110,7 @@ def in_turn(tenants: Iterable[Tenant]) -> list[Tenant]:
 
 
 def rank(seq: Sequence) -> tuple[int, int]:
-    """The order of running sequences; lower comes first."""
+    """Sort key of running sequences; lower comes first."""
     return seq.priority, seq.order
 
 
@@ -120,10 +119,10 @@ def waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
 
 
 def namespace(tenant: str, salt: str) -> str:
-    """The part of the prefix cache that only this tenant's requests with this salt can hit."""
-    return f"{tenant}/{salt}" if salt else tenant  # no name of a tenant has a slash
+    """The prefix cache's namespace for this tenant's requests with this salt."""
+    return f"{tenant}/{salt}" if salt else tenant  # tenant names have no slash
 
 
 def owner(namespace: str) -> str:
-    """The tenant that a namespace belongs to."""
+    """The tenant that owns a namespace."""
     return namespace.partition("/")[0]

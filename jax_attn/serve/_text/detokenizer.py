@@ -1,4 +1,4 @@
-"""From tokens to text, a token at a time: whole characters only, and nothing of a stop string."""
+"""Turns tokens into text, one at a time: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.serve._text.stop_strings import StopString
 from jax_attn.serve._text.token_bytes import TokenBytes
 
-_REPLACEMENT = "\ufffd"  # what decoding makes of a character that is not complete yet
+_REPLACEMENT = "\ufffd"  # the decoder's output for an incomplete character
 
 
 class _Text(Protocol):
-    """The text of one sequence; what `push` and `flush` return, joined, is what its tokens decode
-    to."""
+    """The text of one sequence: the joined results of `push` and `flush`."""
 
     def push(self, token: int) -> str: ...
 
@@ -24,7 +23,7 @@ class _Text(Protocol):
 
 
 class Texts:
-    """Begins the texts of one tokenizer's tokens."""
+    """Creates the texts of one tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, token_bytes = tokenizer, TokenBytes(tokenizer)
@@ -44,7 +43,7 @@ class Texts:
 
 
 class _Bytes:
-    """Of a byte-level tokenizer: a table and UTF-8, a tenth of the time of its decoder."""
+    """Text of a byte-level tokenizer: a table and UTF-8, in a tenth of its decoder's time."""
 
     __slots__ = ("_bytes_of", "_decode")
 
@@ -60,16 +59,18 @@ class _Bytes:
 
 
 class _Window:
-    """Of any tokenizer. New tokens are decoded behind some that are known, as decoders treat the
-    beginning of a text in a special way (SentencePiece strips a space).
+    """Text of any tokenizer.
 
-    SentencePiece's bytes are decoded run by run, and one that is no UTF-8 has a U+FFFD for each.
+    New tokens are decoded after some known ones, because decoders treat the beginning of a text
+    differently (SentencePiece strips a space).
+
+    SentencePiece's bytes are decoded in runs; in a run that is not UTF-8 each becomes U+FFFD.
     """
 
     __slots__ = ("_tokenizer", "_skip", "_byte_of", "_known", "_new", "_run_is_broken")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, byte_of: dict[int, bytes]):
-        """byte_of: the tokens that are a byte each."""
+        """byte_of: the tokens that stand for one byte each."""
         self._tokenizer, self._skip, self._byte_of = tokenizer, skip_special_tokens, byte_of
         self._known: list[int] = []
         self._new: list[int] = []
@@ -97,19 +98,19 @@ class _Window:
         if len(text) > len(known):
             self._known, self._new = new, []
         elif len(new) >= _MOST_NEW:
-            self._new = []  # tokens without text would be no context
+            self._new = []  # tokens without text are no use as context
         return text[len(known) :]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
 
 
-# Tokens that are decoded again with each one that follows. A character has at most four.
+# Tokens that are decoded again with each new one. A character has at most four.
 _MOST_NEW = 16
 
 
 def _is_cut_off(raw: bytes) -> tuple[bool, bool]:
-    """Whether something may follow that makes it UTF-8; whether nothing does."""
+    """Returns whether more bytes may make `raw` UTF-8, and whether it already is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         decoder.decode(raw)
@@ -119,10 +120,10 @@ def _is_cut_off(raw: bytes) -> tuple[bool, bool]:
 
 
 class Detokenizer:
-    """The text of one sequence. What `push` and `flush` return, joined, is the text so far.
+    """The text of one sequence: the joined results of `push` and `flush`.
 
-    Without a stop string in it, that is tokenizer.decode of all tokens. A character comes when its
-    last token has, and what may be the beginning of a stop string when it has proved not to be.
+    Without a stop string it equals tokenizer.decode of all tokens. A character is returned with its
+    last token. Text that may begin a stop string is held until it proves not to.
     """
 
     def __init__(
@@ -132,17 +133,17 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
     ):
-        """stop: text ends before the first of them that occurs; include_stop: or behind it."""
+        """stop: the text ends before the first stop string; with include_stop, after it."""
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
         self._text = texts.begin(skip_special_tokens)
         self._stops = [StopString(text) for text in stop]
         self._include_stop = include_stop
-        self._held = ""  # decoded, but maybe the beginning of a stop string
+        self._held = ""  # decoded text that may begin a stop string
         self.stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """The text that `token` completes. Sets `stopped` once a stop string is complete.
+        """Returns the text that `token` completes. Sets `stopped` once a stop string is complete.
 
         may_stop: whether stop strings that end in this token count.
         """
@@ -166,7 +167,7 @@ class Detokenizer:
         return text[:border]
 
     def flush(self) -> str:
-        """The rest of the text; an incomplete character becomes U+FFFD. No push after it."""
+        """Returns the rest; an incomplete character becomes U+FFFD. No push may follow."""
         if self.stopped:
             return ""
         text = self._held + self._text.flush()

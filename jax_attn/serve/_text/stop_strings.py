@@ -1,19 +1,19 @@
-"""Where stop strings, and other marks, occur in a text that comes piece by piece."""
+"""Finds stop strings, and other marks, in a text that comes in pieces."""
 
 from __future__ import annotations
 
 
 class StopString:
-    """How much of a stop string a text ends with, found as Knuth, Morris and Pratt do: in a step or
-    two a character, whatever the text and the string are."""
+    """Tracks how much of a stop string a text ends with, by the algorithm of Knuth, Morris and
+    Pratt: one or two steps a character, for any text and string."""
 
     __slots__ = ("_text", "_shorter", "num_matched")
 
     def __init__(self, text: str):
         self._text = text
-        # Of each beginning of the string, the longest shorter one that it ends with.
+        # For each prefix of the string, its longest proper prefix that is also its suffix.
         self._shorter = [0] * len(text)
-        self.num_matched = 0  # characters; never all of them
+        self.num_matched = 0  # characters; less than all of them
         for i in range(1, len(text)):
             self.num_matched = self._next(text[i])
             self._shorter[i] = self.num_matched
@@ -24,7 +24,7 @@ class StopString:
         return len(self._text)
 
     def push(self, new: str) -> int | None:
-        """Where in `new` the string begins that is the first to end there; before it: negative."""
+        """Offset in `new` at which the first complete match begins; negative: before `new`."""
         found = None
         for i, character in enumerate(new):
             self.num_matched = self._next(character)
@@ -42,6 +42,6 @@ class StopString:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""The exact bytes of each token, for log-probabilities: a token need not be whole characters."""
+"""The exact bytes of each token, for log-probabilities: a token may be part of a character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_attn.models._weights.protocols import Tokenizer
 
 
 class TokenBytes:
-    """token_bytes(token) of one tokenizer: byte-level BPE, or SentencePiece with byte fallback."""
+    """The bytes of one tokenizer's tokens: byte-level BPE, or SentencePiece with byte fallback."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -19,16 +19,16 @@ class TokenBytes:
         self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
         self._added = {entry["id"]: entry["content"] for entry in added}
         self.special = frozenset(entry["id"] for entry in added if entry["special"])
-        # Whether the bytes of tokens, one after the other, are the text that they decode to.
+        # Whether the joined bytes of tokens equal the text that they decode to.
         self.joined_are_text = bool(decoder) and decoder["type"] == "ByteLevel"
         self._known = functools.cache(self._bytes)
 
     def __call__(self, token: int) -> bytes:
-        """Of a token beyond the tokenizer's own (padding of a model's vocabulary): none."""
+        """The token's bytes; empty for ids beyond the tokenizer (padding of a vocabulary)."""
         return self._known(token)
 
     def byte_tokens(self) -> dict[int, bytes]:
-        """SentencePiece's tokens of a byte each, for characters that it does not know."""
+        """SentencePiece's single-byte tokens, for unknown characters."""
         tokens = (
             (self._tokenizer.token_to_id(f"<0x{byte:02X}>"), bytes([byte])) for byte in range(256)
         )
@@ -61,7 +61,7 @@ _BYTE_OF = _byte_of()
 
 
 def _from_alphabet(text: str) -> bytes:
-    """As it stands where it is not in the alphabet, which an added token may be."""
+    """The bytes of a token in the alphabet; else its text in UTF-8 (it may be an added token)."""
     try:
         return bytes(_BYTE_OF[character] for character in text)
     except KeyError:

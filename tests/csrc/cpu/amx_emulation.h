@@ -1,5 +1,4 @@
-// The tiles of AMX in C++, so that what is written for them (cpu/kernels/matrix_tiles.h) runs on
-// any machine.
+// The tiles of AMX in C++, so that code for them (cpu/kernels/matrix_tiles.h) runs on any machine.
 #pragma once
 
 #include <math.h>
@@ -12,10 +11,10 @@ namespace jax_attn {
 namespace {
 
 struct EmulatedTiles {
-  int rows = 0;     // of c and a, as configured: 0 are none
+  int rows = 0;     // of c and a, as configured; 0: not configured
   int columns = 0;  // of c and b
   float c[4][16][16];
-  uint16_t a[2][16][32], b[2][16][32];  // or codes
+  uint16_t a[2][16][32], b[2][16][32];  // or 8-bit values
 };
 
 inline EmulatedTiles& Tiles() {
@@ -121,7 +120,7 @@ struct AmxEmulated : Baseline {
   }
 
  private:
-  // Codes of a are A.
+  // 8-bit values of a have type A.
   template <typename A>
   static void DotCodes(int c, int a, int b) {
     EmulatedTiles& t = Tiles();
@@ -138,7 +137,7 @@ struct AmxEmulated : Baseline {
     }
   }
 
-  // As simd_amx.h configures them. A product without a configuration computes nothing.
+  // Rows as simd_amx.h configures them. A matmul without a configuration computes nothing.
   static int RowsOf(int tile) {
     const int rows = Tiles().rows;
     if (tile >= 6) return rows == 0 ? 0 : 16;

@@ -1,10 +1,9 @@
 // Problems of attention_cpu_test.cc and backward_cpu_test.cc: data, a double-precision reference,
-// plans, and the forward pass, on every instruction set of this machine and on the tiles of AMX in
-// emulation.
+// plans, and the forward pass, on every instruction set of this machine and on emulated AMX tiles.
 //
-// Plans are written here, by hand: tiles and kv chunks at random, so that the kernels are tested
-// for every list of work and not for the lists of one planner. Whatever the contract says may hold
-// anything is poisoned: unused slots and pages, page ids, workspace, outputs.
+// Plans are made here, with random tiles and kv chunks, so that the kernels are tested with any
+// list of work and not only with the lists of one planner. Everything that may hold any value by
+// contract is poisoned: unused slots and pages, page ids, workspace, outputs.
 #pragma once
 
 #include <algorithm>
@@ -82,7 +81,7 @@ struct Array {
     std::memcpy(&h, &bytes[i * 2], 2);
     return dtype == kBF16 ? Bits(uint32_t{h} << 16) : HalfValue(h);
   }
-  // Nearest representable value, by search for f16: slow and obviously right.
+  // Nearest representable value; f16 by search, which is slow but obviously right.
   void Set(int64_t i, float x) {
     if (dtype == kF32) {
       std::memcpy(&bytes[i * 4], &x, 4);
@@ -128,9 +127,9 @@ struct Case {
   std::vector<Request> requests;
   int split = 0;  // kv chunk; 0: random chunks; -1: none
   int tile_q0 = 16, tile_q1 = 128;
-  int max_tile_tokens = 1 << 30;  // cuts tiles shorter than they could be
+  int max_tile_tokens = 1 << 30;  // makes tiles shorter than they could be
   bool in_order = false;          // items in the order of rows
-  bool codes = false;             // keys and values are int8, whose codes are multiplied
+  bool codes = false;             // keys and values are int8 and multiplied as int8
 };
 
 struct Problem {
@@ -175,7 +174,7 @@ struct Problem {
       tokens += r.kv_len + 2;
     }
     std::shuffle(page_indices.begin(), page_indices.end(), rng);
-    for (int32_t& page : page_indices) page += 1;  // page 0 belongs to nobody
+    for (int32_t& page : page_indices) page += 1;  // page 0 belongs to no request
     num_pages = c.page_size ? pages + 2 : 1;
     max_qo = nnz_qo + c.padding_tokens;
     layer_idx = c.num_layers - 1;
@@ -219,7 +218,7 @@ struct Problem {
     for (int h = 0; h < c.num_qo_heads; ++h) sinks.push_back(normal(rng));
   }
 
-  // Rows of int8 and a scale instead of numbers: NaN, of those with NaN.
+  // Replaces numbers by rows of int8 and a scale; rows with a NaN become NaN.
   static void Encode(Array* rows, int dim) {
     const int64_t elements = static_cast<int64_t>(rows->bytes.size()) / ElementBytes(rows->dtype);
     std::vector<char> bytes(elements / dim * (dim + 4));
@@ -293,7 +292,7 @@ Output Reference(const Problem& p) {
   return out;
 }
 
-// ---- a plan at random, and a run of it
+// ---- a random plan, and a run of it
 
 struct PlanData {
   PlanHeader header{};
@@ -308,7 +307,7 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
   const Case& c = p.c;
   const int group = c.num_qo_heads / c.num_kv_heads;
   PlanData plan;
-  // Units of consecutive heads of one span stay together, as heads_per_unit asks.
+  // Units of consecutive heads with one span stay together, as heads_per_unit requires.
   std::vector<std::vector<WorkItem>> units;
   int32_t partial_rows = 0;
   for (size_t r = 0; r < c.requests.size(); ++r) {
@@ -338,7 +337,7 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
       if (num_chunks > 1) {
         for (int h = 0; h < c.num_kv_heads; ++h) {
           const auto partials_begin = static_cast<int32_t>(plan.partial_rows.size());
-          const int place = c.split > 0 ? begin / c.split % kFoldBatch : 0;
+          const int place = c.split > 0 ? begin / c.split % kReduceBatch : 0;
           plan.groups.push_back(
               {p.qo_indptr[r] + token, n, h, num_chunks, partials_begin, 1, -1, place});
           for (int i = 0; i < num_chunks; ++i) {
@@ -381,7 +380,7 @@ PlanData RandomPlan(const Problem& p, int num_ctas, uint32_t seed) {
   return plan;
 }
 
-// Operands and plan, of a call of either pass.
+// Operands and plan for a call of either pass.
 AttentionParams ParamsOf(const Problem& p, const PlanData& plan) {
   const Case& c = p.c;
   AttentionParams a{};

@@ -32,10 +32,10 @@ bool SameBits(const Output& a, const Output& b) {
 }
 
 void Compare(const Problem& p, const Output& got, const Output& want, const char* what) {
-  // bf16 and f16: rounding of o, and for bf16 of the probabilities where the instruction set
-  // multiplies bf16 pairs. f32: sums of up to 8191 products.
+  // bf16 and f16: rounding of o, and for bf16 of P where the instruction set multiplies bf16 pairs.
+  // f32: sums of up to 8191 products.
   const double rel = p.c.dtype == kF32 ? 1e-5 : p.c.dtype == kBF16 ? 8e-3 : 1e-3;
-  // Large keys: the rounding of a logit is absolute in its exponential.
+  // With large keys, the rounding error of a logit is a relative error of its exponential.
   const double logit_error = p.c.k_magnitude > 1 ? 2e-6 * p.c.k_magnitude : 0;
   const double abs = (p.c.dtype == kF32 ? 2e-6 : p.c.dtype == kBF16 ? 4e-3 : 2e-4) + logit_error;
   const int64_t dvo = p.c.dvo;
@@ -80,9 +80,9 @@ void TestCase(const Case& c, TaskPool& threads) {
   }
 }
 
-// Products of codes: sums are the same integers on all instruction sets, so that results differ by
-// the last bits of exponentials, and where these decide about the rounding of a weight, by its
-// code. tests/ops/test_eight_bit_products.py compares them with a reference.
+// int8 dot products: sums are the same integers on all instruction sets. So results differ only by
+// the last bits of exponentials and, where these decide the rounding of P, by one quantization
+// step. tests/ops/test_eight_bit_products.py compares them with a reference.
 void TestCodes(const Case& c, TaskPool& threads) {
   const Problem p(c);
   const PlanData plan = RandomPlan(p, 5, 7);
@@ -122,12 +122,13 @@ void TestInvariance(Case c, TaskPool& threads) {
             "%s %s: tiles of %d tokens differ", c.name.c_str(), isa.c_str(), tokens);
     }
     c.max_tile_tokens = 1 << 30;
-    c.split = -1;  // one chunk and its merge with identities are the same
+    c.split = -1;  // one chunk equals its merge with identities
   }
 }
 
-// Nor on whether tiles of a head pass over the keys together, which those of one queue do: in plans
-// with a queue for each none can. Beside a poisoned value, whose rows are told apart.
+// The bits must also not depend on whether tiles of a head pass over the keys together. Tiles of
+// one queue do; in plans with a queue per tile none can. Includes a poisoned value, for which rows
+// are handled separately.
 void TestTilesTogether(Case c, TaskPool& threads) {
   c.split = -1;
   c.in_order = true;
@@ -145,7 +146,7 @@ void TestTilesTogether(Case c, TaskPool& threads) {
         CHECK(SameBits(want, Run(p, plan, threads)), "%s %s: tiles of %d queues differ",
               c.name.c_str(), isa.c_str(), num_ctas);
         if (num_ctas > 1) continue;
-        std::reverse(plan.items.begin(), plan.items.end());  // as planners order tiles
+        std::reverse(plan.items.begin(), plan.items.end());  // the order of planners
         for (size_t i = 0; i < plan.items.size(); i += c.num_kv_heads) {
           std::reverse(plan.items.begin() + i, plan.items.begin() + i + c.num_kv_heads);
         }
@@ -156,7 +157,7 @@ void TestTilesTogether(Case c, TaskPool& threads) {
   }
 }
 
-// A NaN or inf in one visible key or value reaches the rows that see it, and no other bit changes.
+// A NaN or inf in one visible key or value reaches the rows that see it, and changes no other bit.
 void TestPoisonedToken(const Case& c, TaskPool& threads) {
   for (const std::string& isa : Isas()) {
     UseIsa(isa);
@@ -347,14 +348,14 @@ std::vector<Case> Cases() {
 
 }  // namespace
 
-// Of the cases, one of each `step`: all dtypes, if no multiple of 3. Invariance if 1.
+// Runs every `step`-th case: all dtypes, unless it is a multiple of 3. Invariance only if 1.
 int TestMain(size_t step) {
   ThreadPool threads(3);
   TestAppend(threads);
   TestMerge(threads);
   const std::vector<Case> cases = Cases();
   for (size_t i = 0; i < cases.size(); i += step) TestCase(cases[i], threads);
-  for (size_t i = 0; i < cases.size(); i += std::max<size_t>(step, 4)) {  // of all dtypes
+  for (size_t i = 0; i < cases.size(); i += std::max<size_t>(step, 4)) {  // cases of all dtypes
     Case c = cases[i];
     c.codes = true;
     if (c.page_size > 0 && c.dqk <= 256 && c.k_magnitude == 1) TestCodes(c, threads);
@@ -373,7 +374,7 @@ int TestMain(size_t step) {
     c.window_left = 100;
     c.dqk = 72, c.dvo = 40;
     TestInvariance(c, threads);
-    c.requests = {{60, 1900}};  // more than a batch of states, of which a tile begins with any
+    c.requests = {{60, 1900}};  // more than a batch of states; tiles begin anywhere in a batch
     c.window_left = 1100;
     TestInvariance(c, threads);
     for (int window_left : {-1, 40}) {
@@ -383,7 +384,7 @@ int TestMain(size_t step) {
       tall.requests = {{190, 300}, {9, 9}, {130, 130}};
       tall.window_left = window_left;
       TestTilesTogether(tall, threads);
-      tall.window_right = window_left;  // full, or to both sides
+      tall.window_right = window_left;  // no limit, or to both sides
       tall.num_qo_heads = 6, tall.num_kv_heads = 3;
       tall.page_size = 0;
       TestTilesTogether(tall, threads);

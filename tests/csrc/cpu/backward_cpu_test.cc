@@ -23,7 +23,7 @@ struct Cotangents {
   }
 };
 
-// A gradient, and what its terms are in sum without their signs, those of differences likewise.
+// A gradient, and the sum of its terms' absolute values, also for terms that are differences.
 struct Gradient {
   std::vector<double> value, size;
   explicit Gradient(int64_t n) : value(n), size(n) {}
@@ -35,7 +35,7 @@ struct Gradient {
 
 struct Gradients {
   Gradient d_q, d_k, d_v;
-  std::vector<float> lse, d;  // what the pass reads of the forward pass
+  std::vector<float> lse, d;  // forward results that the backward pass reads
 };
 
 Gradients ReferenceGradients(const Problem& p, const Cotangents& of) {
@@ -141,7 +141,7 @@ void Compare(const Problem& p, const char* isa, const char* what, const Array& g
       want.size.empty() ? 0 : *std::max_element(want.size.begin(), want.size.end());
   for (size_t i = 0; i < want.value.size(); ++i) {
     const double x = got.Get(static_cast<int64_t>(i));
-    // Where nothing is read: exactly 0.
+    // Exactly 0 where nothing is read.
     const double allowed = want.size[i] == 0 ? 0 : eps * (want.size[i] + 1e-3 * largest) + 1e-30;
     const bool is_close = std::fabs(x - want.value[i]) <= allowed;
     CHECK(is_close, "%s %s: %s[%zu]: got %g want %g of terms of %g", p.c.name.c_str(), isa, what, i,
@@ -195,7 +195,7 @@ std::vector<Case> Cases() {
       c.requests = {{21, 70}, {4, 131}};
     });
   }
-  // More rows and keys than a task has, of items that are joined and of one that is not.
+  // More rows and keys than a task has, for items that are joined and for one that is not.
   for (int window_left : {-1, 300}) {
     add("joined", [&](Case& c) {
       c.window_left = window_left, c.name += std::to_string(window_left);
@@ -208,7 +208,7 @@ std::vector<Case> Cases() {
 
 }  // namespace
 
-// Of the cases, one of each `step`: all dtypes, if no multiple of 3.
+// Runs every `step`-th case: all dtypes, unless it is a multiple of 3.
 int TestMain(size_t step) {
   ThreadPool threads(3);
   const std::vector<Case> cases = Cases();

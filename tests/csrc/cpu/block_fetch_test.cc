@@ -1,5 +1,5 @@
-// What is fetched beside a pass: every line of the rows once and in their order, page by page, and
-// as evenly as asked for. Addresses are numbers here, and prefetches of them do nothing.
+// Prefetches during a pass: every line of the rows is fetched once and in order, page by page, and
+// as evenly as requested. Addresses are plain numbers here, and prefetches of them do nothing.
 #include "cpu/kernels/block_fetch.h"
 
 #include <cstdio>
@@ -28,7 +28,7 @@ Rows RowsAt(i64 first, i64 step, i64 num_rows) {
   return rows;
 }
 
-// Lines of rows in their order; rows that follow each other share the line at their border.
+// Lines of rows in order; contiguous rows share the line at their border.
 std::vector<i64> LinesOf(const Rows& rows, i64 bytes) {
   std::vector<i64> lines;
   i64 end = 0;
@@ -64,7 +64,7 @@ void TestPieces(const std::vector<Rows>& stretches, i64 bytes) {
   CHECK(pieces.given() == row_bytes);
 }
 
-// Work of `step` bytes at a time: what is fetched never is more than a line from what is due.
+// Works `step` bytes at a time: the fetched amount is never more than a line away from the due one.
 void TestEvenness(i64 lines, i64 bytes, i64 step) {
   const Rows rows = RowsAt(1 << 20, 1024, 256);
   PagePieces pieces;

@@ -1,5 +1,5 @@
-// Products of weights in panels: every instruction set of this machine and AMX in emulation,
-// against sums in f64; the bits of a row beside others; threads.
+// Matmuls with weights in panels: every instruction set of this machine and emulated AMX, against
+// sums in f64; a row has the same bits beside other rows; threads.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -1,4 +1,4 @@
-// The exponentials of kernels with tiles, which no tile takes part in: they need AVX-512 alone.
+// The exponentials of kernels with tiles. They use no tile, so AVX-512 is enough to run them.
 #if defined(__x86_64__)
 #include "cpu/simd/simd_amx.h"
 #include "cpu/simd_math_cases.h"

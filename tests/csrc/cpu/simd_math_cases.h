@@ -26,7 +26,7 @@ float ValueOf(Function function, float x) {
   return lanes[0];
 }
 
-// `low` to `high` in steps that are no round numbers, and numbers beside the integers.
+// `low` to `high` in steps that are not round numbers, and numbers next to the integers.
 std::vector<float> Numbers(float low, float high) {
   std::vector<float> numbers = {low, high};
   for (double x = low; x < high; x += 0.00310559) numbers.push_back(static_cast<float>(x));
@@ -38,8 +38,8 @@ std::vector<float> Numbers(float low, float high) {
   return numbers;
 }
 
-// What Exp2 and Weights have in common: exactly 0 below -125, where 2^x could be subnormal, 1 at 0,
-// and 2^x between them to `error` of it.
+// Checks the common contract of Exp2 and Weights: exactly 0 below -125, where 2^x could be
+// subnormal, 1 at 0, and 2^x between them with relative error `error`.
 template <class Isa, class Function>
 void CheckPowers(const char* name, Function function, float highest, double error) {
   const float inf = std::numeric_limits<float>::infinity();
@@ -62,7 +62,7 @@ void CheckMath() {
   using Vec = typename Isa::Vec;
   // 1 ulp is at most 2^-23 of a number.
   CheckPowers<Isa>("Exp2", [](Vec x) { return Exp2<Isa>(x); }, 0, 0x1p-23);
-  // With kFloorExp2 logits may exceed the reference by 2^8 and more (softmax.h).
+  // With kFloorExp2 logits may exceed the running max by 2^8 and more (softmax.h).
   CheckPowers<Isa>(
       "Weights", [](Vec x) { return Weights<Isa>(x); }, Isa::kFloorExp2 ? 120 : 0,
       Isa::kFloorExp2 ? 0x1p-22 : 0x1p-23);
@@ -77,7 +77,7 @@ void CheckMath() {
         "Tanh of large numbers");
 }
 
-// The exit status. Without a processor for it nothing is computed.
+// The exit status. If the processor lacks the instruction set, nothing is computed.
 [[maybe_unused]] int Report(const char* isa, bool runs_here, void (*check)()) {
   if (runs_here) check();
   if (g_failures == 0)

@@ -26,10 +26,10 @@ void TestParallelFor(TaskPool& threads) {
   for (int64_t n : {0, 1, 2, 3, 100}) {
     for (int round = 0; round < 50; ++round) {
       std::vector<std::atomic<int>> counts(n);
-      std::vector<int64_t> results(n, -1);  // no atomics, and looked at first: the call orders them
+      std::vector<int64_t> results(n, -1);  // not atomic, and read first: the call orders accesses
       const auto caller = std::this_thread::get_id();
       ParallelFor(threads, n, [&](int64_t i) {
-        // The caller runs out of work first, and has to wait.
+        // Makes the caller run out of work first, so that it has to wait.
         const bool is_helper = std::this_thread::get_id() != caller;
         std::this_thread::sleep_for(std::chrono::microseconds(is_helper ? 500 : 20));
         results[i] = i;
@@ -39,7 +39,7 @@ void TestParallelFor(TaskPool& threads) {
       for (auto& count : counts) CHECK(count == 1, "index run %d times", count.load());
     }
   }
-  // Nested on a pool with fewer threads than calls: nobody may wait for a task that has not
+  // Nested on a pool with fewer threads than calls: no call may wait for a task that has not
   // started.
   ParallelFor(threads, 40, [&](int64_t) {
     std::atomic<int> sum{0};
@@ -50,8 +50,8 @@ void TestParallelFor(TaskPool& threads) {
 
 constexpr auto kLong = std::chrono::seconds(20);
 
-// Runs fn on the caller and on `helpers` threads, all of them at the same time; whether so many
-// came. began: set when the caller has offered the work.
+// Runs fn on the caller and on `helpers` threads, all at the same time; returns whether that many
+// threads came. began: set when the caller has offered the work.
 bool RunTogether(TaskPool& pool, int helpers, const std::function<void(bool is_caller)>& fn,
                  std::atomic<bool>* began = nullptr) {
   std::atomic<int> here{0}, in_time{0};
@@ -69,7 +69,7 @@ bool RunTogether(TaskPool& pool, int helpers, const std::function<void(bool is_c
 
 void TestHelpers() {
   HelperPool pool(4);
-  const int helpers = pool.num_threads() - 1;  // fewer, where the test has a quota
+  const int helpers = pool.num_threads() - 1;  // fewer if the test has a CPU quota
   // After a short wait helpers spin, after a long one they sleep.
   std::set<std::thread::id> threads;
   std::mutex mutex;
@@ -82,7 +82,7 @@ void TestHelpers() {
     CHECK(came, "round %d: not all helpers", round);
   }
   CHECK(static_cast<int>(threads.size()) == 1 + helpers, "%zu threads", threads.size());
-  // Many callers at once, more than there are helpers.
+  // Many callers at once, more than helpers.
   std::vector<std::thread> callers;
   std::atomic<int64_t> sum{0};
   for (int i = 0; i < 6; ++i) {
@@ -94,7 +94,7 @@ void TestHelpers() {
   CHECK(sum == 6 * 200 * 45, "sum %lld", static_cast<long long>(sum));
 }
 
-// A call whose helpers are all busy is helped as soon as they are not.
+// A call whose helpers are all busy gets help as soon as they are free.
 void TestBusyHelpers() {
   HelperPool pool(4);
   const int helpers = pool.num_threads() - 1;
@@ -113,7 +113,7 @@ void TestBusyHelpers() {
   other.join();
 }
 
-// A helper runs on any processor of the process but the one that its caller was on.
+// A helper runs on any processor of the process except its caller's.
 void TestPlacement() {
   cpu_set_t all;
   if (sched_getaffinity(0, sizeof(all), &all) != 0 || CPU_COUNT(&all) < 2) return;
@@ -127,7 +127,7 @@ void TestPlacement() {
       CPU_ZERO(&one);
       CPU_SET(on, &one);
       if (sched_setaffinity(0, sizeof(one), &one) != 0) return;
-      // Until the helper is idle again.
+      // Waits until the helper is idle again.
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       const bool came = RunTogether(pool, 1, [&](bool is_caller) {
         cpu_set_t mine;

@@ -104,7 +104,7 @@ class Batch {
   static constexpr bool kHasOwnScales = FormatOf(Traits::kKvFormat).scale_bytes > 0;
   static i64 RowBytes(int head_dim) {
     return Traits::kKvFormat == kPlainFormat ? head_dim * kBytes
-                                             : CodeRowBytes(Traits::kKvFormat, head_dim);
+                                             : QuantizedRowBytes(Traits::kKvFormat, head_dim);
   }
   static constexpr int kNumLayers = 2;
 

@@ -65,7 +65,7 @@ struct ShapeOf {
   static constexpr bool kPositiveScale = true;
   static constexpr bool kIsMla = false, kHasFreshKv = false, kRecordsTimes = true;
   static constexpr int kQFormat = kPlainFormat, kKvFormat = kPlainFormat;
-  static constexpr bool kMultipliesCodes = false;
+  static constexpr bool kFp8Matmul = false;
   static constexpr bool kHasSteps = false;
   using Variant = NoVariant;
 };
@@ -126,7 +126,7 @@ void EncodeRowOnCpu(const std::vector<uint16_t>& row, int64_t format, int64_t he
   p.dtype = kBF16;
   p.head_dim_qk = static_cast<i32>(head_dim);
   p.num_kv_heads = static_cast<i32>(row.size() / head_dim);
-  p.k_row_bytes = p.num_kv_heads * CodeRowBytes(format, head_dim);
+  p.k_row_bytes = p.num_kv_heads * QuantizedRowBytes(format, head_dim);
   p.k_scale = scales;
   InlinePool pool;
   AppendCpu(p, pool);
@@ -139,7 +139,7 @@ void PutRow(const std::vector<uint16_t>& row, int64_t format, int64_t head_dim, 
   const int64_t n = static_cast<int64_t>(row.size());
   if (format > kE4m3Format) {
     EncodeRowOnCpu(row, format, head_dim,
-                   to + at * (n / head_dim) * CodeRowBytes(format, head_dim));
+                   to + at * (n / head_dim) * QuantizedRowBytes(format, head_dim));
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -168,7 +168,7 @@ AttentionProblem MakeProblem(const Case& c) {
   spec.mla = Traits::kIsMla;
   spec.q_format = Traits::kQFormat;
   spec.kv_format = Traits::kKvFormat;
-  spec.eight_bit_products = Traits::kMultipliesCodes;
+  spec.eight_bit_products = Traits::kFp8Matmul;
   spec.head_dim_qk = Traits::kHeadDimQk;
   spec.head_dim_vo = Traits::kHeadDimVo;
   spec.window_left = c.window_left;
@@ -257,7 +257,7 @@ Batch MakeBatch(const Case& c, const AttentionSpec& spec, std::mt19937& random) 
   const int64_t num_rows = spec.paged() ? b.num_pages * page : spec.max_kv_tokens;
   const auto pool = [&](int64_t row, int64_t head_dim) {
     const int64_t format = spec.kv_format;
-    if (format != kPlainFormat) row = row / head_dim * CodeRowBytes(format, head_dim);
+    if (format != kPlainFormat) row = row / head_dim * QuantizedRowBytes(format, head_dim);
     return Poisoned<uint16_t>(num_rows * row / (format != kPlainFormat ? 2 : 1));
   };
   b.k = pool(k_row, spec.head_dim_qk);
@@ -476,7 +476,7 @@ class Counters {
   }
   void Use(AttentionParams* p) {
     p->merge_counters = words_.data();
-    p->counter_turns = words_.data() + 2 * num_;
+    p->counter_parity = words_.data() + 2 * num_;
     ++launches_;
   }
   // For a launch after those for which Use was called.
@@ -566,7 +566,7 @@ void RunCaseInPart(const Case& c, unsigned seed) {
   std::printf("%s: %d items, %d merge groups\n", c.name, p.header->num_items,
               p.header->num_merge_groups);
   // Whether somebody else has the same prefix is not in a request's bits; kernels for kFixedSplit
-  // have tiles of one height.
+  // have one tile M.
   if (c.prefix == 0 || c.kv_split == 0 || Traits::kNumTiles > 1) return;
   AttentionProblem apart = problem;
   apart.spec.share_prefixes = 0;
@@ -583,7 +583,11 @@ void RunCaseInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape>
 void RunCase(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape>()) RunCaseInPart<Kernel, Shape>(c, seed);
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape>()) {
+    g_part.has_run = true;
+    RunCaseInPart<Kernel, Shape>(c, seed);
+  }
 }
 
 // Decodes, speculation and a longer chunk, for trees of prefixes.
@@ -694,7 +698,7 @@ void RunFreshCases() {
       24);
   RunCase<Kernel, Fresh<ShapeOf<40, 40, 5, 5, true, true, false>>>(
       {.name = "fresh, NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 25);
-  // The border lies more steps into the item than rings have slots, and inside of a box.
+  // The border lies more steps into the item than rings have slots, and inside a TMA tile.
   RunCase<Kernel, Fresh<ShapeOf<128, 128, 1, 64, false, false, false>>>(
       {.name = "fresh, long chunk, full, page 64",
        .requests = {{201, 1010}, {130, 130}},

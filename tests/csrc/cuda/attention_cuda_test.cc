@@ -68,8 +68,9 @@ void TestToE4m3() {
   for (u32 bits = 0; bits < 1u << 16; ++bits) {
     for (u32 low : {0u, 1u, 0xffffu}) {
       const float x = __uint_as_float(bits << 16 | low);
-      const u32 got = ToCode<kE4m3Format>(x), want = FloatToE4m3(x);
-      Expect(std::isnan(x) ? (got & 0x7f) == 0x7f : got == want, "ToCode, e4m3", bits << 16 | low);
+      const u32 got = ToFloat8<kE4m3Format>(x), want = FloatToE4m3(x);
+      Expect(std::isnan(x) ? (got & 0x7f) == 0x7f : got == want, "ToFloat8, e4m3",
+             bits << 16 | low);
     }
   }
 }

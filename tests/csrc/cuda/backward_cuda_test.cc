@@ -30,7 +30,11 @@ void RunBackwardInPart(const Case& c, unsigned seed, Poison poison, Tables table
 
 template <class Traits>
 void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tables = kOfCase) {
-  if constexpr (InPart<Traits>()) RunBackwardInPart<Traits>(c, seed, poison, tables);
+  g_part.has_asked = true;
+  if constexpr (InPart<Traits>()) {
+    g_part.has_run = true;
+    RunBackwardInPart<Traits>(c, seed, poison, tables);
+  }
 }
 
 template <class Traits>

@@ -34,7 +34,7 @@ std::vector<uint16_t> AppendNewTokens(const Case& c, const AttentionSpec& spec, 
     std::copy(row.begin(), row.end(), fresh.begin() + token * row_dim);
     EncodeRowOnCpu(row, spec.kv_format, head_dim,
                    reinterpret_cast<char*>(pool->data()) +
-                       pool_row * spec.num_kv_heads * CodeRowBytes(spec.kv_format, head_dim),
+                       pool_row * spec.num_kv_heads * QuantizedRowBytes(spec.kv_format, head_dim),
                    scales.empty() ? nullptr : scales.data());
   });
   return fresh;
@@ -56,7 +56,7 @@ void RunFreshCodesInPart(Case c, unsigned seed) {
   if (plan.empty()) return;
   const Outputs want = RunOnPlan<typename Kernel::template Body<Appended>>(c, problem, b, plan);
   const auto poison = [&](std::vector<uint16_t>* pool, int64_t head_dim) {
-    const int64_t bytes = spec.num_kv_heads * CodeRowBytes(spec.kv_format, head_dim);
+    const int64_t bytes = spec.num_kv_heads * QuantizedRowBytes(spec.kv_format, head_dim);
     ForNewTokens(c, spec, b, [&](int64_t, int64_t row) {
       std::memset(reinterpret_cast<char*>(pool->data()) + row * bytes, 0xff, bytes);
     });
@@ -73,8 +73,11 @@ void RunFreshCodesInPart(Case c, unsigned seed) {
 
 template <class Kernel, class Shape, int kFormat>
 void RunFreshCodes(Case c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
+    g_part.has_run = true;
     RunFreshCodesInPart<Kernel, Shape, kFormat>(c, seed);
+  }
 }
 
 template <int kFormat>

@@ -47,8 +47,11 @@ void RunCodesInPart(Case c, unsigned seed) {
 
 template <class Kernel, class Shape, int kFormat>
 void RunCodes(Case c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
+    g_part.has_run = true;
     RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+  }
 }
 
 // Cases that any loop takes, of 5 heads.

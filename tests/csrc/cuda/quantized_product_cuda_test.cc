@@ -42,7 +42,7 @@ void RunCase(const Case& c) {
   constexpr bool kIsE2m1 = kFormat == kE2m1Weights;
   std::mt19937 rng(static_cast<unsigned>(c.num_rows * 7919 + c.depth * 31 + c.columns));
   std::normal_distribution<float> normal;
-  const int groups = CeilDiv(c.depth, c.group_size), per_byte = CodesPerByte(kFormat);
+  const int groups = CeilDiv(c.depth, c.group_size), per_byte = WeightsPerByte(kFormat);
 
   std::vector<u16> x(c.num_rows * c.depth);
   for (u16& element : x) {
@@ -144,7 +144,7 @@ void RunCase(const Case& c) {
 // product is as good as between two.
 template <int kFormat, int kDtype>
 void CheckDecoding() {
-  using Codes = WeightCodes<kFormat, kDtype>;
+  using Codes = WeightBits<kFormat, kDtype>;
   using E = Element<kDtype>;
   int wrong = 0, inexact = 0, total = 0;
   std::mt19937 rng(1);
@@ -170,7 +170,7 @@ void CheckDecoding() {
           const u32 rest = ~(0xffu << 8 * column) & static_cast<u32>(rng());
           halves = Codes::Column((code | other << 4) << 8 * column | rest, column);
         }
-        const u32 pair = factors.Decode(halves);
+        const u32 pair = factors.Dequantize(halves);
         for (int half = 0; half < 2; ++half) {
           const u32 of = half == 0 ? code : other;
           const double value = ValueOf(kFormat, of);

@@ -632,9 +632,9 @@ using u64 = unsigned long long;
 inline u32 SharedAddress(const void* shared) {
   return static_cast<u32>(static_cast<const unsigned char*>(shared) - smem);
 }
-inline int Anew(int x) { return x; }
-inline const char* Anew(const char* x) { return x; }
-inline uint4 Anew(uint4 x) { return x; }
+inline int Opaque(int x) { return x; }
+inline const char* Opaque(const char* x) { return x; }
+inline uint4 Opaque(uint4 x) { return x; }
 inline void PrefetchL2(const void*) {}
 inline i64 GlobalTimer() {
   static i64 time = 0;

@@ -13,7 +13,7 @@
 //   - barriers that were not initialised, that more threads arrive at than they count, named
 //     barriers whose users disagree about the number of threads;
 //   - a deadlock, with what every warp waits for.
-// What it cannot find: ordinary accesses without a fence before the copy engine overwrites what
+// What it cannot find: ordinary accesses without a fence before TMA overwrites what
 // they touched, and a limit of registers that the compiler does not meet.
 #pragma once
 #define JAX_ATTN_CUDA_SM90_PTX_CUH_
@@ -36,15 +36,15 @@ struct SharedBarrier {
 };
 
 // What stands for a CUtensorMap here, in the words of a TensorMap.
-struct BoxedArray {
+struct TmaArray {
   u16* array;  // [num_layers, num_rows, num_heads, head_dim]
   u64 num_layers, num_rows, num_heads, head_dim;
-  u64 box_rows, box_heads;  // of 64 columns
+  u64 tile_rows, tile_heads;  // of 64 columns
 };
 
 // A box on its way to memory, which it reaches as late as it may.
-struct BoxOfResults {
-  BoxedArray to;
+struct TmaStoreTile {
+  TmaArray to;
   u64 row, head, column;
   u32 shared;
   std::vector<u16> elements;  // as they were when the copy was issued
@@ -169,7 +169,7 @@ struct WarpState {
   int num_products = 0;
   int num_fences = 0;
   int num_registers = 0;  // a thread, 0: as launched
-  std::vector<BoxOfResults> open_stores, stores;
+  std::vector<TmaStoreTile> open_stores, stores;
   std::vector<BulkOfResults> open_bulks, bulks;
   std::deque<std::vector<Product>> groups;
   std::vector<Product> open_group;
@@ -205,7 +205,7 @@ class Sm90 : public Unit {
         Fail(Text("warp %zu ends before its products", i));
       }
       if (!warp.stores.empty() || !warp.open_stores.empty()) {
-        Fail(Text("warp %zu ends before its boxes are read", i));
+        Fail(Text("warp %zu ends before its TMA tiles are read", i));
       }
       if (!warp.bulks.empty() || !warp.open_bulks.empty()) {
         Fail(Text("warp %zu ends before its bulk copies arrive", i));
@@ -521,14 +521,14 @@ inline void ArriveBarrierAfterCopies(u32 barrier) {
   });
 }
 template <class TensorMap>
-void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, int layer,
-             u32 barrier) {
+void LoadTmaTile(u32 shared, const TensorMap& map, int column, int head, int row, int layer,
+                 u32 barrier) {
   static_assert(sizeof(TensorMap) == 128, "of the driver");
   if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
-  emulation::BoxedArray from;
+  emulation::TmaArray from;
   std::memcpy(&from, &map, sizeof(from));
-  const int num_bytes = static_cast<int>(from.box_rows) * 128;
-  if (shared % 128 != 0 || shared + num_bytes > sizeof(smem)) emulation::Fail("misplaced box");
+  const int num_bytes = static_cast<int>(from.tile_rows) * 128;
+  if (shared % 128 != 0 || shared + num_bytes > sizeof(smem)) emulation::Fail("misplaced TMA tile");
   std::memset(smem + shared, 0xff, num_bytes);  // until it is waited for
   std::memset(emulation::machine.AsyncSmem() + shared, 0xff, num_bytes);
   emulation::machine.Later(false, [=] {
@@ -547,8 +547,8 @@ void CopyBox(u32 shared, const TensorMap& map, int column, int head, int row, in
     emulation::sm90.Arrive(barrier, 0, -num_bytes);
   });
 }
-inline std::vector<u16> ReadBox(const emulation::BoxedArray& of, u32 shared) {
-  std::vector<u16> elements(of.box_rows * of.box_heads * 64);
+inline std::vector<u16> ReadTmaTile(const emulation::TmaArray& of, u32 shared) {
+  std::vector<u16> elements(of.tile_rows * of.tile_heads * 64);
   for (size_t e = 0; e < elements.size(); ++e) {
     const u32 from = shared + 2 * static_cast<u32>(e);
     std::memcpy(&elements[e], emulation::machine.AsyncSmem() + (from ^ (from >> 7 & 7) << 4), 2);
@@ -556,13 +556,13 @@ inline std::vector<u16> ReadBox(const emulation::BoxedArray& of, u32 shared) {
   return elements;
 }
 template <class TensorMap>
-void StoreBox(const TensorMap& map, int column, int head, int row, u32 shared) {
+void StoreTmaTile(const TensorMap& map, int column, int head, int row, u32 shared) {
   if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
-  emulation::BoxOfResults box;
+  emulation::TmaStoreTile box;
   std::memcpy(&box.to, &map, sizeof(box.to));
   box.row = row, box.head = head, box.column = column, box.shared = shared;
-  if (shared % 1024 != 0) emulation::Fail("misplaced box");
-  box.elements = ReadBox(box.to, shared);
+  if (shared % 1024 != 0) emulation::Fail("misplaced TMA tile");
+  box.elements = ReadTmaTile(box.to, shared);
   emulation::sm90.warp().open_stores.push_back(box);
 }
 inline std::vector<float> ReadBulk(u32 shared, size_t num_words) {
@@ -592,14 +592,14 @@ inline void CommitStores() {
 }
 inline void WaitStores() {
   auto& w = emulation::sm90.warp();
-  for (const emulation::BoxOfResults& box : w.stores) {
-    if (ReadBox(box.to, box.shared) != box.elements) {
-      emulation::Fail("a box was written again while the copy engine could read it");
+  for (const emulation::TmaStoreTile& box : w.stores) {
+    if (ReadTmaTile(box.to, box.shared) != box.elements) {
+      emulation::Fail("a TMA tile was written again while TMA could read it");
     }
-    const emulation::BoxedArray& to = box.to;
+    const emulation::TmaArray& to = box.to;
     for (size_t e = 0; e < box.elements.size(); ++e) {
-      const u64 column = box.column + e % 64, head = box.head + e / 64 % to.box_heads;
-      const u64 row = box.row + e / 64 / to.box_heads;
+      const u64 column = box.column + e % 64, head = box.head + e / 64 % to.tile_heads;
+      const u64 row = box.row + e / 64 / to.tile_heads;
       if (column >= to.head_dim || head >= to.num_heads || row >= to.num_rows) continue;
       to.array[(row * to.num_heads + head) * to.head_dim + column] = box.elements[e];
     }

@@ -226,9 +226,9 @@ struct PipelineMistakes {
   bool one_consumer_frees = false;  // the other warpgroup may still read
 };
 
-// A producer warpgroup copies tiles into a ring of two slots, by boxes or by itself, two consumer
+// A producer warpgroup copies tiles into a ring of two slots, by TMA or by itself, two consumer
 // warpgroups multiply their own a with them, in turns kept by named barriers.
-int WrongResultsOfPipeline(unsigned seed, bool boxes, const PipelineMistakes& mistakes) {
+int WrongResultsOfPipeline(unsigned seed, bool uses_tma, const PipelineMistakes& mistakes) {
   constexpr int kTiles = 7, kSlots = 2, kSlotBytes = 64 * 128;
   constexpr u32 kFull = 0, kEmpty = 64;
   constexpr u32 kA = 1024, kRing = kA + 2 * 8192;
@@ -239,8 +239,8 @@ int WrongResultsOfPipeline(unsigned seed, bool boxes, const PipelineMistakes& mi
     }
   }
   struct alignas(64) {
-    emulation::BoxedArray array;
-    char rest[128 - sizeof(emulation::BoxedArray)];
+    emulation::TmaArray array;
+    char rest[128 - sizeof(emulation::TmaArray)];
   } const map = {{&global[0][0][0], kTiles, 64, 1, 64, 32}, {}};
   int num_wrong = 0;
   machine.Launch(2, 384, seed, [&] {
@@ -258,12 +258,12 @@ int WrongResultsOfPipeline(unsigned seed, bool boxes, const PipelineMistakes& mi
         const int slot = t % kSlots;
         WaitBarrier(kEmpty + 8 * slot, (t / kSlots & 1) ^ 1);
         const Tile to = {kRing + slot * kSlotBytes, 64, 64, false, k128};
-        if (boxes) {
+        if (uses_tma) {
           if (thread != 0) continue;
           ExpectBytes(kFull + 8 * slot, kSlotBytes);
           ArriveBarrier(kFull + 8 * slot, 128);
-          CopyBox(to.start, map, 0, 0, 0, t, kFull + 8 * slot);
-          CopyBox(to.start + kSlotBytes / 2, map, 0, 0, 32, t, kFull + 8 * slot);
+          LoadTmaTile(to.start, map, 0, 0, 0, t, kFull + 8 * slot);
+          LoadTmaTile(to.start + kSlotBytes / 2, map, 0, 0, 32, t, kFull + 8 * slot);
           continue;
         }
         for (int c = thread; c < 64 * 8; c += 128) {
@@ -344,10 +344,10 @@ void ExpectDeath(const char* name, const std::string& message, Function function
 void ExpectTrouble(const char* name, const PipelineMistakes& mistakes) {
   int num_runs = 0, num_found = 0;
   for (unsigned seed = 0; seed < 12; ++seed) {
-    const bool boxes = seed % 2 == 1;
-    if (boxes && mistakes.no_fence) continue;  // they need none
+    const bool uses_tma = seed % 2 == 1;
+    if (uses_tma && mistakes.no_fence) continue;  // they need none
     const std::string text = Death([&] {
-      if (WrongResultsOfPipeline(seed, boxes, mistakes) > 0) emulation::Fail("wrong results");
+      if (WrongResultsOfPipeline(seed, uses_tma, mistakes) > 0) emulation::Fail("wrong results");
     });
     ++num_runs;
     num_found += !text.empty();
@@ -527,8 +527,8 @@ void RunAll() {
   TestTransposedWrappers();
   TestFences();
   for (unsigned seed = 0; seed < 6; ++seed) {
-    const bool boxes = seed % 2 == 1;
-    const int num_wrong = WrongResultsOfPipeline(seed, boxes, {.no_fence = boxes});
+    const bool uses_tma = seed % 2 == 1;
+    const int num_wrong = WrongResultsOfPipeline(seed, uses_tma, {.no_fence = uses_tma});
     Expect(num_wrong == 0, emulation::Text("pipeline: %d wrong", num_wrong));
   }
   TestMistakes();

@@ -15,9 +15,9 @@ struct Sm90Tiles {
   template <class Shape>
   struct Traits : Shape {
     static constexpr int kArch = 90;
-    static constexpr bool kHasCodes = Shape::kKvFormat != kPlainFormat;
-    static constexpr bool kConverts = kHasCodes && !Shape::kMultipliesCodes;
-    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kHasCodes ? 2 : 3;
+    static constexpr bool kIsQuantized = Shape::kKvFormat != kPlainFormat;
+    static constexpr bool kConverts = kIsQuantized && !Shape::kFp8Matmul;
+    static constexpr int kNumConsumers = Shape::kHeadDimVo > 64 || kIsQuantized ? 2 : 3;
     static constexpr int kNumProducers = kConverts && Shape::kHeadDimVo <= 192 ? 2 : 1;
     static constexpr int kNumTiles = kTiles, kTileQ0 = kSmallTile;
     static constexpr int kTileQ1 = kTiles == 1 ? 0 : 64 * kNumConsumers, kTileQ2 = 0;
@@ -30,30 +30,30 @@ struct Sm90Tiles {
   using Body = HopperAttentionBody<Traits<Shape>>;
 };
 
-// Boxes are the launch's: the kernel is the same with and without, and compiles once.
-template <bool kBoxes, int kSmallTile, int kTiles = 2>
+// TMA maps belong to the launch: the kernel is the same with and without them, and compiles once.
+template <bool kUsesTma, int kSmallTile, int kTiles = 2>
 struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
   template <class Shape>
   using Traits = typename Sm90Tiles<kSmallTile, kTiles>::template Traits<Shape>;
 
   template <class Shape>
   static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
-    constexpr int kBoxRows = HopperShape<Traits<Shape>>::kBoxRows;
+    constexpr int kTmaRows = HopperShape<Traits<Shape>>::kTmaRows;
     p->num_layers = 1;
-    p->has_tensor_maps = kBoxes && kBoxRows > 0;
-    auto bits_of = [](const emulation::BoxedArray& boxed) {
+    p->has_tensor_maps = kUsesTma && kTmaRows > 0;
+    auto bits_of = [](const emulation::TmaArray& array) {
       TensorMap bits = {};
-      std::memcpy(&bits, &boxed, sizeof(boxed));
+      std::memcpy(&bits, &array, sizeof(array));
       return bits;
     };
     auto map = [&](const void* array, i64 head_dim, i64 rows) {
       if (spec.quantized()) head_dim /= 2;  // two are a column
       return bits_of({static_cast<u16*>(const_cast<void*>(array)), 1, static_cast<u64>(rows),
-                      static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kBoxRows,
+                      static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kTmaRows,
                       1});
     };
     constexpr int kGroup = Shape::kGroupSize;
-    p->has_o_map = kBoxes && 16 % kGroup == 0;
+    p->has_o_map = kUsesTma && 16 % kGroup == 0;
     p->o_map = bits_of({static_cast<u16*>(p->o), 1, static_cast<u64>(spec.max_qo_tokens),
                         static_cast<u64>(spec.num_qo_heads), static_cast<u64>(spec.head_dim_vo),
                         16 / kGroup, kGroup});

@@ -25,7 +25,7 @@ int64_t Below(Random& random, int64_t n) { return static_cast<int64_t>(random() 
 
 int32_t Wrap(int64_t x) { return static_cast<int32_t>(static_cast<uint32_t>(x)); }
 
-// A number at a border, or any.
+// A number at a border of its range, or any number.
 int64_t Border(Random& random) {
   const int64_t at = PickNumber(random, {0, 1, 2, 16, 127, 128, 1 << 20, kLimit / 2, kLimit,
                                          kLimit + kLimit / 2, 2 * kLimit - 1});
@@ -33,7 +33,8 @@ int64_t Border(Random& random) {
   return std::clamp<int64_t>(OneIn(random, 3) ? -x : x, -2 * kLimit, 2 * kLimit - 1);
 }
 
-// Codes are copied in vectors of 16 bytes there: pages of such, or none.
+// CUDA copies quantized values in vectors of 16 bytes: makes pages whole vectors, or drops the
+// format.
 void SettleCodesOnCuda(AttentionSpec* spec) {
   if (spec->dtype == kF32) spec->dtype = kBF16;
   spec->head_dim_qk = std::max<int64_t>(spec->head_dim_qk, 16);
@@ -101,7 +102,7 @@ struct Lengths {
 
 std::vector<Lengths> RandomLengths(const AttentionSpec& spec, Random& random) {
   const int64_t batch_size = PickNumber(random, {0, 1, 1, 2, 2, 3, 5, 9, 24});
-  // Pages are listed, so long requests must have long ones; ragged rows end below 2^31.
+  // Pages are listed, so long requests must have long pages; ragged rows end below 2^31.
   int64_t most = spec.paged() ? std::min(kLimit - 1, spec.page_size * 300) : kLimit - 1;
   if (!spec.paged() && batch_size > 1) most = 2 * (kLimit - 1) / batch_size;
   const int64_t kind = Below(random, 5), longest = PickNumber(random, {1, 20, 300, 5000, 60000});
@@ -114,7 +115,7 @@ std::vector<Lengths> RandomLengths(const AttentionSpec& spec, Random& random) {
     if (kind == 3) l.kv_len = PickNumber(random, {0, 1, most, most / 2, 1 << 26, 1 << 28});
     l.kv_len = std::clamp<int64_t>(l.kv_len, 0, most);
     l.qo_len = PickNumber(random, {0, 1, 1, 1, 1, 2, 7, 63, 64, 65, 129, 300});
-    if (spec.share_prefixes && kind < 3) {  // enough to share that it pays
+    if (spec.share_prefixes && kind < 3) {  // enough sharing that it pays
       l.qo_len = PickNumber(random, {0, 1, 1, 1, 1, 1, 2, 7});
       l.kv_len = std::min(most, most / 2 + Below(random, most / 2 + 1));
     }
@@ -167,7 +168,7 @@ void AddOffsets(Random& random, Case* c) {
   }
 }
 
-// Nested prefixes of what consecutive requests have in common, or anything.
+// Nested prefixes that consecutive requests have in common, or anything.
 void AddLevels(Random& random, Case* c) {
   const int64_t batch = c->batch_size();
   c->told = true;
@@ -201,7 +202,7 @@ void AddLevels(Random& random, Case* c) {
   }
 }
 
-// Something that planners should refuse, at a random place.
+// Breaks the case, at a random place, so that planners should refuse it.
 void Spoil(Random& random, Case* c) {
   std::vector<std::vector<int32_t>*> arrays = {&c->qo_indptr, &c->kv_lens, &c->kv_indptr};
   for (auto* array : {&c->page_indices, &c->q_offsets, &c->request_indptr, &c->prefix_lens}) {
@@ -233,12 +234,12 @@ void SettleCapacities(Random& random, Case* c) {
   if (OneIn(random, 3)) c->num_ctas = PickNumber(random, {1, 1, 2, 2, 3, 13, 24, 64, 352});
   if (OneIn(random, 6)) c->max_items = 1 + Below(random, OneIn(random, 2) ? 20 : 2000);
   if (OneIn(random, 8)) c->max_partial_rows = 1 + Below(random, 5000);
-  if (spec.schedule == kFixedSplit) {  // whose default follows from the capacity of kv
+  if (spec.schedule == kFixedSplit) {  // its default depends on the kv capacity
     c->max_items = 1 + Below(random, 3000);
     c->max_partial_rows = 1 + Below(random, 2000000);
     if (OneIn(random, 2)) c->max_partial_rows = 2 * kLimit - 1;
   }
-  // Query tokens beyond all that a plan of a test can have items for.
+  // More query tokens than any plan of a test can have items for.
   if (OneIn(random, 100)) {
     spec.max_qo_tokens = 2 * kLimit - 1;
     c->max_items = 1 + Below(random, 3000);
@@ -249,7 +250,8 @@ void SettleCapacities(Random& random, Case* c) {
 // Whether plans with step lists may share prefixes.
 bool SharesLists(const AttentionSpec& spec) { return spec.balances(); }
 
-// A map of blocks for step lists, dense or sparse; now and then with too few rows, columns or room.
+// Adds a block map for step lists, dense or sparse; now and then with too few rows, columns or
+// steps (capacity).
 void AddMap(Random& random, Case* c) {
   AttentionSpec& spec = c->spec;
   if (!SharesLists(spec)) spec.share_prefixes = 0;
@@ -262,7 +264,7 @@ void AddMap(Random& random, Case* c) {
   int64_t rows = (spec.max_qo_tokens + c->q_block - 1) / c->q_block + Below(random, 2);
   if (OneIn(random, 20)) rows = Below(random, rows + 1);
   const int sparsity = static_cast<int>(PickNumber(random, {1, 2, 5, 100}));
-  // By all queries.
+  // The leading columns that all queries see.
   const int64_t seen = spec.share_prefixes ? c->map_columns - Below(random, 5) : 0;
   for (int64_t i = 0; i < rows * c->map_columns; ++i) {
     const uint8_t some = OneIn(random, 2) ? kSomeVisible : kSomeVisible | kSomeHidden;
@@ -335,7 +337,7 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   Case c;
   c.spec = RandomSpec(random);
   const bool listed = OneIn(random, 8);
-  if (listed && !c.spec.mla && OneIn(random, 4)) {  // most others have nothing to share
+  if (listed && !c.spec.mla && OneIn(random, 4)) {  // most other cases have nothing to share
     c.spec.kv_split = 0;
     c.spec.page_size = PickNumber(random, {1, 16, 64});
     c.spec.schedule = Pick<int64_t>(random, {kBalanced, kAuto});
@@ -343,9 +345,9 @@ Case MakeCase(bool is_damaged, uint64_t seed, uint64_t index) {
   }
   if (listed && !SharesLists(c.spec)) c.spec.share_prefixes = 0;
   std::vector<Lengths> lengths = RandomLengths(c.spec, random);
-  for (Lengths& l : lengths) {  // few enough steps to look at each, for every token
+  for (Lengths& l : lengths) {  // few enough steps to check each, for every token
     if (!listed) continue;
-    // With shared prefixes lengths stay alike, so that it pays.
+    // With shared prefixes lengths stay similar, so that sharing pays.
     const int64_t kv_len = c.spec.share_prefixes ? std::min<int64_t>(l.kv_len, 3000) : l.kv_len;
     l = {l.qo_len % 301, kv_len % 3001};
   }
@@ -504,7 +506,7 @@ std::vector<Case> Smaller(const Case& c) {
       add([&](Case* s) { s->words.erase(s->words.begin() + i, s->words.begin() + i + n); });
     }
   }
-  if (c.is_damaged) {  // the words are of this very plan
+  if (c.is_damaged) {  // the words belong to this very plan
     for (size_t i = 0; i < c.words.size(); ++i) {
       for (int32_t value : {0, 1, -1, c.words[i].second / 2}) {
         add([&](Case* s) { s->words[i].second = value; });
@@ -559,8 +561,8 @@ std::vector<Case> Smaller(const Case& c) {
 
 namespace {
 
-// A plan of a CPU, small enough to run, and some changes to its words; the words are chosen by
-// RunDamaged's knowledge of nothing: any section, single words, groups, neighbours.
+// A CPU plan, small enough to run, and some changes to its words. The words are chosen without
+// RunDamaged's knowledge: any section, single words, groups, neighbours.
 Case SmallCase(Random& random) {
   Case c;
   c.is_damaged = true;
@@ -633,7 +635,7 @@ Case SmallCase(Random& random) {
   if (!PlanOf(c, problem, plan.data()).ok()) return c;
   PlanHeader header;
   std::copy_n(plan.data() + layout.header, sizeof(header) / 4, reinterpret_cast<int32_t*>(&header));
-  // Live words of each section: what is behind them nobody reads.
+  // Live words of each section: nothing reads the words after them.
   const std::pair<int64_t, int64_t> sections[] = {
       {layout.header, sizeof(PlanHeader) / 4},
       {layout.queue_indptr, problem.config.num_ctas + 1},
@@ -679,7 +681,7 @@ Case SmallCase(Random& random) {
         change(word, plan[other]);
         change(other, plan[word]);
         break;
-      case 6:  // whole records change places
+      case 6:  // whole records are swapped
         if (header.num_items > 1) {
           const int64_t a = layout.items + 12 * Below(random, header.num_items);
           const int64_t b = layout.items + 12 * Below(random, header.num_items);

@@ -1,5 +1,5 @@
-// What a plan must be, said without the planners: intervals of kv positions and of query tokens, so
-// that lengths of 2^30 are as good as any.
+// The definition of a correct plan, independent of the planners: intervals of kv positions and of
+// query tokens, so that lengths of 2^30 cost no more than others.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -15,7 +15,7 @@ struct Piece {
   int64_t begin, end, kv_begin, kv_end;
 };
 
-// What token sees: [begin, end) of the request's positions.
+// The positions [begin, end) of its request that a token sees.
 struct Seen {
   int64_t begin, end;
 };
@@ -138,7 +138,7 @@ class Cover {
           int64_t{item.first_token} + item.qo_len > c_.qo_indptr[r + 1]) {
         return "query tokens";
       }
-      // One whole request may have a shared tile of its own: its position is made up then.
+      // A shared tile may belong to one whole request only: its position is made up then.
       const bool real = item.q_pos == PositionOf(r, item.first_token);
       if (item.request != r || item.kv_base != c_.kv_indptr[r]) return "request";
       if (!real && !(item.num_groups == 1 && spec_.share_prefixes &&
@@ -174,7 +174,7 @@ class Cover {
     return token == item.qo_len ? "" : "tokens without a merge group";
   }
 
-  // Whether every row sees the whole span, and q_pos says so.
+  // Whether every row sees the whole span, and q_pos agrees.
   bool AllSee(const WorkItem& item, int64_t r, int64_t qo_begin, int64_t qo_len,
               int64_t token) const {
     if (item.kv_begin == item.kv_end) return true;
@@ -185,22 +185,22 @@ class Cover {
       const int64_t at = int64_t{item.q_pos} + token + k;
       if (spec_.window_left >= 0 && at - spec_.window_left > keys.begin) return false;
       if (spec_.window_right >= 0 && at + spec_.window_right + 1 < keys.end) return false;
-      // Masks ask for positions, which are made up.
+      // Masks need positions, and these are made up.
       if (IsListed() && ClassOf(qo_begin + k, keys.begin, keys.end) != kSomeVisible) return false;
     }
     for (int64_t e = item.kv_begin; IsListed() && e < item.kv_end; e += problem_.config.tile_kv) {
       if (StepEntryAt(e) & 1) return false;
     }
-    // Keys of the batch's own tokens are read by their requests alone.
+    // Keys of the batch's own tokens are read only by their own requests.
     return !spec_.fresh_kv || keys.end <= c_.kv_lens[r] - (QueryBegin(r + 1) - QueryBegin(r));
   }
 
   bool IsListed() const { return spec_.max_steps > 0; }
-  // place: of an item, in tokens along the lists.
+  // place: offset of an item's entry, in tokens along the lists.
   int32_t StepEntryAt(int64_t place) const {
     return plan_[layout_.steps + place / problem_.config.tile_kv];
   }
-  // From the first to the last of an item.
+  // From the first to the last key of an item.
   Seen KeysOf(const WorkItem& item) const {
     if (!IsListed() || item.kv_begin == item.kv_end) return {item.kv_begin, item.kv_end};
     const int64_t step = problem_.config.tile_kv;
@@ -208,7 +208,7 @@ class Cover {
     return {first * step, std::min<int64_t>(c_.kv_lens[item.request], (last + 1) * step)};
   }
 
-  // token: of the item, where the piece begins.
+  // token: token of the item where the piece begins.
   std::string AddPiece(const WorkItem& item, int64_t qo_begin, int64_t qo_len, int32_t group,
                        int64_t token) {
     pieces_[item.kv_head].push_back({qo_begin, qo_begin + qo_len, item.kv_begin, item.kv_end});
@@ -229,7 +229,7 @@ class Cover {
     return "";
   }
 
-  // Rows of partial states are of one item each.
+  // Each row of partial states belongs to one item.
   std::string CheckRows() {
     std::sort(states_.begin(), states_.end(),
               [](const State& a, const State& b) { return a.row < b.row; });
@@ -240,16 +240,16 @@ class Cover {
   }
 
   std::string CheckGroups() {
-    // First rows that arrive at a group, with where their keys begin.
+    // First rows that arrive at a group, with the start of their keys.
     std::vector<std::map<int64_t, int64_t>> arrivals(header_.num_merge_groups);
     for (const State& s : states_) arrivals[s.group][s.row] = s.kv_begin;
-    for (int pass = 0; pass < 2; ++pass) {  // children, then those with children
+    for (int pass = 0; pass < 2; ++pass) {  // groups without children, then those with children
       for (int64_t g = 0; g < header_.num_merge_groups; ++g) {
         const MergeGroup& group = groups_[g];
         const bool is_parent = IsParent(group);
         if (is_parent != (pass == 1)) continue;
         const std::string at = Text("merge group %lld: ", static_cast<long long>(g));
-        if (is_parent && (group.partials_step != kFoldBatch || group.parent >= 0)) {
+        if (is_parent && (group.partials_step != kReduceBatch || group.parent >= 0)) {
           return at + "partials_step";
         }
         const int64_t last =
@@ -328,7 +328,7 @@ class Cover {
     return "";
   }
 
-  // What a map says of the keys [kv_begin, kv_end) for a token, a row of q.
+  // The class in a map of the keys [kv_begin, kv_end) for a token, a row of q.
   uint8_t ClassOf(int64_t token, int64_t kv_begin, int64_t kv_end) const {
     uint8_t found = 0;
     for (int64_t i = kv_begin / c_.kv_block; i * c_.kv_block < kv_end; ++i) {
@@ -337,8 +337,8 @@ class Cover {
     return found;
   }
 
-  // With step lists: every token has each step in which it may see a key, once, and is told where
-  // a key may be hidden; and no step is listed in which no token of its tile may see one.
+  // With step lists: every token has each step in which it may see a key, once, marked if a key may
+  // be hidden. No step is listed in which no token of its tile may see a key.
   std::string CheckLists(const std::vector<Piece>& pieces) const {
     const int64_t step_tokens = problem_.config.tile_kv;
     const int32_t* steps = plan_ + layout_.steps;
@@ -433,7 +433,7 @@ bool SeesAny(const AttentionSpec& spec, int64_t kv_len, int64_t first, int64_t q
   return false;
 }
 
-// The contract of a batch, in words of the interface.
+// The contract of a batch, in terms of the interface.
 bool IsLegal(const Case& c, const AttentionSpec& spec) {
   const int64_t limit = int64_t{1} << 30, n = c.batch_size();
   const auto& qo = c.qo_indptr;
@@ -451,7 +451,7 @@ bool IsLegal(const Case& c, const AttentionSpec& spec) {
     const int64_t page = std::max<int64_t>(1, spec.page_size);
     const int64_t used = (kv_len + page - 1) / page;
     if (used > kv[r + 1] - kv[r]) return false;
-    // The last token of a request sees the furthest.
+    // The last token of a request sees furthest.
     if (spec.max_steps == 0 || qo_len == 0) continue;
     int64_t end = kv_len;
     if (spec.window_right >= 0) end = std::min(end, first + qo_len + spec.window_right);
@@ -460,7 +460,7 @@ bool IsLegal(const Case& c, const AttentionSpec& spec) {
   if (spec.max_steps > 0) {
     const int64_t rows = CeilDivide(spec.max_qo_tokens, c.q_block);
     if (static_cast<int64_t>(c.map_classes.size()) < rows * c.map_columns) return false;
-    if (c.map_columns == 0 && rows > 0) return false;  // as the case has it, there are no rows then
+    if (c.map_columns == 0 && rows > 0) return false;  // in this case there are no rows
   }
   for (int64_t r = 0; r < n && spec.paged(); ++r) {
     for (int64_t i = 0; i * spec.page_size < c.kv_lens[r]; ++i) {

@@ -1,5 +1,5 @@
-// Plans with changed words: CheckPlan refuses them, or attention, its gradients and append over
-// them touch only what is theirs and leave no row of o unwritten.
+// Plans with changed words: either CheckPlan refuses them, or attention, its gradients and append
+// over them touch only their own memory and write every row of o.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,7 +14,7 @@
 namespace jax_attn::fuzz {
 namespace {
 
-// Memory of exactly so many bytes, so that a sanitizer sees the byte behind them.
+// Memory of exactly this many bytes, so that a sanitizer detects access to the byte after them.
 struct Bytes {
   Bytes(int64_t size, int value) : data(new char[std::max<int64_t>(1, size)]), size(size) {
     std::memset(data.get(), value, static_cast<size_t>(size));
@@ -55,7 +55,7 @@ struct Operands {
   Bytes q, k, v, k_new, v_new;
 };
 
-// What a variant reads: arrays of a few elements, as small as they may be.
+// Operands of a variant: arrays with as few elements as possible.
 class VariantOperands {
  public:
   explicit VariantOperands(const VariantProgram& program) {
@@ -82,7 +82,7 @@ class VariantOperands {
   std::vector<VariantOperand> bound_;
 };
 
-// The gradients, of an attention that has some.
+// Runs the gradients, if the attention has any.
 std::string Differentiate(const AttentionProblem& problem, const AttentionParams& forward,
                           const float* lse, const Operands& x) {
   const AttentionSpec& spec = problem.spec;
@@ -96,7 +96,7 @@ std::string Differentiate(const AttentionProblem& problem, const AttentionParams
   p.d = d.as<float>();
   p.d_o = d_o.data.get();
   InlinePool pool;
-  const VariantGradient gradient = {problem.program, -1, 0, {}};  // as of masks
+  const VariantGradient gradient = {problem.program, -1, 0, {}};  // as for masks
   BackwardCpu(problem, gradient, p,
               {d_q.data.get(), d_k.data.get(), d_v.data.get(), sums.as<float>(), {}}, pool);
   const bool is_whole =

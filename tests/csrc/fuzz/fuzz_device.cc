@@ -1,14 +1,14 @@
-// The device planner, in emulation, beside the host planner.
+// The device planner, in emulation, compared with the host planner.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The include above stands in for CUDA and must come first.
 #include "cuda/plan/plan.cuh"
 #include "fuzz/fuzz_case.h"
 
 namespace jax_attn::fuzz {
 namespace {
 
-// Thread counts and shared memory that no device has, so that every loop runs more than once and
-// every array is once in scratch.
+// Thread counts and shared memory sizes that no device has, so that every loop runs more than once
+// and every array is in scratch once.
 template <int kThreads, int kSmem>
 struct Traits {
   static constexpr int kArch = 90, kNumThreads = kThreads, kSmemBytes = kSmem;
@@ -69,7 +69,7 @@ std::string CheckDevice(const Case& c, const AttentionProblem& problem) {
   const PlanLayout layout = MakePlanLayout(problem);
   std::vector<int32_t> expected(layout.num_words), got;
   AttentionProblem on_host = problem;
-  if (!c.told) on_host.spec.share_prefixes = 0;  // a device does not search
+  if (!c.told) on_host.spec.share_prefixes = 0;  // the device planner does not search
   const Status refused =
       Plan(on_host, c.inputs(), c.told ? &told : nullptr, expected.data(), map_or_null);
   std::string wrong =

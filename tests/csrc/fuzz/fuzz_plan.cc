@@ -1,19 +1,19 @@
-// A fuzzer of the planners and of what runs their plans.
+// A fuzzer of the planners and of the code that runs their plans.
 //
 //   fuzz_plan batches|damaged [--seconds=N] [--cases=N] [--seed=S] [--out=FOLDER]
 //   fuzz_plan --replay=FILE_OR_FOLDER
 //
-// batches: specs and batches at and beyond every limit, some of them with step lists. Whatever has
-//   a plan is checked by what a plan must be (fuzz_cover.cc), whatever is refused must deserve it;
-//   one case in a hundred, and one in four of those with lists, also goes to the device planner,
-//   in emulation.
-// damaged: words of good plans are changed, of all formats, with variants and step lists. CheckPlan
-//   refuses them, or attention, its gradients and append run over them; build with
-//   JAX_ATTN_SANITIZE=address to see what they touch.
+// batches: specs and batches at and beyond every limit, some of them with step lists. Each
+//   plan is checked against the definition of a correct plan (fuzz_cover.cc), and each refusal must
+//   be justified. One case in a hundred, and one in four of those with lists, also goes to the
+//   device planner, in emulation.
+// damaged: words of good plans are changed, for all formats, with variants and step lists. Either
+//   CheckPlan refuses them, or attention, its gradients and append run over them. Build with
+//   JAX_ATTN_SANITIZE=address to detect bad accesses.
 //
-// A worker process runs case after case; each is a function of the seed and its number, so one that
-// kills or hangs the worker is as good as one that fails. A failure is made smaller and written to
-// a file, which --replay runs again; put it into tests/data/fuzz, which ctest replays.
+// A worker process runs case after case. Each case is a function of the seed and its number, so a
+// crash or a hang of the worker is a finding like any other. A failure is made smaller and written
+// to a file, which --replay runs again; put it into tests/data/fuzz, which ctest replays.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -35,14 +35,14 @@
 namespace jax_attn::fuzz {
 namespace {
 
-constexpr int kFound = 3;            // exit status of a worker with a finding
-constexpr int kSecondsOfACase = 60;  // one that takes longer hangs
+constexpr int kFound = 3;            // exit status of a worker that found an error
+constexpr int kSecondsOfACase = 60;  // a case that takes longer counts as hanging
 
-// Between the worker and the process that watches it.
+// Shared by the worker and the process that watches it.
 struct Shared {
-  volatile uint64_t index;  // of the case that runs
+  volatile uint64_t index;  // of the running case
   volatile uint64_t num_done;
-  char what[2000];  // of a finding
+  char what[2000];  // description of the error found
   struct Count {
     char name[40];
     uint64_t count;
@@ -63,7 +63,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Runs fn in a process of its own. What it died of, or what it says is wrong, or "".
+// Runs fn in its own process. Returns how it died, or the error it reports, or "".
 template <typename Fn>
 std::string InProcess(Fn&& fn, double seconds) {
   shared->what[0] = 0;
@@ -106,7 +106,7 @@ std::string RunAlone(const Case& c) {
       kSecondsOfACase);
 }
 
-// As long as something smaller fails, too.
+// Shrinks the case for as long as a smaller one fails, too.
 Case Shrink(Case c, std::string* wrong) {
   const double end = Now() + 120;
   for (bool smaller = true; smaller && Now() < end;) {

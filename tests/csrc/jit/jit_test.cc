@@ -1,6 +1,6 @@
 // The host side of the CUDA kernels against a fake driver and a fake NVRTC, both defined here and
-// found by dlopen in this very program: no GPU and no CUDA library is needed, and every call the
-// real libraries would get is seen.
+// found by dlopen in this program. It needs no GPU and no CUDA library, and records every call that
+// the real libraries would get.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/resource.h>
@@ -128,7 +128,7 @@ FAKE int nvrtcDestroyProgram(FakeProgram** program) {
   return 0;
 }
 FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* const* options) {
-  const std::lock_guard<std::mutex> lock(fake_nvrtc.mutex);    // NVRTC has locks of its own
+  const std::lock_guard<std::mutex> lock(fake_nvrtc.mutex);    // NVRTC has its own locks
   std::this_thread::sleep_for(std::chrono::milliseconds(20));  // so that racing threads overlap
   ++fake_nvrtc.compiles;
   fake_nvrtc.options.assign(options, options + num_options);
@@ -277,7 +277,7 @@ FAKE int cuMemsetD32Async(unsigned long long address, unsigned value, size_t cou
           {}});
   return fake_driver.memset_error;
 }
-// Leaves the dimensions and the box where a driver has bits of its own.
+// Writes only dimensions and tile sizes; a real driver uses its own bits.
 FAKE int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* address,
                                 const unsigned long long* dims, const unsigned long long* strides,
                                 const unsigned* box, const unsigned*, int, int, int, int) {
@@ -291,7 +291,8 @@ FAKE int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* address,
 FAKE int cuLaunchKernel(uintptr_t function, unsigned grid, unsigned, unsigned, unsigned block,
                         unsigned, unsigned, unsigned smem, const void* stream, void** params,
                         void**) {
-  if (function >> 16 != context_stack.back()) return 201;  // as CUDA: a function of another context
+  if (function >> 16 != context_stack.back())
+    return 201;  // as in CUDA: a function of another context fails
   const char* bytes = static_cast<const char*>(params[0]);
   Record({"launch " + std::to_string(function & 15),
           context_stack.back(),
@@ -353,7 +354,7 @@ void TestSha256() {
   CHECK(Sha256Hex("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   CHECK(Sha256Hex(std::string(1000000, 'a')) ==
         "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
-  // Every way the padding can fall: different lengths, different digests.
+  // Every padding length: different lengths, different digests.
   std::vector<std::string> seen;
   for (int n = 0; n < 130; ++n) {
     const std::string digest = Sha256Hex(std::string(n, 'x'));
@@ -373,7 +374,7 @@ void TestCubin() {
   for (size_t size = 0; size < cubin.size(); ++size) {  // never outside the file, never a success
     CHECK(!ReadCubinInt(cubin.substr(0, size), "attention_kernel_num_threads", &value).ok());
   }
-  for (size_t i = 0; i < cubin.size(); ++i) {  // whatever it says: no crash
+  for (size_t i = 0; i < cubin.size(); ++i) {  // any contents: no crash
     for (unsigned char byte : {0x00, 0x7f, 0xff}) {
       std::string broken = cubin;
       broken[i] = static_cast<char>(byte);
@@ -417,7 +418,7 @@ void TestDiskCache() {
   damage([&] { link("/kernel.cubin"); });
   damage([&] { fs::remove(path + "/meta"), mkfifo((path + "/meta").c_str(), 0600); });
   fs::remove_all(path + "2");
-  // Files that others may write.
+  // Files that other users may write.
   damage([&] { CHECK(chmod((path + "/meta").c_str(), 0664) == 0); });
   damage([&] { CHECK(chmod((path + "/kernel.cubin").c_str(), 0646) == 0); });
   damage([&] { CHECK(chmod(path.c_str(), 0777) == 0); });
@@ -429,7 +430,7 @@ void TestDiskCache() {
     std::printf("not tested, only root can: files of another user\n");
   }
 
-  // Many writers and readers at once, one of them damaging: a reader sees the entry or nothing.
+  // Many writers and readers at once, one of them damaging: a reader sees a whole entry or none.
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
@@ -454,7 +455,7 @@ void TestDiskCache() {
   fs::remove_all(folder);
 }
 
-// An entry is its key's, whatever it is called.
+// An entry belongs to its key, whatever its name is.
 void TestCacheBindsKeys() {
   namespace fs = std::filesystem;
   const fs::path folder = TemporaryFolder();
@@ -473,7 +474,7 @@ void TestCacheBindsKeys() {
   fs::remove_all(folder);
 }
 
-// Folders that others may write are no cache.
+// Folders that other users may write are not used as a cache.
 void TestCacheFolders() {
   namespace fs = std::filesystem;
   const fs::path home = TemporaryFolder(), above = home / "above", cache = above / "cache";
@@ -481,7 +482,7 @@ void TestCacheFolders() {
   const mode_t umask_before = umask(0);
   CHECK_OK(WriteCacheEntry(cache / "entry", entry));
   umask(umask_before);
-  for (const fs::path& made : {above, cache, cache / "entry"}) {  // for all to read
+  for (const fs::path& made : {above, cache, cache / "entry"}) {  // readable for all
     CHECK((fs::status(made).permissions() & fs::perms::all) == fs::perms(0755));
   }
   const auto set = [](const fs::path& folder, mode_t mode) {
@@ -513,7 +514,7 @@ void TestCacheFolders() {
   set(cache, 0777);
   CHECK_ERROR(WriteCacheEntry(cache / "another", entry),
               cache.string() + " can be written by other users (its mode is 777)");
-  set(home, 0700);  // which nobody else can enter
+  set(home, 0700);  // which no other user can enter
   CHECK(is_cache());
   set(home, 0711);
   CHECK(!is_cache());
@@ -541,7 +542,7 @@ void TestCacheFolders() {
   fs::remove_all(home);
 }
 
-// A full disk, and what a writer leaves that is killed.
+// A full disk, and leftovers of a killed writer.
 void TestCacheLeftovers() {
   namespace fs = std::filesystem;
   const fs::path cache = TemporaryFolder();
@@ -567,7 +568,7 @@ void TestCacheLeftovers() {
   leave(".tmp-young", false);
   leave(".tmp-locked", true);
   leave(".trash-old", true);
-  leave("old", true);  // no temporary folder: an entry
+  leave("old", true);  // not a temporary folder: an entry
   const int living = open((cache / ".tmp-locked").c_str(), O_RDONLY | O_DIRECTORY);
   CHECK(living >= 0 && flock(living, LOCK_EX) == 0);
   CHECK_OK(WriteCacheEntry(cache / "entry", entry));
@@ -581,7 +582,7 @@ void TestCacheLeftovers() {
   fs::remove_all(cache);
 }
 
-// A child of a process whose threads compile compiles, too.
+// A forked child compiles, even if threads of its parent were compiling.
 void TestFork() {
 #ifdef __SANITIZE_ADDRESS__
   std::printf(
@@ -606,7 +607,7 @@ void TestFork() {
       if (!PrepareAttention(MakeProblem(100000 + 8 * i), &info).ok()) _exit(1);
       if (info.origin != KernelOrigin::kCompiled) _exit(2);
       if (!PrepareAttention(MakeProblem(8), &info).ok()) _exit(3);
-      if (info.origin != KernelOrigin::kDisk) _exit(4);  // nothing of the parent's
+      if (info.origin != KernelOrigin::kDisk) _exit(4);  // nothing inherited from the parent
       _exit(0);
     }
     int status = 0;
@@ -636,7 +637,7 @@ void TestPrepare(const std::string& cache_dir) {
   CHECK(info.num_threads == kNumThreads && info.cache_path == cache_dir + "/" + info.name);
   CHECK(std::filesystem::exists(info.cache_path + "/kernel.cu"));
 
-  // Capacities, head counts, scales and schedules are data: the same kernel.
+  // Capacities, head counts, scales and schedules are data: they give the same kernel.
   problem.spec.num_qo_heads *= 2, problem.spec.num_kv_heads *= 2;
   problem.spec.max_batch = 99, problem.spec.max_kv_pages = 99, problem.spec.max_qo_tokens = 99;
   problem.spec.sm_scale = 0.5, problem.spec.schedule = kNoSplit, problem.spec.num_processors = 7;
@@ -645,7 +646,7 @@ void TestPrepare(const std::string& cache_dir) {
   CHECK_OK(PrepareAttention(problem));
   CHECK(fake_nvrtc.compiles == 1);
 
-  // Everything else is another kernel, with another name and another text.
+  // Every other change gives another kernel, with another name and another source.
   const KernelSource base = AttentionKernelSource(problem);
   using Change = void (*)(AttentionProblem*);
   const Change changes[] = {
@@ -683,7 +684,7 @@ void TestPrepare(const std::string& cache_dir) {
   CHECK(MakeKey(MakeAttentionKernel(alibi)) != MakeKey(MakeAttentionKernel(cap)));
   CHECK(source.text.find("using Variant = variant::Given;") != std::string::npos);
   CHECK(base.text.find("using Variant = NoVariant;") != std::string::npos);
-  // A slope is loaded once a row, and so is the distance of its first key made f32.
+  // A slope is loaded once per row; so is the f32 distance of its first key.
   CHECK(source.text.find("row.distance") < source.text.find("struct Key"));
   CHECK(source.text.find("Load<") < source.text.find("struct Key"));
   CHECK(source.text.find("Load<", source.text.find("struct Key")) == std::string::npos);
@@ -705,7 +706,7 @@ void TestCacheKey() {
   changed = source;
   changed.options.push_back("-lineinfo");
   CHECK(key != key_of(changed));
-  changed = source;  // the same bytes in other fields
+  changed = source;  // the same bytes in different fields
   changed.options = {source.options[0] + source.options[1], source.options[2]};
   CHECK(key != key_of(changed));
   const Nvrtc* nvrtc = nullptr;
@@ -713,14 +714,14 @@ void TestCacheKey() {
   CHECK(nvrtc->version == "13.5" && !nvrtc->build.empty());
   const auto key_with = [&](const std::string& of) { return CacheKey(IdentityFor(source, of)); };
   CHECK(key_with("13.5 " + nvrtc->build) == key);
-  CHECK(key_with("13.5 " + nvrtc->build + "0") != key);  // another build of it
+  CHECK(key_with("13.5 " + nvrtc->build + "0") != key);  // another build of NVRTC
   CHECK(key_with("13.6 " + nvrtc->build) != key);
   CHECK(key != key_of(MergeKernelSource({80, kBF16})));  // the architecture is an option
 }
 
 // ---- the log of compiles ----------------------------------------------------------------------
 
-// What `function` prints on stderr.
+// Returns the stderr output of `function`.
 template <typename Function>
 std::string CaptureStderr(const Function& function) {
   char name[] = "/tmp/jax_attn_jit_test_XXXXXX";
@@ -770,7 +771,7 @@ void TestNearestKernel() {
         std::string::npos);
   CHECK(many.find(" and 2 more fields") != std::string::npos);
 
-  // Equal fields: another build.
+  // Equal fields: only the build differs.
   KernelIdentity sources = attention, nvrtc = attention, build = attention, both = attention;
   sources.sources = "other";
   nvrtc.nvrtc = "13.4 abc";
@@ -798,7 +799,7 @@ void TestNearestKernel() {
 
 void TestCompileLog(const std::string& cache_dir) {
   const auto prepare = [](const MergeKernel& kernel) { CHECK_OK(PrepareMerge(kernel)); };
-  // In a child that knows no kernel but those in the disk cache.
+  // Runs in a child that knows only the kernels in the disk cache.
   const auto prepare_in_child = [&](const MergeKernel& kernel) {
     const pid_t child = fork();
     CHECK(child >= 0);
@@ -822,7 +823,7 @@ void TestCompileLog(const std::string& cache_dir) {
   const std::string loaded = CaptureStderr([&] { prepare_in_child(second); });
   CHECK(WithoutTime(loaded) == "jax_attn: loaded " + info.name + " in N ms (disk cache: hit)\n");
 
-  // The entry as other sources, or another NVRTC, would have left it.
+  // Changes the entry as if it came from other sources or another NVRTC.
   const std::string folder = cache_dir + "/" + info.name, meta_file = folder + "/meta";
   const auto after_change = [&](const std::string& line_begin, const std::string& value) {
     std::ifstream in(meta_file);
@@ -889,7 +890,8 @@ void TestPrepareFailures() {
 void TestAttentionLaunch() {
   constexpr int64_t kPool = CounterPool::kNumCounters;
   AttentionProblem problem = MakeProblem(128);
-  const int64_t num_counters = kPool / 4 - 200;  // and turns for 264 CTAs: in all half of the pool
+  const int64_t num_counters =
+      kPool / 4 - 200;  // and queue counters for 264 CTAs: half of the pool in total
   problem.config.max_merge_groups = num_counters;
   AttentionParams params = {};
   std::vector<i32> workspaces(3);
@@ -911,7 +913,7 @@ void TestAttentionLaunch() {
 
   const int64_t before = GetJitStats().attention_launches;
   const int other_calls = fake_driver.other_calls;
-  // Other counters for each workspace and device, always the same, until the pool is used up.
+  // Each workspace and device has its own counters, always the same, until the pool is used up.
   for (int device : {0, 1, 0}) {
     for (int workspace : {0, 1, 0, 2}) {
       params.merge_counters = workspaces.data() + workspace;
@@ -927,7 +929,7 @@ void TestAttentionLaunch() {
       std::memcpy(&got, launch.params.data(), sizeof(got));
       const auto counters =
           reinterpret_cast<uintptr_t>(std::exchange(got.merge_counters, params.merge_counters));
-      const auto turns = reinterpret_cast<uintptr_t>(std::exchange(got.counter_turns, nullptr));
+      const auto turns = reinterpret_cast<uintptr_t>(std::exchange(got.counter_parity, nullptr));
       CHECK(std::memcmp(&got, &params, sizeof(params)) == 0);
       if (workspace == 2) {
         CHECK((calls.size() == 2 && counters == reinterpret_cast<uintptr_t>(&workspaces[2])));
@@ -944,7 +946,7 @@ void TestAttentionLaunch() {
   CHECK(fake_driver.other_calls == other_calls);  // a captured execute may only memset and launch
   const CudaDriver* driver = nullptr;
   CHECK_OK(GetCudaDriver(&driver));
-  fake_driver.memory_error = 2;  // then there is no pool, which is no error
+  fake_driver.memory_error = 2;  // then there is no pool, which is not an error
   CHECK(CounterPool::Make(*driver) == nullptr);
   fake_driver.memory_error = 0;
   const int live_allocations = fake_driver.live_allocations;
@@ -966,7 +968,7 @@ void TestAttentionLaunch() {
   TakeCalls();
 }
 
-// What the copy engine learns of k and v, where its boxes tile the pages, and of o.
+// The tensor maps of k and v, if TMA tiles divide the pages, and of o.
 void TestTensorMaps() {
   AttentionProblem problem = MakeProblem(128);
   problem.config.main_loop = kHopper;
@@ -1004,7 +1006,7 @@ void TestTensorMaps() {
   CHECK(paged.o_map.words[0] == reinterpret_cast<uintptr_t>(o));
   CHECK(std::memcmp(paged.o_map.words + 1, o_dims, sizeof(o_dims)) == 0);
   CHECK(std::memcmp(paged.o_map.words + 8, o_box, sizeof(o_box)) == 0);
-  CHECK(launch(64, params).k_map.words[10] == 32);  // what a warp copies of a step
+  CHECK(launch(64, params).k_map.words[10] == 32);  // rows of a step that one warp copies
   CHECK(launch(48, params).has_tensor_maps == 0);
   CHECK(launch(1, params).has_tensor_maps == 0 && launch(1, params).has_o_map == 1);
   params.num_pages = int64_t{1} << 27;  // rows of a layer beyond 32-bit coordinates
@@ -1013,7 +1015,7 @@ void TestTensorMaps() {
   params.num_layers = params.num_pages = 1;
   const AttentionParams ragged = launch(0, params);
   CHECK(ragged.has_tensor_maps == 1 && ragged.k_map.words[3] == 5000);
-  problem.spec.num_qo_heads = 3 * problem.spec.num_kv_heads;  // 16 rows are no whole tokens
+  problem.spec.num_qo_heads = 3 * problem.spec.num_kv_heads;  // 16 rows are not whole tokens
   CHECK(launch(0, params).has_o_map == 0);
 }
 
@@ -1027,7 +1029,7 @@ void TestLoadFailures() {
   CHECK_ERROR(LoadAttention(MakeProblem(64), 0), "the device has 101000");
   fake_driver.smem_limit = 232448;
 
-  // Whatever fails gives back what came before it.
+  // A failure releases everything acquired before it.
   const int modules = fake_driver.live_modules;
   CHECK(fake_driver.retained[0] == 1 && fake_driver.retained[1] == 1);  // of the tests above
   for (const char* function :
@@ -1056,7 +1058,7 @@ void TestAppendAndMerge() {
   CHECK_OK(LaunchAppend({90}, append, Stream(1), 1));
   std::vector<Call> calls = TakeCalls();
   CHECK(calls.size() == 2 && calls[0].name == "launch 2" && calls[0].block == kNumThreads);
-  CHECK(calls[0].grid == 4);  // 10 rows, 3 warps a CTA
+  CHECK(calls[0].grid == 4);  // 10 rows, 3 warps per CTA
   CHECK(calls[1].grid == 8 * 11);
 
   MergeParams merge = {};
@@ -1074,7 +1076,7 @@ void TestAppendAndMerge() {
   }
   calls = TakeCalls();
   CHECK(calls.size() == 3 && calls[0].name == "launch 3" && calls[0].grid == INT32_MAX);
-  // A row is 32 threads: 3 of 96 at a time, or 6 where each thread has two rows.
+  // A row takes 32 threads: 3 rows of 96 at a time, or 6 if each thread has two rows.
   CHECK(calls[1].grid == 2 && calls[2].grid == 3);
 
   CHECK_OK(FillBytes(reinterpret_cast<void*>(0x1234), 0xff, 99, Stream(1)));
@@ -1120,14 +1122,13 @@ void TestPlan() {
     const std::vector<Call> calls = TakeCalls();
     CHECK(calls.size() == 2 && calls[0].name == "memset32 0");
     CHECK(calls[0].address == 0x4000 && calls[0].count == 500);
-    CHECK(calls[1].grid == grid);  // one that schedules, the others for page ids
+    CHECK(calls[1].grid == grid);  // one CTA schedules, the others check page ids
   }
   CHECK_ERROR(LaunchPlan({90}, plan, 500, Stream(0), 0), "plan: its kernel is not");
   CHECK(GetJitStats().plan_launches == 4);
 }
 
-// One host thread a device, as XLA does it, loading and launching kernels none of which is there
-// yet.
+// One host thread per device, as in XLA, loading and launching kernels that are not there yet.
 void TestConcurrentDevices() {
   fake_driver.param_bytes = 0;
   std::vector<std::thread> threads;

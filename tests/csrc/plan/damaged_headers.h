@@ -1,5 +1,5 @@
-// Headers that are none of a launch's: the magic, the version, and each count below and above what
-// there is room for.
+// Headers that do not belong to a launch: wrong magic, wrong version, and each count below and
+// above its capacity.
 #pragma once
 
 #include <string>

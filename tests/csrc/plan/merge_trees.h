@@ -1,4 +1,4 @@
-// Plans whose merges are trees, as the planner writes them only where there is much to fold.
+// Plans whose merges are trees, which the planner writes only for large merges.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 
 namespace jax_attn {
 
-// Gives every merge group that one can be made of a group for each batch of its partial states, to
-// which it becomes a parent; a last batch of one stays with the parent. Items of several groups
-// keep theirs, and groups that do not begin with a full batch stay. The results must keep their
-// bits.
+// Turns each merge group into a tree if possible: one group per batch of its partial states, with
+// the old group as parent; a last batch of one state stays with the parent. Items with several
+// groups keep them, and groups that do not begin with a full batch are unchanged. The results must
+// keep their bits.
 inline void MakeMergeTrees(const std::vector<int32_t>& partial_rows, WorkItem* items, int num_items,
                            std::vector<MergeGroup>* groups) {
   const auto num_groups = static_cast<int>(groups->size());
@@ -23,20 +23,20 @@ inline void MakeMergeTrees(const std::vector<int32_t>& partial_rows, WorkItem* i
   std::vector<int> num_partials(num_groups, 0), first_child(num_groups, 0);
   for (int g = 0; g < num_groups; ++g) {
     MergeGroup parent = (*groups)[g];
-    if (is_shared[g] || parent.first_place > 0 || parent.parent >= 0 || IsParent(parent)) {
+    if (is_shared[g] || parent.first_offset > 0 || parent.parent >= 0 || IsParent(parent)) {
       continue;
     }
     num_partials[g] = parent.num_partials;
     first_child[g] = static_cast<int>(groups->size());
-    for (int i = 0; i + 1 < num_partials[g]; i += kFoldBatch) {
+    for (int i = 0; i + 1 < num_partials[g]; i += kReduceBatch) {
       MergeGroup child = parent;
-      child.num_partials = std::min(num_partials[g] - i, kFoldBatch);
+      child.num_partials = std::min(num_partials[g] - i, kReduceBatch);
       child.partials_begin += i;
       child.parent = g;
       groups->push_back(child);
     }
-    parent.num_partials = (num_partials[g] + kFoldBatch - 1) / kFoldBatch;
-    parent.partials_step = kFoldBatch;
+    parent.num_partials = (num_partials[g] + kReduceBatch - 1) / kReduceBatch;
+    parent.partials_step = kReduceBatch;
     (*groups)[g] = parent;
   }
   for (int i = 0; i < num_items; ++i) {
@@ -45,8 +45,8 @@ inline void MakeMergeTrees(const std::vector<int32_t>& partial_rows, WorkItem* i
     const auto begin = partial_rows.begin() + (*groups)[item.merge_idx].partials_begin;
     const int n = num_partials[item.merge_idx];
     const auto at = static_cast<int>(std::find(begin, begin + n, item.partial_row) - begin);
-    if (at % kFoldBatch == 0 && at == n - 1) continue;
-    item.merge_idx = first_child[item.merge_idx] + at / kFoldBatch;
+    if (at % kReduceBatch == 0 && at == n - 1) continue;
+    item.merge_idx = first_child[item.merge_idx] + at / kReduceBatch;
   }
 }
 

@@ -1,7 +1,7 @@
 // The device planner, without a GPU: cuda/plan/plan.cuh runs in emulation on random batches and
-// must write the words that the host planner writes, or the fault that the host planner refuses by.
+// must write the same words as the host planner, or the fault with which the host planner refuses.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The include above stands in for CUDA and must come first.
 #include <string>
 
 #include "cuda/plan/plan.cuh"
@@ -23,8 +23,8 @@ int64_t Pick(Random& random, std::initializer_list<int64_t> values) {
   return values.begin()[random() % values.size()];
 }
 
-// Thread counts and shared memory that no device has, so that every loop runs more than once and
-// every array is once in scratch.
+// Thread counts and shared memory sizes that no device has, so that every loop runs more than once
+// and every array is in scratch once.
 template <int kThreads, int kSmem, int kIsGeneral = 0>
 struct TraitsOf {
   static constexpr int kArch = 90, kNumThreads = kThreads, kSmemBytes = kSmem;
@@ -121,7 +121,7 @@ Batch RandomBatch(const AttentionProblem& problem, Random& random) {
   return b;
 }
 
-// Nested groups of requests, the pages of which begin alike.
+// Nested groups of requests whose pages begin alike.
 Batch RandomLevels(const AttentionProblem& problem, Random& random) {
   const int64_t page = problem.spec.page_size;
   const int64_t batch_size = Pick(random, {2, 3, 9, 33, 64, 157, 300});
@@ -172,7 +172,7 @@ Batch RandomLevels(const AttentionProblem& problem, Random& random) {
   return b;
 }
 
-// Levels that the planners must refuse, at a random place.
+// Breaks levels, at a random place, so that the planners must refuse them.
 void SpoilLevels(Random& random, Batch* b) {
   switch (random() % 4) {
     case 0:
@@ -207,7 +207,7 @@ void SettleProblem(const Batch& b, Random& random, AttentionProblem* problem) {
   FillCapacities(problem);
 }
 
-// Something that the planners must refuse, at a random place.
+// Breaks a batch, at a random place, so that the planners must refuse it.
 void Spoil(const AttentionProblem& problem, Random& random, Batch* b) {
   const size_t n = b->kv_lens.size();
   if (n == 0) return;
@@ -255,7 +255,7 @@ std::vector<int32_t> PlanOnDevice(const AttentionProblem& problem, const Batch& 
       PlanScratchBytes(problem, levels.num_levels, levels.num_prefixes, batch.map()) / 4 + kGuard);
   std::memset(scratch.data(), 0xff, scratch.size() * 4);
   std::fill_n(scratch.end() - kGuard, kGuard, kGuardWord);
-  // The operand of the device is aligned.
+  // The device operand is aligned.
   std::vector<int32_t> page_indices(in.page_indices, in.page_indices + in.num_page_indices);
   PlanParams p = MakePlanParams(problem, in, Traits::kGeneral ? &levels : nullptr, plan.data(),
                                 scratch.data(), batch.map());
@@ -281,9 +281,9 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
   Random random(seed);
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanInputs in = batch.inputs();
-  std::vector<int32_t> expected(layout.num_words, -7);  // all of it is written
+  std::vector<int32_t> expected(layout.num_words, -7);  // all of it must be written
   const PrefixLevels levels = batch.levels();
-  // What the kernel is not told it does not look for.
+  // The device planner does not search for levels that are not given.
   AttentionProblem on_host = problem;
   if (!Traits::kGeneral) on_host.spec.share_prefixes = 0;
   const Status refused =
@@ -370,8 +370,8 @@ void RunLevels(unsigned seed) {
   Compare<Traits>(problem, batch, seed);
 }
 
-// Classes of all blocks, some of each kind; now and then too few columns. seen: positions that most
-// blocks show in full, from the first one on.
+// Classes of all blocks, some of each kind; now and then too few columns. seen: leading positions
+// that most blocks show in full.
 void AddMap(const AttentionSpec& spec, int32_t q_block, int32_t kv_block, int64_t seen,
             Random& random, Batch* b) {
   const int64_t longest =
@@ -410,7 +410,7 @@ void RunLists(unsigned seed) {
   Compare<Traits>(problem, batch, seed);
 }
 
-// Requests share those leading steps that the map shows in full to all of them.
+// Requests share the leading steps that the map shows in full to all of them.
 template <class Traits>
 void RunSharedLists(unsigned seed) {
   Random random(seed);
@@ -431,7 +431,7 @@ struct Request {
   int64_t qo_len, kv_len;
 };
 
-// Causal, four query heads a kv head, pages of 16. An H200 has 132 processors.
+// Causal, four query heads per kv head, pages of 16. An H200 has 132 SMs.
 AttentionProblem HopperProblem(int64_t num_kv_heads, int64_t num_processors) {
   AttentionProblem problem;
   AttentionSpec& spec = problem.spec;
@@ -445,7 +445,7 @@ AttentionProblem HopperProblem(int64_t num_kv_heads, int64_t num_processors) {
   return problem;
 }
 
-// Decodes and prompts, a schedule of an H200.
+// Decodes and prompts, with the schedule of an H200.
 template <class Traits>
 void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64_t num_ctas) {
   AttentionProblem problem = HopperProblem(num_kv_heads, 132);
@@ -469,8 +469,8 @@ void RunOnH200(const std::vector<Request>& requests, int64_t num_kv_heads, int64
   Compare<Traits>(problem, b, 1000000 + static_cast<unsigned>(requests.size()));
 }
 
-// The kernel as it is compiled. 16 documents in 16,384 packed tokens: a map of whole blocks, which
-// leaves a sixteenth of the steps.
+// The kernel as compiled. 16 documents in 16,384 packed tokens: a map of whole blocks, which leaves
+// a sixteenth of the steps.
 void RunDocuments() {
   constexpr int32_t kTokens = 16384, kDocument = 1024, kBlock = 128;
   AttentionProblem problem = HopperProblem(2, 132);
@@ -508,8 +508,8 @@ void RunDocuments() {
   Compare<TraitsOf<512, 96 * 1024, 1>>(problem, b, 5);
 }
 
-// The kernel as it is compiled, and batches as servers have them: decodes of uniform and zipf
-// lengths, with prompts between them, and more than shared memory holds.
+// The kernel as compiled, on batches as servers have them: decodes of uniform and zipf lengths,
+// with prompts between them, and more than shared memory holds.
 void RunServing(int64_t batch_size, int64_t num_kv_heads, bool prompts, bool zipf) {
   Random random(7);
   std::vector<Request> requests;
@@ -521,8 +521,7 @@ void RunServing(int64_t batch_size, int64_t num_kv_heads, bool prompts, bool zip
   RunOnH200<TraitsOf<512, 96 * 1024>>(requests, num_kv_heads, 264);
 }
 
-// About as many equal tiles of two heights as half the queues of a head: shorter chunks are worth
-// it then.
+// About as many equal tiles of two tile M as half the queues of a head, so that shorter chunks pay.
 void RunRetries(unsigned seed) {
   Random random(seed);
   std::vector<Request> requests;
@@ -533,7 +532,8 @@ void RunRetries(unsigned seed) {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 8, Pick(random, {132, 264}));
 }
 
-// More shared tiles than a plan holds, 200 for 400 requests: 13 for all of them, one for each pair.
+// More shared tiles than a plan holds: 200 for 400 requests. 13 cover all requests, one covers each
+// pair.
 void RunPairs() {
   AttentionProblem problem = HopperProblem(2, 132);
   AttentionSpec& spec = problem.spec;
@@ -577,7 +577,7 @@ void RunPairs() {
   Compare<TraitsOf<128, 16 * 1024, 1>>(problem, b, 3);
 }
 
-// Decodes behind one prefix, whose chunks leave a queue without one: it stays empty.
+// Decodes behind one prefix whose chunks leave a queue empty: it stays empty.
 void RunOnePrefix(int32_t batch_size, int32_t shared_len, int64_t num_kv_heads, int64_t num_ctas) {
   AttentionProblem problem = HopperProblem(num_kv_heads, num_ctas);
   AttentionSpec& spec = problem.spec;
@@ -613,7 +613,7 @@ void RunOnePrefix(int32_t batch_size, int32_t shared_len, int64_t num_kv_heads, 
   Compare<TraitsOf<512, 96 * 1024, 1>>(problem, b, 4);
 }
 
-// Calls run with the traits of a general planner, others for other seeds.
+// Calls run with traits of a general planner, which depend on the seed.
 template <class Run>
 void WithGeneralTraits(unsigned seed, const Run& run) {
   switch (seed % 3) {

@@ -33,7 +33,7 @@ void RunE4m3Cases() {
                                                        4);
   RunCase<Kernel, E4m3Shape<48, 48, 5, 5, true, false>>(
       {.name = "e4m3, NaN values", .requests = mixed, .window_left = 50, .nan_values = true}, 5);
-  RunCase<Kernel, E4m3Shape<96, 96, 1, 16, true, false>>({.name = "e4m3, NaN values, boxes",
+  RunCase<Kernel, E4m3Shape<96, 96, 1, 16, true, false>>({.name = "e4m3, NaN values, TMA",
                                                           .requests = {{150, 400}, {70, 70}},
                                                           .window_left = 50,
                                                           .nan_values = true},

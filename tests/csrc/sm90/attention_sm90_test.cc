@@ -1,5 +1,5 @@
 // The attention kernel of sm_90a, without a GPU: keys and values copied row by row, and by the copy
-// engine where its boxes tile the pages.
+// engine where its tiles divide the pages.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
 // The above stand in for CUDA and come first.

@@ -13,14 +13,14 @@ namespace {
 
 void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
   AttentionParams& f = p->forward;
-  const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t box_rows) {
-    const emulation::BoxedArray boxed = {static_cast<u16*>(const_cast<void*>(array)),
-                                         1,
-                                         static_cast<u64>(rows),
-                                         static_cast<u64>(heads),
-                                         static_cast<u64>(spec.head_dim_qk),
-                                         static_cast<u64>(box_rows),
-                                         1};
+  const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t tile_rows) {
+    const emulation::TmaArray boxed = {static_cast<u16*>(const_cast<void*>(array)),
+                                       1,
+                                       static_cast<u64>(rows),
+                                       static_cast<u64>(heads),
+                                       static_cast<u64>(spec.head_dim_qk),
+                                       static_cast<u64>(tile_rows),
+                                       1};
     TensorMap bits = {};
     std::memcpy(&bits, &boxed, sizeof(boxed));
     return bits;
@@ -29,7 +29,7 @@ void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
   p->q_map = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile);
   p->d_o_map = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile);
   const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
-  const int64_t box = HopperBackwardBoxRows(static_cast<i32>(spec.page_size));
+  const int64_t box = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
   f.k_map = map(f.k, kv_rows, spec.num_kv_heads, box);
   f.v_map = map(f.v, kv_rows, spec.num_kv_heads, box);
   f.has_tensor_maps = 1;
@@ -38,7 +38,7 @@ void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
 // Poisoned, or where pages in common are no prefixes, the portable kernel has to compute everything
 // again. Each run has another number of CTAs.
 template <class Shape>
-void RunInPart(const Case& c, unsigned seed, bool boxes, Poison poison, Tables tables) {
+void RunInPart(const Case& c, unsigned seed, bool uses_tma, Poison poison, Tables tables) {
   using Traits = typename Kernel<Shape, 90>::Traits;
   using Portable = BackwardBody<Traits>;
   using Hopper = HopperBackwardBody<Traits>;
@@ -60,7 +60,7 @@ void RunInPart(const Case& c, unsigned seed, bool boxes, Poison poison, Tables t
         const i64 num_sums =
             static_cast<i64>(params.max_tiles) * spec.num_qo_heads * Hopper::Shape::kSumWords;
         if (num_sums > 0) std::memset(params.d_q_sums, 0xff, 4 * num_sums);
-        if (boxes) AddMaps(spec, &params);
+        if (uses_tma) AddMaps(spec, &params);
         Case with = c;
         with.num_ctas = 1 + random() % 9;
         const auto expect = [&](const char* what, i32 got, bool expected) {
@@ -78,13 +78,18 @@ void RunInPart(const Case& c, unsigned seed, bool boxes, Poison poison, Tables t
         expect("needs_portable", *params.needs_portable, no_prefixes || poison != kNone);
         Emulate<Portable>(with, params, kBackwardRows, random);
       });
-  std::printf("%s%s: %d bytes of shared memory\n", c.name, boxes ? ", boxes" : "",
+  std::printf("%s%s: %d bytes of shared memory\n", c.name, uses_tma ? ", TMA" : "",
               Hopper::kSmemBytes);
 }
 
 template <class Shape>
-void Run(const Case& c, unsigned seed, bool boxes, Poison poison = kNone, Tables tables = kOfCase) {
-  if constexpr (InPart<Shape>()) RunInPart<Shape>(c, seed, boxes, poison, tables);
+void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone,
+         Tables tables = kOfCase) {
+  g_part.has_asked = true;
+  if constexpr (InPart<Shape>()) {
+    g_part.has_run = true;
+    RunInPart<Shape>(c, seed, uses_tma, poison, tables);
+  }
 }
 
 template <class Shape>

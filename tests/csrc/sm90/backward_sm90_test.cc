@@ -1,4 +1,4 @@
-// The backward pass of sm_90a without pages, without a GPU: in emulation, tiles by boxes or by
+// The backward pass of sm_90a without pages, without a GPU: in emulation, tiles by TMA or by
 // rows, and what is not finite by the portable kernel behind it.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"

@@ -6,6 +6,7 @@
 // The above stand in for CUDA and come first.
 #include "cuda/attention_cuda_cases.h"
 #include "cuda/common/quantized_rows.cuh"
+#include "cuda/sm80/quantized_kv.cuh"
 #include "emulation/sm90_kernels.h"
 #include "part.h"
 
@@ -15,10 +16,10 @@ namespace {
 template <class Traits, int kHeadDim>
 std::vector<uint16_t> PlainRows(const AttentionSpec& spec, i64 num_rows,
                                 const std::vector<uint16_t>& codes) {
-  constexpr i64 kRowBytes = CodeRowBytes(Traits::kKvFormat, kHeadDim);
+  constexpr i64 kRowBytes = QuantizedRowBytes(Traits::kKvFormat, kHeadDim);
   AttentionParams p = {};
   p.num_kv_heads = 1;
-  const CodeRowOffsets<CodeRowLayout<Traits::kKvFormat, kHeadDim>> offsets(p, 0);
+  const QuantizedRowOffsets<QuantizedRowLayout<Traits::kKvFormat, kHeadDim>> offsets(p, 0);
   std::vector<uint16_t> plain(num_rows * spec.num_kv_heads * kHeadDim);
   const auto* from = reinterpret_cast<const char*>(codes.data());
   emulation::machine.Launch(1, kWarpSize, 1, [&] {
@@ -26,7 +27,7 @@ std::vector<uint16_t> PlainRows(const AttentionSpec& spec, i64 num_rows,
       __syncwarp();
       if (threadIdx.x == 0) std::memcpy(smem, from + i * kRowBytes, kRowBytes);
       __syncwarp();
-      DecodeCodeRows<Traits, kHeadDim, 1>(smem, offsets, 0, threadIdx.x, smem + 1024);
+      DequantizeRows<Traits, kHeadDim, 1>(smem, offsets, 0, threadIdx.x, smem + 1024);
       __syncwarp();
       if (threadIdx.x == 0) std::memcpy(&plain[i * kHeadDim], smem + 1024, kHeadDim * 2);
     }
@@ -63,8 +64,11 @@ void RunCodesInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape, int kFormat>
 void RunCodes(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>())
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
+    g_part.has_run = true;
     RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+  }
 }
 
 template <class Kernel, int kFormat>

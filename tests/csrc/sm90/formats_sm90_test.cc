@@ -11,7 +11,7 @@ namespace {
 
 template <class Shape, bool kQ>
 struct CodeProductsOf : E4m3Of<Shape, kQ> {
-  static constexpr bool kMultipliesCodes = true;
+  static constexpr bool kFp8Matmul = true;
 };
 template <int kDimQk, int kDimVo, int kGroup, int kPage, bool kLeft, bool kRight, bool kCap,
           bool kQ = false>
@@ -28,7 +28,7 @@ struct Transposed {
 template <int kHeadDim, int kStep>
 void TestTransposition() {
   using Traits = Transposed<kHeadDim>;
-  using Codes = typename ValueCodeTiles<Traits, kStep>::V;
+  using Codes = typename QuantizedValueTiles<Traits, kStep>::V;
   constexpr int kPadded = PaddedValues<Traits>();
   using Tile = SwizzledTile<kStep / 2, kPadded + kSumColumns>;
   constexpr int kTile = CeilDiv(Codes::kBytes, 1024) * 1024;
@@ -78,9 +78,9 @@ std::vector<float> RoundedQueries(const AttentionSpec& spec, const Batch& b) {
     } else {
       float most = 0x1p-100f;
       for (int d = 0; d < kDim; ++d) most = fmaxf(most, std::abs(Bf16ToFloat(b.q[r * kDim + d])));
-      const float codes_of_one = 448.0f * Reciprocal(most), scale = most * (1.0f / 448.0f);
+      const float quantized_one = 448.0f * Reciprocal(most), scale = most * (1.0f / 448.0f);
       for (int d = 0; d < kDim; ++d) {
-        const float x = Bf16ToFloat(b.q[r * kDim + d]) * codes_of_one;
+        const float x = Bf16ToFloat(b.q[r * kDim + d]) * quantized_one;
         q[r * kDim + d] = E4m3ToFloat(FloatToE4m3(x)) * scale;
       }
     }
@@ -219,7 +219,11 @@ void RunProductsInPart(const Case& c, unsigned seed) {
 
 template <class Kernel, class Shape>
 void RunProducts(const Case& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape>()) RunProductsInPart<Kernel, Shape>(c, seed);
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape>()) {
+    g_part.has_run = true;
+    RunProductsInPart<Kernel, Shape>(c, seed);
+  }
 }
 
 template <class Kernel>
@@ -250,7 +254,7 @@ void RunAll() {
       {.name = "products, NaN values", .requests = mixed, .window_left = 50, .nan_values = true},
       6);
   RunProducts<Kernel, Products<96, 96, 1, 16, true, true, false, true>>(
-      {.name = "products, q of e4m3, NaN values, boxes",
+      {.name = "products, q of e4m3, NaN values, TMA",
        .requests = {{150, 400}, {70, 70}},
        .window_left = 50,
        .nan_values = true},

@@ -44,7 +44,11 @@ void RunInPart(const GradientCase& c, unsigned seed, Poison poison) {
 
 template <class Traits>
 void Run(const GradientCase& c, unsigned seed, Poison poison = kNone) {
-  if constexpr (InPart<Traits>()) RunInPart<Traits>(c, seed, poison);
+  g_part.has_asked = true;
+  if constexpr (InPart<Traits>()) {
+    g_part.has_run = true;
+    RunInPart<Traits>(c, seed, poison);
+  }
 }
 
 // With the spec's causal mask, or without.

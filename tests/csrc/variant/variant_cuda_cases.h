@@ -259,7 +259,11 @@ void RunVariantInPart(const VariantCase& c, unsigned seed) {
 
 template <class Kernel, class Shape>
 void RunVariant(const VariantCase& c, unsigned seed) {
-  if constexpr (InPart<Kernel, Shape>()) RunVariantInPart<Kernel, Shape>(c, seed);
+  g_part.has_asked = true;
+  if constexpr (InPart<Kernel, Shape>()) {
+    g_part.has_run = true;
+    RunVariantInPart<Kernel, Shape>(c, seed);
+  }
 }
 
 template <int kDim, int kGroup, int kPage, bool kLeft, bool kCap, class V>

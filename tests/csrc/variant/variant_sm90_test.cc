@@ -9,16 +9,16 @@
 int main() {
   using namespace jax_attn;
   RunVariantDecodes<Sm90Kernel<false, 32, 1>>();
-  // By the copy engine, and all tiles of one height.
+  // By TMA, with one tile M.
   RunVariant<Sm90Kernel<true, 64>, ShapeWith<64, 4, 64, false, false, variant::DocumentsVariant>>(
-      {{.name = "boxes, documents",
+      {{.name = "TMA, documents",
         .requests = {{70, 300}, {150, 150}, {3, 200}},
         .nan_values = true},
        Documents(),
        3},
       1);
   RunVariant<Sm90Kernel<true, 64>, Listed<FullWith<64, 4, 64, variant::CausalVariant>>>(
-      {{.name = "boxes, lists",
+      {{.name = "TMA, lists",
         .requests = {{70, 300}, {150, 450}, {3, 200}},
         .window_right = -1,
         .nan_values = true},

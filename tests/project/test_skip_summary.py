@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from helpers.paths import ROOT, TESTS
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("playwright", reason="needs playwright")
 
-SERVE = Path(__file__).parent / "serve"
+SERVE = TESTS / "serve"
 
 
 def run(*names: str, ci: str) -> tuple[int, str]:
@@ -18,7 +19,7 @@ def run(*names: str, ci: str) -> tuple[int, str]:
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(str(SERVE / name) for name in names)],
-        cwd=SERVE.parents[1],
+        cwd=ROOT,
         env=os.environ | {"PATH": "", "CI": ci},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The operands of attention by name: one record from the public call to the custom call."""
+"""The operands of attention as one record, from the public call to the custom call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla.transforms import HeadSplit, Operand, operand_of
 
-T = TypeVar("T")  # jax.Array, or what describes one
+T = TypeVar("T")  # jax.Array, or a description of one
 
 
 def _operand(
@@ -23,9 +23,9 @@ def _operand(
 ) -> Any:
     """A field of AttentionOperands, and how a mesh may split it.
 
-    head_axis, heads: the axis of its heads, and the spec's field that counts them; None: every
-        device has all of it.
-    name, paged_name: what errors call it where they do not call it as its field; with pages.
+    head_axis, heads: the head axis, and the spec's field with the number of heads. None: every
+        device has the whole array.
+    name, paged_name: name in error messages if it is not the field's; the same for a paged spec.
     """
     about = {"head_axis": head_axis, "heads": heads, "name": name, "paged_name": paged_name}
     return dataclasses.field(metadata=about, **options)
@@ -34,11 +34,11 @@ def _operand(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOperands(Generic[T]):
-    """One call of attention. Shapes and dtypes are those of jax_attn.attention.
+    """The operands of one attention call, with shapes and dtypes as in jax_attn.attention.
 
-    The custom call has the operands in the order of the fields (csrc/ffi/attention.cc reads them);
-    None is no operand. As a tree, it is also a record of what describes each operand, or of their
-    gradients.
+    The custom call takes the operands in the order of the fields (csrc/ffi/attention.cc reads
+    them); None means no operand. The record is a pytree, so it can also hold a description or the
+    gradient of each operand.
     """
 
     q: T = _operand(1, "num_qo_heads")
@@ -58,9 +58,9 @@ class AttentionOperands(Generic[T]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardOperands(Generic[T]):
-    """One call of attention's backward pass, in the order of its custom call.
+    """The operands of one backward call, in the order of its custom call.
 
-    lse: of the forward pass. d: what row_sums returns. d_o: as o.
+    lse: from the forward pass. d: the result of row_sums. d_o: cotangent of o.
     """
 
     q: T
@@ -77,7 +77,7 @@ class BackwardOperands(Generic[T]):
 def split_by_head(
     operands: AttentionOperands[jax.Array], spec: AttentionSpec, num_parts: int
 ) -> HeadSplit:
-    """How the arrays of a call are split by head. spec: of one part of num_parts."""
+    """How the arrays of a call are split by head. spec: the spec of one of num_parts parts."""
     of_fields: dict[str, Any] = {}
     for field in dataclasses.fields(operands):
         about, value = field.metadata, getattr(operands, field.name)
