@@ -71,6 +71,8 @@ old_python() {
   rm -rf "$folder/source"
   mkdir "$folder/source"
   tar -xf "$folder/debs/python${version}_"*.orig.tar.?z -C "$folder/source" --strip-components=1 || return 1
+  # Up to 3.11 the script that builds the modules names this machine's folders.
+  [[ ! -e $folder/source/setup.py ]] || sed -i "s|'/usr/|'$root/usr/|g" "$folder/source/setup.py"
   # -B, because GCC otherwise takes this machine's libc before that of --sysroot.
   (cd "$folder/source" && ./configure --prefix=/usr --without-ensurepip --disable-test-modules \
     --with-openssl="$root/usr" OPT='-O1 -DNDEBUG' PKG_CONFIG=false LIBFFI_CFLAGS= LIBFFI_LIBS=-lffi \
