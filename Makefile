@@ -3,10 +3,10 @@
 #   make demo       a small real model generates text for a dozen requests at once
 #   make serve      an OpenAI-compatible server of that model on http://127.0.0.1:8000
 #   make test       a covering selection of C++ and Python tests, in minutes
-#   make test-rest  the tests that `make test` leaves out
+#   make test-rest  the tests that `make test` leaves out; SHARE=K/N: one in N of them, from the K-th on
 #   make test-all   both
 #   make sanitize   C++ tests and Python tests under ASAN, UBSAN and TSAN; ARGS=--some: a five-minute part
-#   make fuzz       made-up plans, requests and bytes on the socket; ARGS=--seconds=N, --help
+#   make fuzz       made-up plans, requests, tool calls, bytes on sockets; ARGS=--seconds=N, --help
 #   make bench      CPU benchmarks -> benchmarks/results/
 #   make bench-gpu  GPU benchmarks -> benchmarks/results/
 #   make bench-serve  the server over HTTP -> benchmarks/results/
@@ -76,12 +76,18 @@ test: $(test_ready)
 	  -L '^cpp_tests_part$$')
 	$(PY) -m pytest $(pytest_workers) --covering $(covering) $(ARGS)
 
+SHARE ?= 0/1
+cpp_rest = $(shell ls tests/csrc/*/*_test.cc | sed 's#.*/##; s#[.]cc$$##' | \
+  awk -v share=$(SHARE) 'BEGIN { split(share, s, "/") } NR % s[2] == s[1]')
+empty :=
+space := $(empty) $(empty)
+
 test-rest: $(test_ready)
 	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
-	  $(VENV)/bin/cmake --build $(build_dir) --target cpp_tests)
+	  $(VENV)/bin/cmake --build $(build_dir) --target $(cpp_rest) fuzz_plan)
 	$(if $(ready),$(VENV)/bin/ctest --test-dir $(build_dir) --parallel 2 --output-on-failure \
-	  -LE '^cpp_tests_part$$')
-	$(PY) -m pytest $(pytest_workers) --covering $(covering) --rest $(ARGS)
+	  -R '^($(subst $(space),|,$(cpp_rest)))$$|^fuzz_')
+	$(PY) -m pytest $(pytest_workers) --covering $(covering) --rest --share $(SHARE) $(ARGS)
 
 test-all: test test-rest
 
@@ -110,8 +116,8 @@ lint: $(ready) $(dev_ready)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' 'build_tools/*.cc' \
-	  | xargs $(dir $(PY))clang-format --dry-run -Werror
+	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cuh' 'tests/csrc/*.cc' 'tests/csrc/*.h' \
+	  'build_tools/*.cc' | xargs $(dir $(PY))clang-format --dry-run -Werror
 	$(PY) build_tools/readme_tables.py --check
 
 docs: $(ready) $(docs_ready)

@@ -7,6 +7,9 @@ idle cores take up to a millisecond to wake. It empties the caches, because floo
 floors. Prefill is dense. Decode is paged with pages of 16 for us, and dense for the peers, which
 have no pages. Writes benchmarks/results/cpu-ISA.json, where ISA is the instruction set that ran, so
 each kind of processor has a file.
+
+--random N --seed S takes drawn workloads instead (random_workloads.py, random_cpu.py), half of them
+in f32, and prints the distribution of best peer / ours.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
+from benchmarks import random_cpu, random_workloads
 from benchmarks.digest import sources_digest
 from benchmarks.variant_functions import (
     alibi,
@@ -36,6 +40,7 @@ from benchmarks.variant_functions import (
     soft_cap_of,
     t5_bias,
 )
+from benchmarks.workloads import Workload
 from jax_attn import reference
 from jax_attn._spec.tuning import this_cpu
 
@@ -504,12 +509,22 @@ def _variants(
     }
 
 
+def drawn(dtype: str, workload: Workload) -> tuple[Any, ...]:
+    size = jnp.dtype(dtype).itemsize // 2  # floors of a Workload are those of bf16
+    name = f"{workload.id}/{dtype}"
+    return name, random_cpu.runs(workload, dtype), size * workload.bytes, workload.flops
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="a workload, all peers together")
     parser.add_argument("--only", default="", help="workloads whose name contains this; no file")
     isa = ja._core.cpu_isa()
-    parser.add_argument("--out", type=Path, default=RESULTS / f"cpu-{isa}.json")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N drawn workloads")
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument(
+        "--out", type=Path, help="result file instead of results/cpu-ISA.json; --random: none"
+    )
     arguments = parser.parse_args()
 
     read = read_bytes_per_us()
@@ -517,7 +532,14 @@ def main() -> None:
     print(f"isa {isa}, {len_processors()} threads, read {read / 1e3:.1f} GB/s, matmul")
     print({dtype: f"{rate / 1e3:.0f} GFLOP/s" for dtype, rate in matmul.items()})
     rows = []
-    computes = (prefill, backward, ragged_backward, packed_backward, group_backward)
+    computes: tuple[Callable[..., Any], ...] = (
+        drawn,
+        prefill,
+        backward,
+        ragged_backward,
+        packed_backward,
+        group_backward,
+    )
     workloads = [
         (make, dtype, *shape)
         for dtype in ("float32", "bfloat16")
@@ -549,6 +571,15 @@ def main() -> None:
     workloads += [(variant, dtype, 2048, "bias") for dtype in ("float32", "bfloat16")]
     workloads += [(decode_format, "bfloat16", 8, 2048, kv_dtype) for kv_dtype in FORMATS]
     workloads.append((decode_format, "bfloat16", 8, 2048, "int8", True))
+    if arguments.random:
+        bounds = random_workloads.CPU_BOUNDS
+        workloads = [
+            (drawn, ("float32", "bfloat16")[i % 2], workload)
+            for i, workload in enumerate(
+                random_workloads.draw(arguments.random, arguments.seed, bounds=bounds)
+            )
+        ]
+    ratios = {}
     for make, dtype, *shape in workloads:
         name, runs, num_bytes, flops = make(dtype, *shape)
         if arguments.only not in name:
@@ -567,6 +598,7 @@ def main() -> None:
             }
         )
         best = min(us.values())
+        ratios[name] = best / ours
         print(
             f"{name:48s} {ours:9.0f} us  {num_bytes / ours / 1e3:6.1f} GB/s"
             f" {flops / ours / 1e3:7.1f} GFLOP/s  floor {floor:8.0f}  peers {us}"
@@ -582,8 +614,15 @@ def main() -> None:
         "read_gbps": round(read / 1e3, 1),
         "rows": rows,
     }
+    if arguments.random:
+        print(random_workloads.distribution(ratios))
+        if arguments.out is None:
+            return
+        result |= {"seed": arguments.seed}
     if arguments.only:
         return
+    if arguments.out is None:
+        arguments.out = RESULTS / f"cpu-{isa}.json"
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {arguments.out}")

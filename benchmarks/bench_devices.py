@@ -54,7 +54,7 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
         heads, kv_heads, head_dim, dtype="float32", page_size=page_size, max_batch=requests,
         max_qo_tokens=requests, max_kv_pages=requests * pages_each, target="cpu",
     )  # fmt: skip
-    stripes = parallel.KvStripes(spec, "kv", size)
+    kv_shards = parallel.KvShards(spec, "kv", size)
     mesh = jax.make_mesh((size,), ("kv",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
     shape = requests * pages_each, page_size, kv_heads, head_dim
@@ -65,12 +65,12 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
                np.arange(requests * pages_each, dtype=np.int32))  # fmt: skip
 
     on_one = [jax.device_put(x, jax.devices()[0]) for x in pages]
-    striped = NamedSharding(mesh, stripes.pages_spec(is_stacked=False))
+    striped = NamedSharding(mesh, kv_shards.pages_spec(is_stacked=False))
     on_all = [jax.device_put(x, striped) for x in pages]
     everywhere = PartitionSpec()
     plan = jax.device_put(ja.plan(spec, *lengths), jax.devices()[0])
     plans = jax.device_put(
-        parallel.plan_stripes(stripes, *lengths), NamedSharding(mesh, stripes.plan_spec)
+        parallel.plan_kv_shards(kv_shards, *lengths), NamedSharding(mesh, kv_shards.plan_spec)
     )
 
     def layers(attend: Callable[..., Any], q: Any, *rest: Any) -> Any:
@@ -79,7 +79,9 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
         return q
 
     def plan_and_attend(q: Any, k: Any, v: Any, *lengths: Any) -> Any:
-        return layers(parallel.attend_stripes, q, k, v, parallel.plan_stripes(stripes, *lengths))
+        return layers(
+            parallel.attend_kv_shards, q, k, v, parallel.plan_kv_shards(kv_shards, *lengths)
+        )
 
     def mapped(call: Callable[..., Any], *specs: Any) -> Any:
         return jax.jit(
@@ -91,7 +93,7 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
     one = jax.jit(functools.partial(layers, ja.attention))
     pages_specs = everywhere, striped.spec, striped.spec
     split = mapped(
-        functools.partial(layers, parallel.attend_stripes), *pages_specs, stripes.plan_spec
+        functools.partial(layers, parallel.attend_kv_shards), *pages_specs, kv_shards.plan_spec
     )
     planned = mapped(plan_and_attend, *pages_specs, *[everywhere] * 4)
     gather = functools.partial(layers, lambda o: jax.lax.all_gather(o, "kv").sum(0))
@@ -102,7 +104,7 @@ def _measure(size: int, context: int, requests: int, num_layers: int) -> dict[st
         "striped, plans in the step": lambda: planned(q, *on_all, *lengths),
         "all-gather of the states alone": lambda: exchange(q),
         "plan of one device, on the host": lambda: ja.plan(spec, *lengths),
-        "plans of all stripes, on the host": lambda: parallel.plan_stripes(stripes, *lengths),
+        "plans of all devices, on the host": lambda: parallel.plan_kv_shards(kv_shards, *lengths),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_index in range(_ROUNDS + 1):

@@ -129,7 +129,7 @@ class Driver:
         """Starts with an empty scheduler on the same device. changes: to the engine's config."""
         assert not self.engine.has_work
         config = dataclasses.replace(self.engine.config, **changes)
-        self.engine.scheduler = Scheduler(capacities(config, self.model.config.max_positions))
+        self.engine.scheduler = Scheduler(capacities(config, self.model.config))
 
     def prompt(self, length: int) -> list[int]:
         return make_prompt(next(self._ids), length, self.model.config.vocab_size)

@@ -2,7 +2,9 @@
 
     python -m benchmarks.bench_gpu            every workload, peers, -> results/<device>.json
     python -m benchmarks.bench_gpu --quick    six workloads, no peers, no file: for tuning
-
+    python -m benchmarks.bench_gpu --random 40 --seed 1
+                                              40 drawn workloads (random_workloads.py), peers, and
+                                              the distribution of best peer / ours
 timing.py defines how a time is taken, ops.py the chains. docs/notes/ has the expected results.
 """
 
@@ -45,6 +47,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="six workloads, no peers, no result file; < 60 s")
     add("--select", default="", help='workload ids, comma separated; "decode/*" is a prefix')
+    add("--random", type=int, default=0, metavar="N", help="N drawn workloads instead of the list")
+    add("--seed", type=int, default=0, help="of --random")
     add(
         "--variant",
         action="append",
@@ -76,7 +80,15 @@ if ARGUMENTS is not None:
 
 import jax  # noqa: E402
 
-from benchmarks import compile_time, decode_step, ops, report, timing, workloads  # noqa: E402
+from benchmarks import (  # noqa: E402
+    compile_time,
+    decode_step,
+    ops,
+    random_workloads,
+    report,
+    timing,
+    workloads,
+)
 from benchmarks.bench import Bench  # noqa: E402
 from benchmarks.bursts import Timing  # noqa: E402
 from benchmarks.report import Row, log  # noqa: E402
@@ -92,7 +104,12 @@ class GpuBench(Bench):
         self.variants = [ops.parse_variant(text) for text in arguments.variant or [""]]
         select = [name for name in arguments.select.split(",") if name]
         quick = QUICK if arguments.quick and not select else ()
-        self.workloads = workloads.load(select or quick, shrink=SHRINK if arguments.tiny else 1)
+        shrink = SHRINK if arguments.tiny else 1
+        self.workloads = (
+            random_workloads.draw(arguments.random, arguments.seed, select, shrink)
+            if arguments.random
+            else workloads.load(select or quick, shrink=shrink)
+        )
         peers = arguments.peers
         if peers is None:
             peers = "" if arguments.quick else ",".join(PEERS)
@@ -259,6 +276,7 @@ class GpuBench(Bench):
     def collect_peers(self, build: subprocess.Popen[Any] | None) -> None:
         """Measures each peer alone on the device, in its own process."""
         self.data = None
+        a = self.arguments
         names = ",".join(workload.id for workload in self.workloads)
         for name in self.peers:
             left = self.arguments.budget - report.elapsed_s()
@@ -274,8 +292,10 @@ class GpuBench(Bench):
                 self.miss(name, "no time left" if left < 20 else "its modules did not build")
                 continue
             options = ["--select", names, "--budget", f"{left - 15:.0f}"]
-            if self.arguments.tiny:
+            if a.tiny:
                 options += ["--shrink", str(SHRINK)]
+            if a.random:
+                options += ["--random", str(a.random), "--seed", str(a.seed)]
             self.read_peer(name, _start_peer(name, options), left)
         read = [row for row in self.rows if row.workload == "ceiling/read"]
         if read and read[0].peers:  # floors use the fastest read bandwidth
@@ -308,7 +328,9 @@ class GpuBench(Bench):
     def write(self) -> None:
         a = self.arguments
         path = a.out or report.RESULTS / f"{report.device_name()}.json"
-        if a.out or not (a.quick or a.tiny or a.select or a.variant):
+        if a.random:
+            print(random_workloads.distribution(report.best_peer_ratios(self.rows)))
+        if a.out or not (a.quick or a.tiny or a.select or a.variant or a.random):
             more = {"failures": self.failures, "missing_peers": self.missing_peers}
             report.write(path, self.rows, self.ceilings, **more)
             log(f"wrote {path}")

@@ -313,25 +313,25 @@ class MeshBench(Bench):
         call = compile_call(lambda *x: chain(ja.attention, *x), q, keys, plan)
         self.add(name, 1, call, LAYERS_A_CHAIN, bytes=num_bytes, min_bytes=num_bytes)
 
-        stripes = parallel.KvStripes(spec(64 * size, num_pages), "x", size)
-        striped = stripes.pages_spec(is_stacked=False)
+        kv_shards = parallel.KvShards(spec(64 * size, num_pages), "x", size)
+        striped = kv_shards.pages_spec(is_stacked=False)
         whole = [x.reshape(num_pages, -1, *x.shape[2:]) for x in keys]
         arrays = [self.put(x, striped) for x in whole]
         del keys, whole, call
         lengths = indptr, lens, indptr * pages_each, large
-        plans = self.put(parallel.plan_stripes(stripes, *lengths), stripes.plan_spec)
+        plans = self.put(parallel.plan_kv_shards(kv_shards, *lengths), kv_shards.plan_spec)
         q = self.put(q, EVERYWHERE)
-        specs = EVERYWHERE, [striped] * len(arrays), stripes.plan_spec
+        specs = EVERYWHERE, [striped] * len(arrays), kv_shards.plan_spec
         first = compile_call(
             self.mapped(
-                lambda q, keys, plan: parallel.attend_stripes(
+                lambda q, keys, plan: parallel.attend_kv_shards(
                     q, *keys, *[None] * (2 - len(keys)), plan
                 ), specs, EVERYWHERE,
             ), q, arrays, plans,
         )  # fmt: skip
         more = self.check(name, first, once) | communication(first)
         call = compile_call(
-            self.mapped(lambda *x: chain(parallel.attend_stripes, *x), specs, EVERYWHERE),
+            self.mapped(lambda *x: chain(parallel.attend_kv_shards, *x), specs, EVERYWHERE),
             q, arrays, plans,
         )  # fmt: skip
         share = num_bytes / size
@@ -341,8 +341,8 @@ class MeshBench(Bench):
         if (more["collectives"], more["collective_bytes"]) != ({"all-gather": 1}, expected):
             self.fail(name, f"expected one all-gather of {expected} bytes, got {more}")
         planned = compile_call(
-            self.mapped(lambda *x: parallel.plan_stripes(stripes, *x), EVERYWHERE,
-                        stripes.plan_spec),
+            self.mapped(lambda *x: parallel.plan_kv_shards(kv_shards, *x), EVERYWHERE,
+                        kv_shards.plan_spec),
             *(self.put(np.asarray(x, np.int32), EVERYWHERE) for x in lengths),
         )  # fmt: skip
         self.add(f"{name}/plans", size, planned)

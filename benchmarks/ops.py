@@ -211,11 +211,6 @@ def _numbers(kv_dtype: str, rows: jax.Array) -> jax.Array:
     return rows.astype(jnp.float32)
 
 
-def attention_once(data: AttentionData, spec: Any, plan: Any) -> Callable[[], jax.Array]:
-    """Returns a function without arguments that makes one jitted call."""
-    return attention_chain(data, spec, plan)(1)
-
-
 def attention_chain(
     data: AttentionData, spec: Any, plan: Any
 ) -> Callable[[int], Callable[[], Any]]:

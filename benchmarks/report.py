@@ -121,6 +121,11 @@ def table(rows: list[Row], ceilings: Ceilings) -> str:
     )
 
 
+def best_peer_ratios(rows: list[Row]) -> dict[str, float]:
+    """Returns the best peer's time over ours, for each row with a peer."""
+    return {row.workload: min(row.peers.values()) / row.median_us for row in rows if row.peers}
+
+
 def device_name() -> str:
     """`NVIDIA H200` -> `h200`."""
     kind = jax.local_devices()[0].device_kind.lower()

@@ -183,9 +183,6 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         kv_lens = [entry["shared_len"] + entry["unique_len"]] * entry["batch"]
     else:
         qo_lens, kv_lens = _lengths(entry)
-    if shrink > 1:
-        qo_lens = [max(1, n // shrink) for n in qo_lens]
-        kv_lens = [max(q, n // shrink) for q, n in zip(qo_lens, kv_lens, strict=True)]
     is_mla = entry["kind"] == "mla"
     workload = Workload(
         id=entry["id"],
@@ -206,10 +203,20 @@ def _make(entry: dict[str, Any], shrink: int) -> Workload:
         q_dtype=entry.get("q_dtype", "bf16"),
         eight_bit_products=entry.get("eight_bit_products", False),
     )
+    workload = shrunk(workload, shrink)
     if "h200_best_peer_tflops" in entry and shrink == 1:
         anchor_us = workload.flops / entry["h200_best_peer_tflops"] / 1e6
         workload = dataclasses.replace(workload, anchor_us=round(anchor_us, 1))
     return workload
+
+
+def shrunk(workload: Workload, shrink: int) -> Workload:
+    """The workload with its lengths divided."""
+    if shrink == 1:
+        return workload
+    qo_lens = [max(1, n // shrink) for n in workload.qo_lens]
+    kv_lens = [max(q, n // shrink) for q, n in zip(qo_lens, workload.kv_lens, strict=True)]
+    return dataclasses.replace(workload, qo_lens=tuple(qo_lens), kv_lens=tuple(kv_lens))
 
 
 def _lengths(entry: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -117,7 +117,7 @@ def highlights_table() -> str:
             row.machine,
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _tally()])
+    return "\n".join([*lines, "", f"{_tally()} {_measured()}"])
 
 
 def _tally() -> str:
@@ -133,9 +133,21 @@ def _tally() -> str:
     return (
         f"On the H100, {len(ratios)} workloads have a peer. jax_attn is at least as fast as the"
         f" best peer in {ahead} of them and slower in {len(ratios) - ahead}; the worst is"
-        f" `{behind}` at {ratios[behind]:.2f} times the peer's time. Measured {result['date']},"
-        f" driver {result['driver']}, jax {result['jax']}."
+        f" `{behind}` at {ratios[behind]:.2f} times the peer's time."
     )
+
+
+def _measured() -> str:
+    """When, with what and of which sources README's rows were measured."""
+    records = []
+    for file, machine in MACHINES.items():
+        result = read(file)
+        driver = f", driver {result['driver']}" if not file.startswith("cpu") else ""
+        records.append(
+            f"{machine}: {result['date']}{driver}, jax {result['jax']}, sources"
+            f" `{result['sources_digest']}`"
+        )
+    return f"Measured on the {'; on '.join(records)}."
 
 
 def duration(us: float) -> str:

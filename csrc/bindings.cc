@@ -68,6 +68,13 @@ void FromDict(const nb::dict& dict, Struct* out) {
 }
 
 template <typename Struct>
+Struct FromDict(const nb::dict& dict) {
+  Struct value;
+  FromDict(dict, &value);
+  return value;
+}
+
+template <typename Struct>
 nb::dict ToDict(Struct value) {
   nb::dict dict;
   VisitFields(value, [&](const char* name, auto& field) { dict[name] = field; });
@@ -199,8 +206,10 @@ nb::list Registrations() {
   auto capsule = [](XLA_FFI_Handler* handler) {
     return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
   };
-  for (const auto* targets : {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets,
-                              &kMergeTargets, &kProductTargets, &kQuantizedProductTargets}) {
+  for (const auto* targets :
+       {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
+        &kProductTargets, &kLinearAttentionTargets, &kLoraTargets, &kQuantizedProductTargets,
+        &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -263,7 +272,6 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
 
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  m.attr("plan_magic") = kPlanMagic;
   m.attr("plan_version") = kPlanVersion;
   m.attr("max_levels") = static_cast<int>(kMaxLevels);
   m.attr("faulty_plan_magic") = static_cast<int>(kFaultyPlanMagic);
@@ -320,6 +328,10 @@ NB_MODULE(_core, m) {
            nb::arg("kv_block"), nb::arg("buffer"));
 
   m.def("default_processors", &DefaultProcessors);
+  m.def("largest_cuda_head_dim",
+        [](const nb::dict& spec) { return LargestCudaHeadDim(FromDict<AttentionSpec>(spec)); });
+  m.def("largest_cuda_group",
+        [](const nb::dict& spec) { return LargestCudaGroup(FromDict<AttentionSpec>(spec)); });
   m.def("describe_fallback", &DescribeFallback);
 
   m.def("cpu_isa", &CpuIsa);

@@ -290,12 +290,15 @@ static constexpr i64 QueryRow(const WorkItem& item, const i32* qo_indices, i64 t
   return IsShared(item) ? qo_indices[item.first_token + token] : item.first_token + token;
 }
 
-// Softmax state of a row after some keys: 2^(base-2 logit), summed over the keys, is sum *
-// 2^max_log2. (-inf, 0): no key. max_log2 is the running max: the maximum, or a value so near that
+// Softmax state of a row after some keys: 4^(base-4 logit), summed over the keys, is sum *
+// 4^max_log4. (-inf, 0): no key. max_log4 is the running max: the maximum, or a value so near that
 // nothing overflows and nothing that counts vanishes. Logits of any size keep their differences
 // this way; in the logarithm of the sum in f32 they would not.
+// The base is 4 because log4(e) is below 1: the base-4 logit is finite in f32 if the logit is,
+// where the base-2 logit overflows from 2.36e38 on. Twice a base-4 logit is the base-2 logit,
+// exactly.
 struct RowState {
-  float max_log2;
+  float max_log4;
   float sum;
 };
 

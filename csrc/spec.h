@@ -21,6 +21,9 @@ enum MainLoop : int64_t { kPortable = 0, kHopper = 1 };
 
 inline int64_t ElementBytes(int64_t dtype) { return dtype == kF32 ? 4 : 2; }
 
+// Kernels for 16-bit types on CUDA whose rows may be longer than this: cuda/sm80/wide.cuh.
+inline constexpr int64_t kWideHeadDim = 256;
+
 // Length of the last axis of an array of k or v: elements in kPlainFormat, else bytes of a
 // quantized row with its scales.
 inline int64_t StoredDim(int64_t format, int64_t head_dim) {

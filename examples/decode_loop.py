@@ -8,23 +8,22 @@ import numpy as np
 
 import jax_attn as ja
 
-num_layers, num_steps, batch_size, pages_each = 3, 20, 2, 4
-spec = ja.AttentionSpec(
+num_layers, num_steps, batch_size = 3, 20, 2
+spec, (k_pages, v_pages), page_table = ja.fixed_batch(
     num_qo_heads=4,
     num_kv_heads=2,
     head_dim_qk=32,
     dtype="float32",
     page_size=8,
-    max_batch=batch_size,
-    max_qo_tokens=batch_size,  # one token per request and step
-    max_kv_pages=batch_size * pages_each,
+    batch_size=batch_size,
+    max_kv_len=32,
+    num_layers=num_layers,
 )
 
 # The lengths of all steps are known, so their plans are made first and stacked like any pytree.
-page_indptr = np.arange(batch_size + 1) * pages_each
-page_indices = np.random.default_rng(0).permutation(batch_size * pages_each)
 kv_lens = [np.array([1, 8]) + step for step in range(num_steps)]
-plans = [ja.plan(spec, np.arange(batch_size + 1), n, page_indptr, page_indices) for n in kv_lens]
+qo_indptr = np.arange(batch_size + 1)  # one token per request and step
+plans = [ja.plan(spec, qo_indptr, n, *page_table) for n in kv_lens]
 plans = jax.tree.map(lambda *buffers: jnp.stack(buffers), *plans)
 
 
@@ -46,11 +45,11 @@ def decode(x, k_pages, v_pages, plans):
 
 keys = jax.random.split(jax.random.key(0), 2)
 x = jax.random.normal(keys[0], (batch_size, 4, 32))
-k_pages, v_pages = jax.random.normal(keys[1], (2, num_layers, batch_size * pages_each, 8, 2, 32))
+k_pages, v_pages = jax.random.normal(keys[1], (2, *k_pages.shape))  # earlier tokens
 (x, k_pages, v_pages), (q, o) = decode(x, k_pages, v_pages, plans)
 
 # Check the last attention of the last step against the oracle.
-batch = (np.arange(batch_size + 1), kv_lens[-1], page_indptr, page_indices)
+batch = (qo_indptr, kv_lens[-1], *page_table)
 expected, _ = ja.reference.attention(q[-1], k_pages[-1], v_pages[-1], *batch, spec=spec)
 np.testing.assert_allclose(o[-1], expected, rtol=1e-5, atol=1e-5)
 print(f"{num_steps} steps x {num_layers} layers in one call; lengths now {kv_lens[-1]}")

@@ -33,7 +33,7 @@ spec = ja.AttentionSpec(
     max_kv_pages=90,
     target="cpu",
 )
-stripes = parallel.KvStripes(spec, "kv", num_devices)
+kv_shards = parallel.KvShards(spec, "kv", num_devices)
 
 # The page table of one device. Device i holds slots [16 * i, 16 * (i + 1)) of every page.
 kv_lens = np.array([5000, 17, 300])
@@ -43,7 +43,7 @@ keys = jax.random.split(jax.random.key(0), 3)
 q = jax.random.normal(keys[0], (steps, 3, num_qo_heads, head_dim))
 new = jax.random.normal(keys[1], (2, steps, 3, num_kv_heads, head_dim))
 pages = jax.random.normal(keys[2], (2, 90, 64, num_kv_heads, head_dim))
-by_slot = NamedSharding(mesh, stripes.pages_spec(is_stacked=False))
+by_slot = NamedSharding(mesh, kv_shards.pages_spec(is_stacked=False))
 k_pages, v_pages = (jax.device_put(x, by_slot) for x in pages)
 
 
@@ -63,8 +63,8 @@ def decode(make_plan, append, attend, q, new, k_pages, v_pages):
 
 
 def on_each_device(*arrays):
-    calls = parallel.append_stripes, parallel.attend_stripes
-    return decode(lambda *batch: parallel.plan_stripes(stripes, *batch), *calls, *arrays)
+    calls = parallel.append_kv_shards, parallel.attend_kv_shards
+    return decode(lambda *batch: parallel.plan_kv_shards(kv_shards, *batch), *calls, *arrays)
 
 
 everywhere = jax.sharding.PartitionSpec()
@@ -74,7 +74,6 @@ sharded = jax.jit(
         mesh=mesh,
         in_specs=(everywhere, everywhere, by_slot.spec, by_slot.spec),
         out_specs=everywhere,
-        check_vma=False,  # all devices have the same o: they merge the same states
     )
 )
 o = sharded(q, new, k_pages, v_pages)

@@ -68,17 +68,16 @@ def prompt_spec(config: DeepseekConfig, max_qo_tokens: int, **kwargs: Any) -> ja
     )
 
 
-def cache_spec(config: DeepseekConfig, **kwargs: Any) -> ja.AttentionSpec:
-    """Returns the spec over the latent cache; `kwargs` are page_size, capacities and the like."""
-    return ja.AttentionSpec(
-        num_qo_heads=config.num_attention_heads,
-        num_kv_heads=1,
-        head_dim_qk=config.kv_lora_rank + config.qk_rope_head_dim,
-        head_dim_vo=config.kv_lora_rank,
-        mla=True,
-        sm_scale=config.sm_scale,
-        **kwargs,
-    )
+def cache_fields(config: DeepseekConfig) -> dict[str, Any]:
+    """Returns the fields of AttentionSpec that the latent cache decides."""
+    return {
+        "num_qo_heads": config.num_attention_heads,
+        "num_kv_heads": 1,
+        "head_dim_qk": config.kv_lora_rank + config.qk_rope_head_dim,
+        "head_dim_vo": config.kv_lora_rank,
+        "mla": True,
+        "sm_scale": config.sm_scale,
+    }
 
 
 def random_block(config: DeepseekConfig, key: jax.Array, dtype: Any) -> BlockParams:
@@ -126,7 +125,7 @@ def block(
       positions: [max_qo_tokens] i32. Position of each token in its sequence.
       latent_pages: [num_pages, page_size, 1, kv_lora_rank + rope], or stacked with a leading
         [num_layers] and `layer`. Written in place if donated.
-      cache_plan: plan of `cache_spec` for the batch's lengths and pages.
+      cache_plan: plan of a spec with `cache_fields` for the batch's lengths and pages.
       prompt_plan: plan of `prompt_spec`, for a batch of whole prompts (kv_lens = qo_lens): attends
         without absorption. None: attends absorbed, for any batch.
       layer: int or i32 scalar; None for an unstacked cache.

@@ -217,8 +217,7 @@ class Engine:
     def _run(self, batch: list[tuple[Request, int]], size: int):
         """Returns sampled [max_batch], logits [max_batch, vocab_size]; rows past the batch are
         undefined."""
-        tokens, positions = np.zeros([2, size], np.int32)
-        logit_rows = np.zeros(self.max_batch, np.int32)
+        tokens, logit_rows = np.zeros(size, np.int32), np.zeros(self.max_batch, np.int32)
         qo_lens = np.array([n for _, n in batch], np.int32)
         kv_lens = np.array([request.kv_len + n for request, n in batch], np.int32)
         num_pages = -(-kv_lens // self.page_size)
@@ -226,11 +225,9 @@ class Engine:
             page for (r, _), n in zip(batch, num_pages, strict=True) for page in r.pages[:n]
         ]
         qo_indptr, page_indptr = (np.append(0, np.cumsum(x)) for x in (qo_lens, num_pages))
-        for row, (request, n) in enumerate(batch):
-            rows = slice(qo_indptr[row], qo_indptr[row + 1])
-            tokens[rows] = request.tokens[request.kv_len : request.kv_len + n]
-            positions[rows] = np.arange(request.kv_len, request.kv_len + n)
-            logit_rows[row] = rows.stop - 1
+        new = [r.tokens[r.kv_len : r.kv_len + n] for r, n in batch]
+        tokens[: qo_indptr[-1]] = list(itertools.chain.from_iterable(new))
+        _, positions, logit_rows[: len(batch)] = ja.rows(qo_indptr, kv_lens, size)
 
         begin = time.perf_counter()
         lengths_and_pages = (qo_indptr, kv_lens, page_indptr, np.array(page_indices, np.int32))

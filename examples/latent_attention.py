@@ -4,6 +4,7 @@ The cache holds one row of 576 elements per token, for all 16 heads. Per-head ke
 never computed for cached tokens.
 """
 
+import dataclasses
 import functools
 
 import deepseek
@@ -28,26 +29,27 @@ config = deepseek.DeepseekConfig(
 params = deepseek.random_block(config, jax.random.key(0), "bfloat16")
 block = jax.jit(functools.partial(deepseek.block, config=config), donate_argnames="latent_pages")
 
-prompt_lens, page_size, pages_each = np.array([70, 200, 33]), 64, 4
+prompt_lens = np.array([70, 200, 33])
 batch, max_tokens = len(prompt_lens), int(prompt_lens.sum())
-lengths = {"max_batch": batch, "max_kv_pages": batch * pages_each, "page_size": page_size}
-prompt_cache = deepseek.cache_spec(config, max_qo_tokens=max_tokens, **lengths)
-decode_cache = deepseek.cache_spec(config, max_qo_tokens=batch, **lengths)
+prompt_cache, (pages, _), page_table = ja.fixed_batch(
+    **deepseek.cache_fields(config),
+    page_size=64,
+    batch_size=batch,
+    max_kv_len=256,
+    max_qo_tokens=max_tokens,
+)
+decode_cache = dataclasses.replace(prompt_cache, max_qo_tokens=batch)
 prompt = deepseek.prompt_spec(config, max_tokens, max_batch=batch)
-page_indptr = pages_each * np.arange(batch + 1)
-page_indices = np.random.default_rng(0).permutation(batch * pages_each)
-pages = jnp.zeros((batch * pages_each, page_size, 1, 576), "bfloat16")
 
 # The prompts: head dims 192 and 128, keys and values expanded from the latent rows.
 qo_indptr = np.concatenate([[0], np.cumsum(prompt_lens)])
 prompts = jax.random.normal(jax.random.key(1), (max_tokens, config.hidden_size), "bfloat16")
-positions = np.concatenate([np.arange(n) for n in prompt_lens])
 hidden, pages = block(
     params,
     x=prompts,
-    positions=positions,
+    positions=ja.rows(qo_indptr, prompt_lens, max_tokens).position,
     latent_pages=pages,
-    cache_plan=ja.plan(prompt_cache, qo_indptr, prompt_lens, page_indptr, page_indices),
+    cache_plan=ja.plan(prompt_cache, qo_indptr, prompt_lens, *page_table),
     prompt_plan=ja.plan(prompt, qo_indptr, prompt_lens),
 )
 
@@ -59,7 +61,7 @@ hidden, pages = block(
     x=tokens,
     positions=prompt_lens,
     latent_pages=pages,
-    cache_plan=ja.plan(decode_cache, np.arange(batch + 1), kv_lens, page_indptr, page_indices),
+    cache_plan=ja.plan(decode_cache, np.arange(batch + 1), kv_lens, *page_table),
 )
 
 reference = jax.jit(deepseek.reference_block, static_argnames="config")

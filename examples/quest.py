@@ -9,15 +9,15 @@ import jax_attn as ja
 
 layers, heads, kv_heads, dim, page_size, num_selected, pages_each = 4, 8, 2, 64, 16, 12, 64
 kv_lens = np.array([1000, 700, 99, 1024])
-batch_size, num_pages = len(kv_lens), len(kv_lens) * pages_each
+batch_size = len(kv_lens)
 used = -(-kv_lens // page_size)
 selected = np.minimum(used, num_selected)  # pages attended per request; the last may be partial
-spec = ja.AttentionSpec(
-    heads, kv_heads, dim, dtype="float32", page_size=page_size, num_pages=num_pages,
-    max_batch=batch_size, max_qo_tokens=batch_size, max_kv_pages=batch_size * num_selected,
+spec, (k_pages, v_pages), (page_indptr, page_indices) = ja.fixed_batch(
+    heads, kv_heads, dim, dtype="float32", page_size=page_size, batch_size=batch_size,
+    max_kv_len=pages_each * page_size, max_kv_pages=batch_size * num_selected, num_layers=layers,
     share_prefixes=False,  # each request has its own selection
 )  # fmt: skip
-table = np.random.default_rng(0).permutation(num_pages).reshape(batch_size, pages_each)
+table = page_indices.reshape(batch_size, pages_each)
 starts = np.arange(batch_size + 1)
 sparse_lens = (selected - used) * page_size + kv_lens
 indptr = starts * num_selected
@@ -49,8 +49,8 @@ def decode(q, k_pages, v_pages, lows, highs):
 
 
 keys = jax.random.split(jax.random.key(0), 4)
-k_pages, v_pages = jax.random.normal(keys[0], (2, layers, num_pages, page_size, kv_heads, dim))
-topics = jax.random.normal(keys[1], (layers, num_pages, 1, 1, dim))
+k_pages, v_pages = jax.random.normal(keys[0], (2, *k_pages.shape))
+topics = jax.random.normal(keys[1], (layers, len(page_indices), 1, 1, dim))
 k_pages += topics  # keys of a page are alike, and queries match some pages
 q = topics[:, table[:, 1::11]].sum(2)[:, :, 0] + jax.random.normal(
     keys[2], (layers, batch_size, heads, dim)
@@ -65,7 +65,7 @@ for i in range(layers):  # exact for the selected pages, and close to attention 
     )
     np.testing.assert_allclose(o[i], expected, atol=1e-4)
     full, _ = ja.reference.attention(
-        q[i], *cache, starts, kv_lens, starts * pages_each, table.reshape(-1), spec=spec
+        q[i], *cache, starts, kv_lens, page_indptr, page_indices, spec=spec
     )
     cosine = (o[i] * full).sum() / np.linalg.norm(o[i]) / np.linalg.norm(full)
     print(

@@ -74,17 +74,16 @@ def step(params, tokens, caches, plan):
 def sample(params, choose):
     """Samples with choose(n, log-probabilities). Returns tokens and their log-probabilities,
     [group, answer_len] each."""
-    dtype = params["embedding"].dtype
-    pool = (num_layers, num_tokens // page_size, page_size, kv_heads, head_dim)
-    caches = [jnp.zeros(pool, dtype), jnp.zeros(pool, dtype)]
-    plan = make_plan([prompt_pages], [prompt_len], [prompt_len], dtype.name)
+    dtype = params["embedding"].dtype.name
+    plan = make_plan([prompt_pages], [prompt_len], [prompt_len], dtype)
+    caches = list(plan.spec.empty_pages(num_tokens // page_size, num_layers))
     predicted, caches = step(params, prompt, caches, plan)
     predicted = jnp.broadcast_to(predicted[-1], (group, vocab))
     tokens, found = [], []
     for n in range(answer_len):
         tokens.append(choose(n, predicted))
         found.append(jnp.take_along_axis(predicted, tokens[-1][:, None], 1)[:, 0])
-        plan = make_plan(tables[1:], [1] * group, [prompt_len + n + 1] * group, dtype.name)
+        plan = make_plan(tables[1:], [1] * group, [prompt_len + n + 1] * group, dtype)
         predicted, caches = step(params, tokens[-1], caches, plan)
     return jnp.stack(tokens, 1), jnp.stack(found, 1)
 

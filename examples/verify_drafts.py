@@ -9,25 +9,23 @@ import jax_attn as ja
 
 cached, num_drafts, accepted = np.array([200, 37, 90]), 4, np.array([4, 0, 2])
 batch_size = len(cached)
-spec = ja.AttentionSpec(
+# The pages have room for all drafts, so nothing is moved or freed when some are rejected.
+spec, (k_pages, v_pages), page_table = ja.fixed_batch(
     num_qo_heads=8,
     num_kv_heads=2,
     head_dim_qk=64,
     fresh_kv=True,  # k and v of the query tokens come from k_new and v_new, not from the pages
-    max_batch=4,
-    max_qo_tokens=4 * num_drafts,
-    max_kv_pages=64,
+    batch_size=batch_size,
+    max_kv_len=256,
+    max_qo_tokens=batch_size * num_drafts,
 )
 keys = jax.random.split(jax.random.key(0), 3)
-q = jax.random.normal(keys[0], (16, 8, 64), spec.dtype)
-k_new, v_new = jax.random.normal(keys[1], (2, 16, 2, 64), spec.dtype)
-k_pages, v_pages = jax.random.normal(keys[2], (2, 32, 16, 2, 64), spec.dtype)
+q = jax.random.normal(keys[0], spec.q_shape, spec.dtype)
+k_new, v_new = jax.random.normal(keys[1], (2, *spec.new_kv_shapes[0]), spec.dtype)
+k_pages, v_pages = jax.random.normal(keys[2], (2, *k_pages.shape), spec.dtype)
 
-# The pages have room for all drafts, so nothing is moved or freed when some are rejected.
-page_indptr = np.concatenate([[0], np.cumsum(-(-(cached + num_drafts) // 16))])
-page_indices = np.random.default_rng(0).permutation(32)[: page_indptr[-1]]
 starts = num_drafts * np.arange(batch_size + 1)
-drafts = ja.plan(spec, starts, cached + num_drafts, page_indptr, page_indices)
+drafts = ja.plan(spec, starts, cached + num_drafts, *page_table)
 print(drafts.describe())
 
 verify = jax.jit(ja.attention)
@@ -35,16 +33,16 @@ o = verify(q, k_pages, v_pages, drafts, k_new=k_new, v_new=v_new)
 
 # Append the first `accepted` drafts of each request; their rows are packed for this.
 rows = np.concatenate([starts[r] + np.arange(n) for r, n in enumerate(accepted)])
-packed = np.zeros(16, np.int32)
+packed = np.zeros(len(q), np.int32)
 packed[: len(rows)] = rows
 kept = np.concatenate([[0], np.cumsum(accepted)])
-stay = ja.plan(spec, kept, cached + accepted, page_indptr, page_indices)
+stay = ja.plan(spec, kept, cached + accepted, *page_table)
 append = functools.partial(jax.jit(ja.append_kv, donate_argnums=(0, 1)), plan=stay)
 before = np.array(k_pages)
 k_pages, v_pages = append(k_pages, v_pages, k_new[packed], v_new[packed])
 
 assert (np.array(k_pages) != before).any((1, 2, 3)).sum() <= np.count_nonzero(accepted) * 2
-flat = (kept, cached + accepted, page_indptr, page_indices)
+flat = (kept, cached + accepted, *page_table)
 expected, _ = ja.reference.attention(q[packed], k_pages, v_pages, *flat, spec=spec)
 np.testing.assert_allclose(np.float32(o)[rows], np.float32(expected)[: len(rows)], atol=2e-2)
 print(f"{batch_size} requests, {num_drafts} drafts each, {accepted.tolist()} of them now cached")

@@ -1,7 +1,9 @@
 """Every environment variable of jax_attn, read here and nowhere else.
 
 JAX_ATTN_CHECK=1         before a kernel runs, check everything it relies on: the whole plan, page
-                         ids against the pool, the layer; on any device; slow
+                         ids against the pool, the layer; a slot of its own for each token that
+                         append_kv writes, and lengths of a traced plan that count new tokens; on
+                         any device; slow
 JAX_ATTN_POISON=1        fill results and workspaces with 0xFF before a kernel runs, for tests
 JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new AttentionSpec, and why
 JAX_ATTN_LOG_COMPILE=1   print a line for each CUDA kernel that is compiled or read from the disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 
 from jax_attn._dense.dense import dot_product_attention
 from jax_attn._ops.attention import attention
+from jax_attn._ops.operands import as_known
 from jax_attn._plan.plan import plan
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.target import LARGEST_HEAD_DIM, default_target
 
 __all__ = ["flax_attention", "paged_attention", "paged_attention_gpu", "ragged_paged_attention"]
 
@@ -21,8 +24,12 @@ _TUNING = {
     | {"num_stages", "interpret", "debug"},
     "ragged_paged_attention": {"chunk_prefill_size", "num_kv_pages_per_block", "debug_mode"}
     | {"num_queries_per_block", "vmem_limit_bytes", "decode_q_len", "decode_block_sizes"}
-    | {"prefill_block_sizes"},
+    | {"prefill_block_sizes", "d_block_sizes", "p_block_sizes", "m_block_sizes"}
+    | {"disable_bounds_checks", "disable_semaphore_checks"},
 }
+
+# Dtypes of a cache that kernels read with queries of another dtype.
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _check_tuning(op: str, tuning: dict[str, Any]) -> None:
@@ -42,7 +49,8 @@ def _check_shape(op: str, name: str, array: Any, shape: tuple[int | None, ...], 
 def _pages_that_are_read(table: jax.Array, kv_lens: jax.Array, page_size: int) -> jax.Array:
     """The page table [batch, pages_per_sequence] with 0 in entries that hold no keys."""
     num_read = -(-kv_lens // page_size)
-    return jnp.where(jnp.arange(table.shape[1]) < num_read[:, None], table, 0).astype(jnp.int32)
+    is_read = jnp.arange(table.shape[1])[None] < num_read[:, None]
+    return jnp.where(is_read, table, 0).astype(jnp.int32)
 
 
 def paged_attention(
@@ -133,6 +141,8 @@ def _of_one_token(
                 f"{op}: {name}: arrays are supported, got {type(pages).__name__}; the paged cache"
                 " of jax_attn.attention has float8_e4m3fn."
             )
+    for name, array in (("q", q), ("lengths", lengths), (table_name, page_indices)):
+        as_known(op, name, array)
     _check_shape(op, "q", q, (None,) * 3, "[batch, num_q_heads, head_dim]")
     batch, num_q_heads, head_dim = q.shape
     pages_shape = (None, None, None, head_dim)
@@ -145,6 +155,8 @@ def _of_one_token(
         raise ValueError(
             f"{op}: q: expected a multiple of {num_kv_heads} heads, got {num_q_heads}."
         )
+    if not batch:
+        return jnp.zeros_like(q)
     # Each KV head of a request is planned as a separate request with the head's part of the pool.
     num_requests, num_slots = batch * num_kv_heads, page_indices.shape[1]
     spec = AttentionSpec(
@@ -152,6 +164,7 @@ def _of_one_token(
         1,
         head_dim,
         dtype=q.dtype.name,
+        causal=False,  # the token is the last one, and a request may have no keys
         sm_scale=1.0,
         logits_soft_cap=soft_cap or 0.0,
         page_size=page_size,
@@ -167,7 +180,7 @@ def _of_one_token(
         jnp.arange(num_requests + 1),
         jnp.repeat(lengths.astype(jnp.int32), num_kv_heads),
         jnp.arange(num_requests + 1) * num_slots,
-        (table[:, None] + heads).reshape(-1),
+        (table[:, None] + heads[None]).reshape(-1),
     )
     k, v = (x.reshape(-1, page_size, 1, head_dim) for x in (k_pages, v_pages))
     o = attention(q.reshape(spec.q_shape), k, v, own)
@@ -187,6 +200,7 @@ def ragged_paged_attention(
     *,
     use_causal_mask: bool = True,
     update_kv_cache: bool = True,
+    skip_kv_mask: bool = False,
     sm_scale: float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -201,23 +215,40 @@ def ragged_paged_attention(
 
     queries: [max_num_tokens, num_q_heads, head_dim]. keys, values: [max_num_tokens, num_kv_heads,
         head_dim], for the same tokens, written to the cache unless update_kv_cache is False.
-    kv_cache: [num_pages, page_size, 2 * num_kv_heads / packing, packing, head_dim], dtype of
-        queries, head_dim up to 128. Keys and values of a head are side by side. Donate it to write
-        in place. It is read without a copy, so the q . k matmul costs twice as much.
+    kv_cache: [num_pages, page_size, heads / packing, packing, width], dtype of queries,
+        float8_e4m3fn or float8_e5m2. heads: 2 * num_kv_heads, rounded up to a multiple of packing;
+        the key and the value of a head are side by side. width: at least head_dim. Donate it to
+        write in place. Up to a width of 256 it is read without a copy, and the q . k matmul costs
+        twice as much. Else pages in page_indices are copied.
     kv_lens: i32[max_num_seqs], new tokens included. page_indices: i32[max_num_seqs *
         pages_per_seq]. cu_q_lens: i32[max_num_seqs + 1].
     distribution: i32[3]. The last number is the number of sequences.
     attention_sink: [num_q_heads], f32. sliding_window: number of keys that a query sees, its own
         included. k_scale, v_scale: factors for stored keys and values. q_scale: queries are divided
         by it and rounded to the dtype of the cache; logits are multiplied by it.
-    mask_value: ignored. tuning: launch parameters of their kernel, ignored.
+    keys and values for a float8 cache have its dtype: they are divided by k_scale and v_scale and
+        rounded before the call, as in RPA v3.
+    skip_kv_mask: ignored; as in RPA v3, must be False with use_causal_mask. mask_value: ignored.
+    tuning: launch parameters of their kernel (m_block_sizes, disable_bounds_checks, ...), ignored.
 
     Returns o: [max_num_tokens, num_q_heads, head_dim], 0 beyond the tokens, and the cache. Raises
-    ValueError for arrays that do not fit, NotImplementedError for a head_dim above 128.
+    ValueError for arrays and options that do not fit, NotImplementedError for a cache of another
+    dtype or a head_dim that attention does not have.
     """
     del mask_value
     op = "ragged_paged_attention"
     _check_tuning(op, tuning)
+    for name, array in (("queries", queries), ("kv_lens", kv_lens), ("page_indices", page_indices)):
+        as_known(op, name, array)
+    if skip_kv_mask and use_causal_mask:
+        raise ValueError(f"{op}: skip_kv_mask: expected False with use_causal_mask, got True.")
+    if sliding_window is not None and sliding_window <= 0:
+        raise ValueError(
+            f"{op}: sliding_window: expected a positive number of keys or None, got"
+            f" {sliding_window}."
+        )
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"{op}: soft_cap: expected a positive number or None, got {soft_cap}.")
     _check_shape(op, "queries", queries, (None,) * 3, "[max_num_tokens, num_q_heads, head_dim]")
     num_tokens, num_q_heads, head_dim = queries.shape
     _check_shape(op, "keys", keys, (num_tokens, None, head_dim), f"[{num_tokens}, heads, head_dim]")
@@ -225,17 +256,36 @@ def ragged_paged_attention(
     _check_shape(op, "kv_cache", kv_cache, (None,) * 5, "[pages, page_size, heads, packing, dim]")
     num_pages, page_size, heads, packing, width = kv_cache.shape
     num_kv_heads = keys.shape[1]
-    if heads * packing != 2 * num_kv_heads or width < head_dim:
+    if num_q_heads % num_kv_heads:
         raise ValueError(
-            f"{op}: kv_cache: expected {2 * num_kv_heads} heads of keys and values of head_dim >="
+            f"{op}: queries: expected a multiple of {num_kv_heads} heads, got {num_q_heads}."
+        )
+    num_pairs = -(-2 * num_kv_heads // packing) * packing // 2  # in the cache; the last are unused
+    if heads * packing != 2 * num_pairs or width < head_dim:
+        raise ValueError(
+            f"{op}: kv_cache: expected {2 * num_pairs} heads of keys and values of head_dim >="
             f" {head_dim}, got {list(kv_cache.shape)}."
         )
-    if width > 128:
-        raise NotImplementedError(f"{op}: kv_cache: head_dim up to 128 is supported, got {width}.")
+    if kv_cache.dtype != queries.dtype and kv_cache.dtype.name not in _EIGHT_BITS:
+        raise NotImplementedError(
+            f"{op}: kv_cache: {queries.dtype} as queries, {' and '.join(_EIGHT_BITS)} are"
+            f" supported, got {kv_cache.dtype}; cast the queries."
+        )
+    for name, new in (("keys", keys), ("values", values)):
+        if update_kv_cache and new.dtype != kv_cache.dtype:
+            raise ValueError(
+                f"{op}: {name}: expected {kv_cache.dtype} as the cache, got {new.dtype}; divide"
+                f" them by {name[0]}_scale, if there is one, and cast them."
+            )
     _check_shape(op, "kv_lens", kv_lens, (None,), "[max_num_seqs]")
     num_seqs = kv_lens.shape[0]
     _check_shape(op, "cu_q_lens", cu_q_lens, (num_seqs + 1,), f"[{num_seqs + 1}]")
     _check_shape(op, "page_indices", page_indices, (None,), "[max_num_seqs * pages_per_seq]")
+    if page_indices.shape[0] % max(1, num_seqs):
+        raise ValueError(
+            f"{op}: page_indices: expected a multiple of {num_seqs} entries, as many for each"
+            f" sequence, got {page_indices.shape[0]}."
+        )
     _check_shape(op, "distribution", distribution, (3,), "[3]")
     # Sequences beyond the number given by `distribution` get no tokens.
     active = jnp.arange(num_seqs + 1) < distribution[-1]
@@ -243,21 +293,37 @@ def ragged_paged_attention(
     kv_lens = jnp.where(active[:-1], kv_lens, 0).astype(jnp.int32)
     table = _pages_that_are_read(page_indices.reshape(num_seqs, -1), kv_lens, page_size)
     # A row of the cache is a key and its value. q is 0 in the value's columns.
-    rows = kv_cache.reshape(num_pages, page_size, num_kv_heads, 2 * width)
-    missing = ((0, 0), (0, 0), (0, width - head_dim))
+    rows = kv_cache.reshape(num_pages, page_size, num_pairs, 2 * width)
     if update_kv_cache:
+        missing = ((0, 0), (0, num_pairs - num_kv_heads), (0, width - head_dim))
         new = jnp.concatenate([jnp.pad(keys, missing), jnp.pad(values, missing)], axis=-1)
         tokens = jnp.arange(num_tokens)
         seq = jnp.searchsorted(cu_q_lens, tokens, side="right") - 1
         at = jnp.minimum(seq, num_seqs - 1)
         position = kv_lens[at] - cu_q_lens[at + 1] + tokens
-        page = jnp.where(seq < num_seqs, table[at, position // page_size], num_pages)
-        rows = rows.at[page, position % page_size].set(new.astype(rows.dtype), mode="drop")
+        is_written = (seq < num_seqs) & (position >= 0)
+        page = jnp.where(is_written, table[at, position // page_size], num_pages)
+        rows = rows.at[page, position % page_size].set(new, mode="drop")
+    if q_scale is not None:
+        queries = _rounded_queries(queries, q_scale, kv_cache.dtype)
+    target = default_target()
+    if 2 * width <= LARGEST_HEAD_DIM:
+        q, sinks, k, v, kv_dtype = _in_pairs(queries, attention_sink, rows, num_kv_heads)
+        of_o = slice(width, width + head_dim)
+    else:
+        used = rows[table].reshape(-1, page_size, num_pairs, 2, width).astype(queries.dtype)
+        table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+        used = jnp.pad(used[..., :head_dim], ((0, 0),) * 4 + ((0, -head_dim % 8),))
+        q = jnp.pad(queries, ((0, 0), (0, 0), (0, -head_dim % 8)))
+        k, v = (used[:, :, :num_kv_heads, i] for i in (0, 1))
+        sinks, of_o = attention_sink, slice(head_dim)
+        kv_dtype = None
     spec = AttentionSpec(
-        num_q_heads,
-        num_kv_heads,
-        2 * width,
+        q.shape[1],
+        k.shape[2],
+        q.shape[2],
         dtype=queries.dtype.name,
+        kv_dtype=kv_dtype,
         causal=use_causal_mask,
         window_left=-1 if sliding_window is None else sliding_window - 1,
         sm_scale=sm_scale * (q_scale or 1.0) * (k_scale or 1.0),
@@ -266,14 +332,27 @@ def ragged_paged_attention(
         max_batch=num_seqs,
         max_qo_tokens=num_tokens,
         max_kv_pages=table.size,
+        target=target,
     )
     own = plan(spec, cu_q_lens, kv_lens, jnp.arange(num_seqs + 1) * table.shape[1], table.ravel())
-    if q_scale is not None:
-        queries = _rounded_queries(queries, q_scale, kv_cache.dtype)
-    q = jnp.pad(queries, ((0, 0), (0, 0), (0, 2 * width - head_dim)))
-    o = attention(q, rows, rows, own, sinks=attention_sink)[..., width : width + head_dim]
+    o = attention(q, k, v, own, sinks=sinks)[:, :num_q_heads, of_o]
     o = o if v_scale is None else o * v_scale
     return o.astype(out_dtype or queries.dtype), rows.reshape(kv_cache.shape)
+
+
+def _in_pairs(
+    queries: jax.Array, sinks: jax.Array | None, rows: jax.Array, num_kv_heads: int
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array, str | None]:
+    """q, sinks, k, v and kv_dtype for rows that are a key and its value.
+
+    q is 0 in the columns of the value, and in heads that the rows have beyond num_kv_heads.
+    """
+    num_q_heads, head_dim = queries.shape[1:]
+    num_pairs, row = rows.shape[2:]
+    more = num_q_heads // num_kv_heads * num_pairs - num_q_heads
+    q = jnp.pad(queries, ((0, 0), (0, more), (0, row - head_dim)))
+    sinks = None if sinks is None else jnp.pad(sinks, (0, more))
+    return q, sinks, rows, rows, None if rows.dtype == queries.dtype else rows.dtype.name
 
 
 def _rounded_queries(q: jax.Array, scale: float, dtype: Any) -> jax.Array:
@@ -296,18 +375,36 @@ def flax_attention(
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
+    promote_dtype: Any = None,
     is_causal: bool = False,
+    *,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
 ) -> jax.Array:
     """`attention_fn` for flax.nnx.MultiHeadAttention and flax.linen.MultiHeadDotProductAttention.
 
     query: [..., T, num_heads, head_dim]. key, value: [..., S, num_heads, head_dim]. bias, mask:
         they broadcast to [..., num_heads, T, S]; a key is visible where the mask is not 0.
-    dtype: dtype of the computation; None: that of the operands. precision: ignored.
+    dtype: dtype of the computation; None: that of the operands. promote_dtype: called instead with
+        (query, key, value) and dtype. precision, force_fp32_for_softmax: ignored; sums and weights
+        are float32.
 
     Returns [..., T, num_heads, head_dim]. Raises NotImplementedError for dropout of attention
-    weights and for sowing them.
+    weights, for sowing them, and for products of your own (einsum_dot_general,
+    qk_attn_weights_einsum, attn_weights_value_einsum).
     """
-    del broadcast_dropout, dropout_rng, precision
+    del broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
+    products = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    if given := [name for name, product in products.items() if product is not None]:
+        raise NotImplementedError(
+            f"flax_attention: {', '.join(given)}: None is supported; products are in the kernels."
+        )
     if dropout_rate and not deterministic:
         raise NotImplementedError(
             f"flax_attention: dropout_rate: 0 is supported, got {dropout_rate}; weights are never"
@@ -317,8 +414,11 @@ def flax_attention(
         raise NotImplementedError(
             "flax_attention: sow_weights: False is supported; weights are never in memory."
         )
-    dtype = dtype or jnp.result_type(query, key, value)
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    if promote_dtype is not None:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    else:
+        dtype = dtype or jnp.result_type(query, key, value)
+        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     batch = query.shape[:-3]
 
     def joined(x: jax.Array | None) -> jax.Array | None:
@@ -327,10 +427,10 @@ def flax_attention(
             return x
         is_one = all(n == 1 for n in x.shape[:-3])
         x = x if is_one else jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
-        return x.reshape(-1, *x.shape[-3:])
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    seen = None if mask is None else jnp.asarray(mask) != 0
+    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    seen = None if mask is None else jnp.asarray(mask).astype(bool)
     o = dot_product_attention(q, k, v, joined(bias), joined(seen), is_causal=is_causal)
     assert isinstance(o, jax.Array)
     return o.reshape(*batch, *o.shape[1:])

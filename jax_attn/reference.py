@@ -13,6 +13,7 @@ Lengths and page tables are host arrays (numpy), as `jax_attn.plan` takes them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from jax_attn._spec import formats
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.state_spec import LinearAttentionSpec
 from jax_attn._variant.program import At
 from jax_attn._variant.variant import Variant
 
@@ -36,10 +38,12 @@ __all__ = [
     "attention_vjp",
     "dequantize",
     "dot_product_attention",
+    "linear_attention",
     "merge_state",
     "merge_states",
     "quantize",
     "quantize_queries",
+    "short_convolution",
     "visible_keys",
 ]
 
@@ -243,13 +247,12 @@ def attention_vjp(
         is_empty = np.isneginf(lse_r)
         d_lse_r = np.where(is_empty, 0, d_lse[rows])
         # From here on the query head is the first axis, before [qo_len, kv_len] or [*, head_dim].
-        q_h, d_o_h, o_h, lse_h, d_lse_h, k_h, v_h = (
+        q_h, d_o_h, o_h, d_lse_h, k_h, v_h = (
             x.swapaxes(0, 1)
             for x in (
                 q[rows],
                 d_o[rows],
                 o_r,
-                np.where(is_empty, np.inf, lse_r),
                 d_lse_r,
                 np.repeat(k_layer[places], group, axis=1),
                 np.repeat(v_layer[places], group, axis=1),
@@ -260,7 +263,15 @@ def attention_vjp(
         if cap:
             x = np.tanh(logits / cap)
             logits, slope = cap * x, 1 - x**2
-        p = np.where(visible, np.exp(np.minimum(logits - lse_h[..., None], 1)), 0)
+        # Not exp(logits - lse): far from 0, lse is the largest logit without the sum.
+        logits = np.where(visible, logits, -np.inf)
+        of_sinks = np.full((1, 1), -np.inf) if sinks is None else sinks[:, None].astype(np.float64)
+        largest = np.maximum(logits.max(axis=-1, initial=-np.inf), of_sinks)
+        largest = np.where(is_empty.T, 0, largest)
+        p = np.exp(logits - largest[..., None])
+        sink_p = np.where(is_empty.T, 0, np.exp(of_sinks - largest))
+        total = np.where(is_empty.T, 1, p.sum(axis=-1) + sink_p)
+        p, sink_p = p / total[..., None], sink_p / total
         d_p = size(d_o_h) @ size(v_h).swapaxes(1, 2)
         d = (size(d_o_h) * size(o_h)).sum(-1) - (-1 if magnitudes else 1) * size(d_lse_h)
         d_s = abs(sm_scale) * slope * p * (d_p + d[..., None] if magnitudes else d_p - d[..., None])
@@ -272,7 +283,7 @@ def attention_vjp(
             np.add.at(total, places, of_group.swapaxes(0, 1))
         if sinks is not None and d_sinks is not None:
             sign = 1 if magnitudes else -1
-            d_sinks += sign * (np.exp(sinks[:, None] - lse_h) * d).sum(axis=1)
+            d_sinks += sign * (sink_p * d).sum(axis=1)
     return d_q, d_k, d_v, d_sinks
 
 
@@ -362,9 +373,6 @@ def _to_int8(x: np.ndarray) -> np.ndarray:
 def _from_int8(x: np.ndarray) -> np.ndarray:
     scale = np.ascontiguousarray(x[..., -4:]).view(np.float32)
     return x[..., :-4].astype(np.float32) * scale
-
-
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def _to_four_bits(x: np.ndarray, scale: Array | None, kv_dtype: str) -> np.ndarray:
@@ -823,6 +831,93 @@ def dot_product_attention(
         o, _ = attention_dense(query[b], key[b], value[b], visible, sm_scale=scale, bias=bias_b)
         os.append(o)
     return _namespace(query).stack(os)
+
+
+def linear_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None,
+    beta: np.ndarray | None,
+    states: np.ndarray,
+    qo_indptr: Any,
+    read_slots: Any,
+    write_slots: Any,
+    *,
+    spec: LinearAttentionSpec,
+    commit_lens: Any = None,
+    checkpoints: Any = (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of LinearAttentionSpec, token by token in float64, on the host.
+
+    Arguments are those of jax_attn.linear_attention and jax_attn.plan_linear_attention, for one
+    layer. Returns o: [max_tokens, num_v_heads, head_dim_v], f64, 0 in rows without a token, and the
+    states, f64.
+    """
+    q, k, v, states = (np.asarray(x, np.float64) for x in (q, k, v, states))
+    group = spec.num_v_heads // spec.num_qk_heads
+    assert spec.scale is not None
+    o, after = np.zeros(v.shape), states.copy()
+    for r, (begin, end) in enumerate(itertools.pairwise(qo_indptr)):
+        S = np.zeros(states.shape[1:]) if read_slots[r] < 0 else states[read_slots[r]].copy()
+        commit = end - begin if commit_lens is None else commit_lens[r]
+        writes = [(commit, write_slots[r])]
+        writes += [(position, slot) for request, position, slot in checkpoints if request == r]
+        for t in range(begin, end + 1):
+            for position, slot in writes:
+                if position == t - begin and slot >= 0:
+                    after[slot] = S
+            if t == end:
+                break
+            q_t, k_t = (np.repeat(x[t], group, axis=0) for x in (q, k))
+            if spec.l2_norm:
+                q_t, k_t = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q_t, k_t))
+            if g is not None:
+                S *= np.exp(np.asarray(g[t], np.float64)).reshape(spec.num_v_heads, -1, 1)
+            change = v[t] - np.einsum("hde,hd->he", S, k_t) if spec.delta_rule else v[t]
+            strength = np.ones(spec.num_v_heads) if beta is None else np.asarray(beta[t], float)
+            S += np.einsum("hd,he->hde", k_t, strength[:, None] * change)
+            o[t] = spec.scale * np.einsum("hde,hd->he", S, q_t)
+    return o, after
+
+
+def short_convolution(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    states: np.ndarray,
+    qo_indptr: Any,
+    read_slots: Any,
+    write_slots: Any,
+    *,
+    activation: str | None = None,
+    commit_lens: Any = None,
+    checkpoints: Any = (),
+) -> tuple[np.ndarray, np.ndarray]:
+    """A causal depthwise convolution of each request, in float64 on the host.
+
+    Arguments are those of jax_attn.short_convolution and jax_attn.plan_linear_attention, for one
+    layer. Returns y: [max_tokens, num_channels], f64, and the states, f64.
+    """
+    x, weight, states = (np.asarray(a, np.float64) for a in (x, weight, states))
+    past = weight.shape[1] - 1
+    y, after = np.zeros(x.shape), states.copy()
+    for r, (begin, end) in enumerate(itertools.pairwise(qo_indptr)):
+        first = states[read_slots[r]] if read_slots[r] >= 0 else np.zeros((past, x.shape[1]))
+        inputs = np.concatenate([first, x[begin:end]])
+        commit = end - begin if commit_lens is None else commit_lens[r]
+        writes = [(commit, write_slots[r])]
+        writes += [(position, slot) for request, position, slot in checkpoints if request == r]
+        for position, slot in writes:
+            if slot >= 0:
+                after[slot] = inputs[position : position + past]
+        for t in range(end - begin):
+            y[begin + t] = (inputs[t : t + past + 1] * weight.T).sum(axis=0)
+        if bias is not None:
+            y[begin:end] += np.asarray(bias, np.float64)
+    if activation == "silu":
+        y /= 1 + np.exp(-y)
+    return y, after
 
 
 def _namespace(x: Array) -> Any:

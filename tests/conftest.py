@@ -8,12 +8,12 @@ import sys
 import warnings
 from pathlib import Path
 
-# Before numpy loads: the reference multiplies many small matrices, on which BLAS threads only wait.
+# Set before numpy loads. The reference multiplies many small matrices: BLAS threads only wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "numpy" in sys.modules:
     warnings.warn("numpy is there before OPENBLAS_NUM_THREADS: tests take longer", stacklevel=1)
-# Half of a test is XLA compiling, much of it what another test, worker or server compiles, too. An
-# executable holds no code of ours, only calls of it by name.
+# Half of a test's time is XLA compiling, often programs that other tests, workers or servers
+# compile too. A cached executable holds none of our code, only calls of it by name.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "jax_cache")
 )
@@ -53,6 +53,11 @@ def pytest_addoption(parser):
         "--rest", action="store_true", help="with --covering: what it leaves out instead"
     )
     parser.addoption(
+        "--share",
+        metavar="K/N",
+        help="of the tests that are left, one in N, from the K-th on (K < N)",
+    )
+    parser.addoption(
         "--record-costs", action="store_true", help="write the costs that --covering goes by"
     )
 
@@ -66,26 +71,26 @@ def pytest_configure(config):
 
 
 def compile_quickly():
-    """Tells XLA, before it starts, here and in the processes that tests start.
+    """Sets XLA's flags for quick compiles, here and in the processes that tests start.
 
-    Its passes over graphs are as ever; what LLVM makes of the result is slow code, as LLVM's
-    optimisations are most of a compile; and on one thread, as there are other workers. Not for
-    tests that are asked for, which take long or measure times, nor for the code of a GPU.
-    In CI the examples, the demo and the soak test have XLA's defaults.
+    LLVM's optimisations are most of a compile, so they are off and the code is slow. Code
+    generation uses one thread, because other workers run. XLA's graph passes are unchanged. The
+    flags are not for tests on request, which take long or measure times, nor for GPU code. In CI
+    the examples, the demo and the soak test have XLA's defaults.
     """
     flags = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         " --xla_cpu_parallel_codegen_split_count=1"
     )
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # no later one has other emitters
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no others
         flags += " --xla_cpu_use_fusion_emitters=false"
     given = os.environ.get("XLA_FLAGS", "")
-    if flags not in given:  # by the process that started this worker
+    if flags not in given:  # set by the process that started this worker
         os.environ["XLA_FLAGS"] = f"{flags} {given}"
 
 
 def pytest_collection_finish():
-    """Keeps the garbage collector from what is there to stay: modules, and thousands of tests."""
+    """Freezes what stays alive (modules, thousands of tests), so that gc never visits it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -98,7 +103,10 @@ def pytest_collection_modifyitems(config, items):
         runs = [item for item in items if is_run_by_default(item)]
         selected = selection.covering(runs, seconds, selection.read_costs())
         keep(config, items, set(runs) - selected if config.option.rest else selected)
-    # Those that may take longest come first, so that no worker ends long after the others.
+    if (share := config.option.share) is not None:
+        first, step = map(int, share.split("/"))
+        keep(config, items, set(items[first::step]))
+    # Tests that may take longest run first, so that no worker ends long after the others.
     items.sort(key=seconds_allowed, reverse=True)
     for name, why in ON_REQUEST.items():
         if name in (config.option.markexpr or ""):
@@ -115,7 +123,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def list_skipped(terminalreporter):
-    """What was skipped, by what was missing; each test and its reason with `-rs`."""
+    """Lists skipped tests by what was missing; `-rs` shows each test and its reason."""
     wanted, on_request, num_others = collections.Counter(), collections.Counter(), 0
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -135,7 +143,7 @@ def list_skipped(terminalreporter):
             terminalreporter.write_line(f"skipped {why}: {listed}")
 
 
-# What the reason of a skip says is missing: "no GPU: ...", "needs two GPUs", "X is not installed".
+# The missing thing in a skip's reason: "no GPU: ...", "needs two GPUs", "X is not installed".
 MISSING = re.compile(r"(?:no|needs|could not import) '?([^:,;'(]*[^:,;'( ])|(.*) is not installed")
 
 
@@ -145,11 +153,11 @@ def keep(config, items, kept):
 
 
 def spread(items, at_most):
-    """At most so many tests of each function, and as many of those that need a GPU."""
+    """Selects `at_most` tests of each function, and `at_most` of its tests that need a GPU."""
     by_function = collections.defaultdict(list)
     for item in items:
         needs_gpu = item.get_closest_marker("cuda") is not None
-        by_function[selection.function_of(item), needs_gpu].append(item)
+        by_function[selection.function_of(item.nodeid), needs_gpu].append(item)
     kept = set()
     for tests in by_function.values():
         step = max(1, len(tests) / at_most)
@@ -158,7 +166,7 @@ def spread(items, at_most):
 
 
 def is_run_by_default(item):
-    """On a machine without a GPU, and without -m."""
+    """True if the item runs without a GPU and without -m."""
     return not any(item.get_closest_marker(name) for name in ("cuda", *ON_REQUEST))
 
 
@@ -209,14 +217,14 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def browser():
-    """The machine's own, by playwright, with a profile that is empty."""
+    """The machine's browser, driven by playwright, with an empty profile."""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
         missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         missing("no browser (apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic"]  # beside those of playwright
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic"]  # in addition to playwright's
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags, timeout=240_000)
         yield browser

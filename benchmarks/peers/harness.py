@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import bursts
+from benchmarks import bursts, random_workloads
 from benchmarks.bursts import Timing
 from benchmarks.workloads import Workload, load
 
@@ -24,6 +24,8 @@ class Peer:
         parser = argparse.ArgumentParser()
         parser.add_argument("--select", default="", help="workload ids, comma separated")
         parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
+        parser.add_argument("--random", type=int, default=0, help="so many drawn workloads")
+        parser.add_argument("--seed", type=int, default=0, help="of --random")
         parser.add_argument("--budget", type=float, default=300, help="seconds for measuring")
         for name, text in flags.items():
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
@@ -31,8 +33,12 @@ class Peer:
         self._begin = time.perf_counter()
 
     def workloads(self, *kinds: str) -> list[Workload]:
-        select = [name for name in self.arguments.select.split(",") if name]
-        every = load(select, kinds, self.arguments.shrink)
+        a = self.arguments
+        select = [name for name in a.select.split(",") if name]
+        if a.random:
+            drawn = random_workloads.draw(a.random, a.seed, select, a.shrink)
+            return [w for w in drawn if not kinds or w.kind in kinds]
+        every = load(select, kinds, a.shrink)
         return [w for w in every if w.kv_dtype == "bf16"]  # peers are measured in bf16 only
 
     def require(self, module: str) -> Any:

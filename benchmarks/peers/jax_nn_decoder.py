@@ -34,14 +34,14 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
     positions = jnp.tile(begin + jnp.arange(num_new), batch_size)
     caches = list(caches)
 
-    def attend(qkv: Any, sinks: None, idx: int, kind: Any) -> Any:
+    def attend(qkv: Any, weights: Any, place: Any, kind: Any) -> Any:
         q, k, v = (
             a.reshape(batch_size, num_new, *a.shape[1:])
-            for a in decoder._rotated_heads(qkv, positions, config, kind)
+            for a in decoder._rotated_heads(qkv, weights, positions, config, kind)
         )
         pages = [
             jax.lax.dynamic_update_slice(cache, new, (0, begin, 0, 0))
-            for cache, new in zip(caches[idx], (k, v), strict=True)
+            for cache, new in zip(caches[place.layer], (k, v), strict=True)
         ]
         if num_new > 1:  # a prompt: the caches are empty
             o = jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale, is_causal=True)
@@ -50,7 +50,7 @@ def forward(params: Any, config: Any, tokens: Any, begin: Any, caches: Caches) -
             o = jax.nn.dot_product_attention(
                 q, *pages, scale=config.sm_scale, key_value_seq_lengths=lengths
             )
-        caches[idx] = tuple(pages)
+        caches[place.layer] = tuple(pages)
         return o.reshape(-1, *o.shape[2:])
 
     x = decoder._layers(tokens.reshape(-1), params, config, attend)

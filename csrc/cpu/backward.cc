@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -69,7 +70,7 @@ class TaskGraph {
   // The task, without sums and results.
   BackwardTask TaskOf(i32 task) const {
     const auto& [item, uses] = tasks_[task];
-    return {item, {}, {}, {}, &uses_[uses], &uses_[uses + item.qo_len]};
+    return {item, nullptr, false, {}, {}, {}, &uses_[uses], &uses_[uses + item.qo_len]};
   }
   // 1 for rows of d_q, or of d_k and d_v, that no task writes: [rows, num_kv_heads].
   const std::vector<uint8_t>& unwritten_tokens() const { return unwritten_tokens_; }
@@ -386,9 +387,18 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
       std::memset(r.data + begin, 0, (end - begin) * sizeof(float));
     });
   }
+  // Their sums are found first, since a task has only some keys of a row.
+  std::vector<RowSum> far_rows;
+  const int64_t num_rows = spec.max_qo_tokens * spec.num_qo_heads;
+  if (!p.sums_weights && std::any_of(params.lse, params.lse + num_rows, IsFarLse)) {
+    far_rows.assign(num_rows, {-std::numeric_limits<float>::infinity(), 0.0f});
+  }
+  bool finds_sums = !far_rows.empty();
   const std::vector<i32> read = OperandsOf(gradient);
   const std::function<void(i32)> run = [&](i32 index) {
     BackwardTask task = graph.TaskOf(index);
+    task.far_rows = far_rows.empty() ? nullptr : far_rows.data();
+    task.finds_sums = finds_sums;
     BackwardRows* const of_task_rows[] = {&task.d_q, &task.d_k, &task.d_v};
     for (int i = 0; i < 3; ++i) {
       *of_task_rows[i] = rows[i];
@@ -403,9 +413,17 @@ void BackwardCpu(const AttentionProblem& problem, const VariantGradient& gradien
     }
     kernels.run(of_task, geometry, task, ThreadScratch(kernels.scratch_bytes(p, geometry)));
   };
-  Runner runner(&graph, run);
-  ParallelFor(pool, std::min<int64_t>(pool.num_threads(), graph.num_tasks()),
-              [&](int64_t) { runner.Work(); });
+  const auto run_all = [&](TaskGraph* tasks) {
+    Runner runner(tasks, run);
+    ParallelFor(pool, std::min<int64_t>(pool.num_threads(), tasks->num_tasks()),
+                [&](int64_t) { runner.Work(); });
+  };
+  if (finds_sums) {
+    TaskGraph tasks = graph;
+    run_all(&tasks);
+    finds_sums = false;
+  }
+  run_all(&graph);
 }
 
 }  // namespace jax_attn

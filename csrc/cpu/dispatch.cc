@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
+#include "cpu/linear_kernels.h"
 #include "select/devices.h"
 
 #if defined(__x86_64__)
@@ -110,6 +111,19 @@ const CpuKernels& ActiveKernels() {
 
 void SetActiveKernels(const CpuKernels& kernels) {
   Chosen().store(&kernels, std::memory_order_release);
+}
+
+const CpuLinearTable& ActiveLinearKernels() {
+  [[maybe_unused]] const CpuKernels* active = &ActiveKernels();
+#if defined(__x86_64__)
+  if (active == &kKernelsAvx2) return kLinearAvx2;
+#if !defined(JAX_ATTN_WITHOUT_AVX512)
+  if (active != &kKernelsBaseline) return kLinearAvx512;
+#endif
+#elif defined(__aarch64__)
+  if (active == &kKernelsNeon) return kLinearNeon;
+#endif
+  return kLinearBaseline;
 }
 
 CpuItemKernels KernelsOf(const AttentionSpec& spec) {

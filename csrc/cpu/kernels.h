@@ -82,9 +82,29 @@ struct BackwardRows {
   i64 stride;       // elements
 };
 
+// The logits of a row as the backward pass computes them: sum of 2^(logit - max) over its keys, in
+// base-2 units, where max is in the units of the scores (BackwardPass::FarScore). (-inf, 0): no
+// key.
+struct RowSum {
+  float max, sum;
+};
+
+// P of a row is 2^(base-2 logit - base-2 lse). If lse is at least so far from 0, its rounding alone
+// would make P wrong by more than 2^-16; from 2^24 on, lse is the maximum, without the sum.
+constexpr float kFarLseLog2 = 0x1p9f;
+static inline bool IsFarLse(float lse) {
+  constexpr float kFar = kFarLseLog2 / 1.44269504f, kLargest = 3.4028234663852886e38f;
+  const float magnitude = lse < 0 ? -lse : lse;
+  return magnitude >= kFar && magnitude <= kLargest;
+}
+
 // An item, or a part of its span or step list.
 struct BackwardTask {
   WorkItem item;
+  // [max_qo_tokens, num_qo_heads] for rows of which lse is far, in place of lse; null: there are
+  // none. finds_sums: the task adds its keys to these sums, and computes nothing else.
+  RowSum* far_rows;
+  bool finds_sums;
   BackwardRows d_q, d_k, d_v;  // of k and v: rows of one layer
   const uint8_t* row_uses;     // [qo_len] SumUse, of d_q
   const uint8_t* key_uses;     // SumUse, of d_k and d_v, of keys in the order of blocks
@@ -130,6 +150,33 @@ struct CpuProductKernels {
   void (*run)(const ProductParams& p, const float* x, i64 begin, i64 end);
 };
 
+// y += (x a^T) b with matrices of low rank, of the adapter of each row. The columns of y have
+// parts, each with its own a: those of q, k and v, for example.
+struct LoraParams {
+  const void* x;  // [num_rows, depth]
+  const void* a;  // [num_adapters, num_parts, max_rank, depth]
+  const void* b;  // [num_adapters, max_rank, columns]
+  void* y;        // [num_rows, columns]
+  float* h;       // [num_rows, num_parts, max_rank]: x a^T
+  i64 num_rows, depth, columns, num_parts, max_rank;
+};
+
+// The rows of one adapter.
+struct LoraRows {
+  const int32_t* rows;  // [num]
+  i64 num, adapter;
+  const int32_t* ranks;  // [num_parts]
+};
+
+// The two products for one type of x, a, b and y; sums are f32.
+struct CpuLoraKernels {
+  // Computes ranks [begin, end) of a part of h.
+  void (*shrink)(const LoraParams& p, const LoraRows& rows, i64 part, i64 begin, i64 end);
+  // Adds to columns [begin, end) of y, which are of the part. Bits are the same for any begin that
+  // is a multiple of 32 columns after the part's.
+  void (*expand)(const LoraParams& p, const LoraRows& rows, i64 part, i64 begin, i64 end);
+};
+
 struct CpuKernels {
   const char* name;
   // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: for e4m3 keys and values, used directly.
@@ -139,6 +186,7 @@ struct CpuKernels {
   const CpuTypeKernels* codes[3];
   const CpuBackwardKernels* backward[3];  // by DType
   const CpuProductKernels* product[3];    // by DType
+  const CpuLoraKernels* lora[3];          // by DType
 };
 
 extern const CpuKernels kKernelsBaseline;
@@ -147,6 +195,7 @@ extern const CpuKernels kKernelsBaseline;
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
 extern const CpuProductKernels kAvx512ProductF16, kAvx512ProductF32;
+extern const CpuLoraKernels kAvx512LoraBf16, kAvx512LoraF16, kAvx512LoraF32;
 extern const CpuKernels kKernelsAvx2;
 extern const CpuKernels kKernelsAvx512;
 extern const CpuKernels kKernelsAvx512Bf16;

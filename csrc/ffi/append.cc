@@ -55,14 +55,13 @@ Status Check(const AttentionProblem& problem, const AppendCall& call, Pool* pool
   const AttentionSpec& spec = problem.spec;
   const char* op = call.op();
   JAX_ATTN_RETURN_IF_ERROR(ReadPool(op, spec, call.k_pages, pool));
-  JAX_ATTN_RETURN_IF_ERROR(CheckPages(op, "k_pages", spec, *pool, call.k_pages, spec.head_dim_qk));
+  JAX_ATTN_RETURN_IF_ERROR(CheckKv(op, "k_pages", spec, *pool, call.k_pages, spec.head_dim_qk));
   const bool has_v = call.v_pages && call.v_out;
   if (has_v == (spec.mla != 0) || (!call.rotated && call.v_new.has_value() != has_v)) {
     return Status::Error(std::string(op) + ": v_pages, v_new: expected both, or neither with mla.");
   }
   if (has_v) {
-    JAX_ATTN_RETURN_IF_ERROR(
-        CheckPages(op, "v_pages", spec, *pool, *call.v_pages, spec.head_dim_vo));
+    JAX_ATTN_RETURN_IF_ERROR(CheckKv(op, "v_pages", spec, *pool, *call.v_pages, spec.head_dim_vo));
   }
   JAX_ATTN_RETURN_IF_ERROR(CheckNew(spec, call));
   JAX_ATTN_RETURN_IF_ERROR(CheckFloats(op, "k_scale", call.k_scale, spec.num_stored_heads()));

@@ -91,14 +91,6 @@ Status TakeOptional(const AttentionProblem& problem, AttentionCall* call) {
       std::to_string(call->optional.size()) + " after layer.");
 }
 
-// Checks k or v: a pool, or ragged [max_kv_tokens, num_kv_heads, head_dim].
-Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
-               int64_t head_dim, const Pool& pool) {
-  if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
-  return CheckBuffer(kOp, name, kv, ToDataType(spec.dtype, spec.kv_format),
-                     {spec.max_kv_tokens, spec.num_stored_heads(), head_dim});
-}
-
 // Rows of the cache are i32 in a variant's program.
 bool ReadsKvRows(const VariantProgram& program) {
   for (i32 i = 0; i < program.num_instructions; ++i) {
@@ -114,9 +106,9 @@ Status Check(const AttentionProblem& problem, const AttentionCall& call, Pool* p
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "q", call.q, ToDataType(spec.dtype, spec.q_format),
                                        {tokens, spec.num_qo_heads, spec.head_dim_qk}));
   if (spec.paged()) JAX_ATTN_RETURN_IF_ERROR(ReadPool(kOp, spec, call.k, pool));
-  JAX_ATTN_RETURN_IF_ERROR(CheckKv(spec, "k", call.k, spec.head_dim_qk, *pool));
+  JAX_ATTN_RETURN_IF_ERROR(CheckKv(kOp, "k", spec, *pool, call.k, spec.head_dim_qk));
   JAX_ATTN_RETURN_IF_ERROR(  // mla: v is k
-      CheckKv(spec, "v", call.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo, *pool));
+      CheckKv(kOp, "v", spec, *pool, call.v, spec.mla ? spec.head_dim_qk : spec.head_dim_vo));
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "plan", call.plan, ffi::S32, {MakePlanLayout(problem).num_words}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "layer", call.layer, ffi::S32, {}));

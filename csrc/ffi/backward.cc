@@ -1,6 +1,7 @@
 // jax_attn_backward: unpack, check, launch, return.
 #include "cpu/backward.h"
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -64,12 +65,13 @@ auto BindCall(Binding binding) {
 Status TakeVariant(BackwardCall* call) {
   for (size_t i = 0; i < call->args.size(); ++i) {
     const auto operand = call->args.get<ffi::AnyBuffer>(i);
-    if (!operand.has_value()) return Status::Error("attention's backward pass: operands.");
+    if (!operand.has_value())
+      return Status::Error(std::string(kOp) + ": operands: expected arrays.");
     call->variant_operands.push_back(*operand);
   }
   for (size_t i = 0; i < call->rets.size(); ++i) {
     auto result = call->rets.get<ffi::AnyBuffer>(i);
-    if (!result.has_value()) return Status::Error("attention's backward pass: results.");
+    if (!result.has_value()) return Status::Error(std::string(kOp) + ": results: expected arrays.");
     call->d_operands.push_back(**result);
   }
   return Status::Ok();
@@ -108,13 +110,6 @@ Status CheckVariant(const AttentionProblem& problem, const VariantGradient& grad
   return Status::Ok();
 }
 
-Status CheckKv(const AttentionSpec& spec, const char* name, const ffi::AnyBuffer& kv,
-               int64_t head_dim, const Pool& pool) {
-  if (spec.paged()) return CheckPages(kOp, name, spec, pool, kv, head_dim);
-  return CheckBuffer(kOp, name, kv, ToDataType(spec.dtype),
-                     {spec.max_kv_tokens, spec.num_kv_heads, head_dim});
-}
-
 Status Check(const AttentionProblem& problem, const BackwardCall& call, Pool* pool) {
   const AttentionSpec& spec = problem.spec;
   const ffi::DataType type = ToDataType(spec.dtype);
@@ -129,8 +124,8 @@ Status Check(const AttentionProblem& problem, const BackwardCall& call, Pool* po
   };
   if (spec.paged()) JAX_ATTN_RETURN_IF_ERROR(ReadPool(kOp, spec, call.k, pool));
   JAX_ATTN_RETURN_IF_ERROR(check_q("q", call.q, spec.head_dim_qk));
-  JAX_ATTN_RETURN_IF_ERROR(CheckKv(spec, "k", call.k, spec.head_dim_qk, *pool));
-  JAX_ATTN_RETURN_IF_ERROR(CheckKv(spec, "v", call.v, spec.head_dim_vo, *pool));
+  JAX_ATTN_RETURN_IF_ERROR(CheckKv(kOp, "k", spec, *pool, call.k, spec.head_dim_qk));
+  JAX_ATTN_RETURN_IF_ERROR(CheckKv(kOp, "v", spec, *pool, call.v, spec.head_dim_vo));
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "plan", call.plan, ffi::S32, {MakePlanLayout(problem).num_words}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "layer", call.layer, ffi::S32, {}));
@@ -138,8 +133,8 @@ Status Check(const AttentionProblem& problem, const BackwardCall& call, Pool* po
   JAX_ATTN_RETURN_IF_ERROR(check_row("d", call.d));
   JAX_ATTN_RETURN_IF_ERROR(check_q("d_o", call.d_o, spec.head_dim_vo));
   JAX_ATTN_RETURN_IF_ERROR(check_q("d_q", call.d_q, spec.head_dim_qk));
-  JAX_ATTN_RETURN_IF_ERROR(CheckKv(spec, "d_k", call.d_k, spec.head_dim_qk, *pool));
-  return CheckKv(spec, "d_v", call.d_v, spec.head_dim_vo, *pool);
+  JAX_ATTN_RETURN_IF_ERROR(CheckKv(kOp, "d_k", spec, *pool, call.d_k, spec.head_dim_qk));
+  return CheckKv(kOp, "d_v", spec, *pool, call.d_v, spec.head_dim_vo);
 }
 
 Status ReadGradient(ffi::Span<const int64_t> words, const AttentionProblem& problem,

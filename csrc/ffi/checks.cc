@@ -132,16 +132,18 @@ Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer&
       std::to_string(pool->num_pages) + " pages of " + std::to_string(spec.page_size) + ".");
 }
 
-Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
-                  const ffi::AnyBuffer& pages, int64_t head_dim) {
+Status CheckKv(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
+               const ffi::AnyBuffer& kv, int64_t head_dim) {
   const ffi::DataType type = ToDataType(spec.dtype, spec.kv_format);
   const int64_t heads = spec.num_stored_heads();
+  if (!spec.paged()) {
+    return CheckBuffer(op, argument, kv, type, {spec.max_kv_tokens, heads, head_dim});
+  }
   head_dim = StoredDim(spec.kv_format, head_dim);
   if (!pool.is_stacked) {
-    return CheckBuffer(op, argument, pages, type,
-                       {pool.num_pages, spec.page_size, heads, head_dim});
+    return CheckBuffer(op, argument, kv, type, {pool.num_pages, spec.page_size, heads, head_dim});
   }
-  return CheckBuffer(op, argument, pages, type,
+  return CheckBuffer(op, argument, kv, type,
                      {pool.num_layers, pool.num_pages, spec.page_size, heads, head_dim});
 }
 

@@ -75,8 +75,10 @@ struct Pool {
 };
 Status ReadPool(const char* op, const AttentionSpec& spec, const ffi::AnyBuffer& k_pages,
                 Pool* pool);
-Status CheckPages(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
-                  const ffi::AnyBuffer& pages, int64_t head_dim);
+// Checks keys, values or their gradients: pages of the pool, or ragged
+// [max_kv_tokens, num_kv_heads, head_dim].
+Status CheckKv(const char* op, const char* argument, const AttentionSpec& spec, const Pool& pool,
+               const ffi::AnyBuffer& kv, int64_t head_dim);
 
 // Checks the operands of a variant (types; no axis of length 0) and stores them where kernels read
 // them.

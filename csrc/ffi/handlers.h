@@ -24,6 +24,9 @@ extern const std::vector<Target> kBackwardTargets;
 extern const std::vector<Target> kAppendTargets;
 extern const std::vector<Target> kMergeTargets;
 extern const std::vector<Target> kProductTargets;
+extern const std::vector<Target> kLinearAttentionTargets;
+extern const std::vector<Target> kLoraTargets;
 extern const std::vector<Target> kQuantizedProductTargets;
+extern const std::vector<Target> kShortConvolutionTargets;
 
 }  // namespace jax_attn

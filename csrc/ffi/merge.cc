@@ -14,10 +14,13 @@ namespace {
 
 constexpr char kOp[] = "merge_states";
 
-struct MergeBuffers {
-  ffi::AnyBuffer o_parts,
-      lse_parts;  // [num_states, nnz_qo, num_heads, head_dim_vo], [num_states, ...]
-  ffi::AnyBuffer o, lse;
+// The operands, results and attributes of one call, in the order of BindCall.
+struct MergeCall {
+  ffi::AnyBuffer o_parts;    // [num_states, nnz_qo, num_heads, head_dim_vo]
+  ffi::AnyBuffer lse_parts;  // [num_states, nnz_qo, num_heads]
+  ResultBuffer o, lse;
+  int64_t arch, dtype;
+  bool poison;
 };
 
 // Checks the dtype attribute, which is an index into tables of kernels.
@@ -27,20 +30,20 @@ Status CheckDType(int64_t dtype) {
                        std::to_string(dtype) + ".");
 }
 
-Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
-  JAX_ATTN_RETURN_IF_ERROR(CheckDType(dtype));
-  const auto dims = b.o_parts.dimensions();
+Status Unpack(const MergeCall& call, MergeParams* p) {
+  JAX_ATTN_RETURN_IF_ERROR(CheckDType(call.dtype));
+  const auto dims = call.o_parts.dimensions();
   if (dims.size() != 4) {
     return Status::Error("merge_states: o_parts: expected rank 4, got rank " +
                          std::to_string(dims.size()) + ".");
   }
-  const ffi::DataType type = ToDataType(dtype);
+  const ffi::DataType type = ToDataType(call.dtype);
   JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "o_parts", b.o_parts, type, {dims[0], dims[1], dims[2], dims[3]}));
+      CheckBuffer(kOp, "o_parts", call.o_parts, type, {dims[0], dims[1], dims[2], dims[3]}));
   JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "lse_parts", b.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]}));
-  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "o", b.o, type, {dims[1], dims[2], dims[3]}));
-  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "lse", b.lse, ffi::F32, {dims[1], dims[2]}));
+      CheckBuffer(kOp, "lse_parts", call.lse_parts, ffi::F32, {dims[0], dims[1], dims[2]}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "o", call.o, type, {dims[1], dims[2], dims[3]}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "lse", call.lse, ffi::F32, {dims[1], dims[2]}));
   // Kernels count both in 32 bits, and add to the counts.
   for (int i : {0, 3}) {
     if (dims[i] > 1 << 30 || (i == 3 && dims[i] == 0)) {
@@ -49,25 +52,23 @@ Status Unpack(int64_t dtype, const MergeBuffers& b, MergeParams* p) {
           std::to_string(dims[i]) + " in dimension " + std::to_string(i) + ".");
     }
   }
-  p->o_parts = b.o_parts.untyped_data();
-  p->lse_parts = static_cast<const float*>(b.lse_parts.untyped_data());
-  p->o = b.o.untyped_data();
-  p->lse = static_cast<float*>(b.lse.untyped_data());
+  p->o_parts = call.o_parts.untyped_data();
+  p->lse_parts = static_cast<const float*>(call.lse_parts.untyped_data());
+  p->o = call.o.untyped_data();
+  p->lse = static_cast<float*>(call.lse.untyped_data());
   p->num_rows = dims[1] * dims[2];
   p->num_states = static_cast<i32>(dims[0]);
   p->head_dim_vo = static_cast<i32>(dims[3]);
   return Status::Ok();
 }
 
-ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer o_parts, ffi::AnyBuffer lse_parts,
-                      ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
-                      int64_t /*arch*/, int64_t dtype, bool poison) {
+Status ExecuteCpu(ffi::ThreadPool pool, const MergeCall& call) {
   MergeParams params = {};
-  if (Status s = Unpack(dtype, {o_parts, lse_parts, *o, *lse}, &params); !s.ok()) return ToFfi(s);
-  if (poison) PoisonOnHost({*o, *lse});
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(call, &params));
+  if (call.poison) PoisonOnHost({call.o, call.lse});
   HelperPool task_pool(pool.num_threads());
-  MergeCpu(dtype, params, task_pool);
-  return ffi::Error::Success();
+  MergeCpu(call.dtype, params, task_pool);
+  return Status::Ok();
 }
 
 ffi::Error InstantiateCuda(int64_t arch, int64_t dtype, bool) {
@@ -80,13 +81,11 @@ ffi::Error InitializeCuda(int32_t device_ordinal, int64_t arch, int64_t dtype, b
   return ToFfi(s.ok() ? LoadMerge({arch, dtype}, device_ordinal) : s);
 }
 
-ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer o_parts,
-                       ffi::AnyBuffer lse_parts, ffi::Result<ffi::AnyBuffer> o,
-                       ffi::Result<ffi::AnyBuffer> lse, int64_t arch, int64_t dtype, bool poison) {
+Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const MergeCall& call) {
   MergeParams params = {};
-  Status s = Unpack(dtype, {o_parts, lse_parts, *o, *lse}, &params);
-  if (s.ok() && poison) s = PoisonOnDevice({*o, *lse}, stream);
-  return ToFfi(s.ok() ? LaunchMerge({arch, dtype}, params, stream, device_ordinal) : s);
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(call, &params));
+  if (call.poison) JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({call.o, call.lse}, stream));
+  return LaunchMerge({call.arch, call.dtype}, params, stream, device_ordinal);
 }
 
 template <typename Binding>
@@ -106,13 +105,21 @@ auto BindCall(Binding binding) {
                             .template Ret<ffi::AnyBuffer>());  // lse
 }
 
-XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu, BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCpu,
+    [](ffi::ThreadPool pool, auto... bound) {
+      return ToFfi(ExecuteCpu(pool, MergeCall{bound...}));
+    },
+    BindCall(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
                        BindAttributes(ffi::Ffi::BindInstantiate()));
 XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
                        BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
 XLA_FFI_DEFINE_HANDLER(
-    kExecuteCuda, ExecuteCuda,
+    kExecuteCuda,
+    [](CUstream_st* stream, int32_t device_ordinal, auto... bound) {
+      return ToFfi(ExecuteCuda(stream, device_ordinal, MergeCall{bound...}));
+    },
     BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
 

@@ -57,24 +57,26 @@ Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::
   return Status::Ok();
 }
 
-ffi::Error ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                      ffi::Result<ffi::AnyBuffer> y, bool poison) {
+Status ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ResultBuffer y,
+                  bool poison) {
   DType dtype = {};
   ProductParams params = {};
-  if (Status s = Unpack(x, panels, *y, &dtype, &params); !s.ok()) return ToFfi(s);
-  if (poison) PoisonOnHost({*y});
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, &dtype, &params));
+  if (poison) PoisonOnHost({y});
   HelperPool task_pool(pool.num_threads());
   ProductCpu(dtype, params, task_pool);
-  return ffi::Error::Success();
+  return Status::Ok();
 }
 
-XLA_FFI_DEFINE_HANDLER(kExecuteCpu, ExecuteCpu,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .Arg<ffi::AnyBuffer>()  // x
-                           .Arg<ffi::AnyBuffer>()  // panels
-                           .Ret<ffi::AnyBuffer>()  // y
-                           .Attr<bool>("poison"));
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCpu,
+    [](ffi::ThreadPool pool, auto... bound) { return ToFfi(ExecuteCpu(pool, bound...)); },
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // x
+        .Arg<ffi::AnyBuffer>()  // panels
+        .Ret<ffi::AnyBuffer>()  // y
+        .Attr<bool>("poison"));
 
 }  // namespace
 

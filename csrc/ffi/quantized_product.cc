@@ -11,9 +11,10 @@ namespace {
 
 constexpr char kOp[] = "quantized_product";
 
-// Attributes of the call. dtype, format: DType, WeightFormat.
+// Attributes of the call, in the order of BindAttributes. dtype, format: DType, WeightFormat.
 struct Attributes {
   int64_t arch, dtype, format, group_size, tile_rows, tile_columns;
+  bool poison;
 };
 
 struct Buffers {
@@ -90,31 +91,26 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   return Status::Ok();
 }
 
-ffi::Error InstantiateCuda(int64_t arch, int64_t dtype, int64_t format, int64_t group_size,
-                           int64_t tile_rows, int64_t tile_columns, bool) {
+Status InstantiateCuda(const Attributes& attributes) {
   QuantizedProductKernel kernel;
-  const Status s = ReadKernel({arch, dtype, format, group_size, tile_rows, tile_columns}, &kernel);
-  return ToFfi(s.ok() ? PrepareQuantizedProduct(kernel) : s);
+  JAX_ATTN_RETURN_IF_ERROR(ReadKernel(attributes, &kernel));
+  return PrepareQuantizedProduct(kernel);
 }
 
-ffi::Error InitializeCuda(int32_t device_ordinal, int64_t arch, int64_t dtype, int64_t format,
-                          int64_t group_size, int64_t tile_rows, int64_t tile_columns, bool) {
+Status InitializeCuda(int32_t device_ordinal, const Attributes& attributes) {
   QuantizedProductKernel kernel;
-  const Status s = ReadKernel({arch, dtype, format, group_size, tile_rows, tile_columns}, &kernel);
-  return ToFfi(s.ok() ? LoadQuantizedProduct(kernel, device_ordinal) : s);
+  JAX_ATTN_RETURN_IF_ERROR(ReadKernel(attributes, &kernel));
+  return LoadQuantizedProduct(kernel, device_ordinal);
 }
 
-ffi::Error ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer x,
-                       ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer zeros,
-                       ffi::Result<ffi::AnyBuffer> y, int64_t arch, int64_t dtype, int64_t format,
-                       int64_t group_size, int64_t tile_rows, int64_t tile_columns, bool poison) {
-  const Attributes attributes = {arch, dtype, format, group_size, tile_rows, tile_columns};
+Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const Buffers& buffers,
+                   const Attributes& attributes) {
   QuantizedProductKernel kernel;
   QuantizedProductParams params = {};
-  Status s = ReadKernel(attributes, &kernel);
-  if (s.ok()) s = Unpack(attributes, {x, codes, scales, zeros, *y}, &params);
-  if (s.ok() && poison) s = PoisonOnDevice({*y}, stream);
-  return ToFfi(s.ok() ? LaunchQuantizedProduct(kernel, params, stream, device_ordinal) : s);
+  JAX_ATTN_RETURN_IF_ERROR(ReadKernel(attributes, &kernel));
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(attributes, buffers, &params));
+  if (attributes.poison) JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({buffers.y}, stream));
+  return LaunchQuantizedProduct(kernel, params, stream, device_ordinal);
 }
 
 template <typename Binding>
@@ -129,11 +125,24 @@ auto BindAttributes(Binding binding) {
       .template Attr<bool>("poison");
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateCuda, InstantiateCuda,
-                       BindAttributes(ffi::Ffi::BindInstantiate()));
-XLA_FFI_DEFINE_HANDLER(kInitializeCuda, InitializeCuda,
-                       BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
-XLA_FFI_DEFINE_HANDLER(kExecuteCuda, ExecuteCuda,
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateCuda,
+    [](auto... attributes) { return ToFfi(InstantiateCuda(Attributes{attributes...})); },
+    BindAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(
+    kInitializeCuda,
+    [](int32_t device_ordinal, auto... attributes) {
+      return ToFfi(InitializeCuda(device_ordinal, Attributes{attributes...}));
+    },
+    BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(kExecuteCuda,
+                       [](CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuffer x,
+                          ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer zeros,
+                          ffi::Result<ffi::AnyBuffer> y, auto... attributes) {
+                         return ToFfi(ExecuteCuda(stream, device_ordinal,
+                                                  {x, codes, scales, zeros, *y},
+                                                  Attributes{attributes...}));
+                       },
                        BindAttributes(ffi::Ffi::Bind()
                                           .Ctx<ffi::PlatformStream<CUstream_st*>>()
                                           .Ctx<ffi::DeviceOrdinal>()

@@ -123,7 +123,7 @@ KernelIdentity IdentityFor(const KernelSource& source, const std::string& nvrtc)
 
 Status Identify(const KernelSource& source, KernelIdentity* identity) {
   const Nvrtc* nvrtc = nullptr;
-  if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(GetNvrtc(&nvrtc));
   *identity = IdentityFor(source, nvrtc->version + " " + nvrtc->build);
   return Status::Ok();
 }
@@ -137,8 +137,8 @@ std::string CacheKey(const KernelIdentity& identity) {
 
 Status Compile(const KernelSource& source, std::string* cubin, std::string* log) {
   const Nvrtc* nvrtc = nullptr;
-  if (Status status = GetNvrtc(&nvrtc); !status.ok()) return status;
-  if (Status status = CheckArch(*nvrtc, source); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(GetNvrtc(&nvrtc));
+  JAX_ATTN_RETURN_IF_ERROR(CheckArch(*nvrtc, source));
   const std::shared_lock<std::shared_mutex> lock(CompilesOrForks());
   Program program(*nvrtc, source);
   nvrtcResult error = program.Compile(source.options);

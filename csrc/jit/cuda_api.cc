@@ -203,7 +203,7 @@ Status GetOnce(const Library*& slot, OpenFunction open, const std::vector<std::s
                const Library** library) {
   if (slot == nullptr) {
     Library opened{};
-    if (Status status = open(candidates, &opened); !status.ok()) return status;
+    JAX_ATTN_RETURN_IF_ERROR(open(candidates, &opened));
     slot = new Library(std::move(opened));
   }
   *library = slot;

@@ -178,10 +178,9 @@ Status WriteFiles(const fs::path& folder, const CacheEntry& entry) {
   meta << KeyLines(entry.key) << CubinLines(entry.cubin) << "options " << entry.options
        << "\ncompile_ms " << entry.compile_ms << "\n"
        << entry.description;
-  Status status = WriteFile(folder / kCubinFile, entry.cubin);
-  if (status.ok()) status = WriteFile(folder / kSourceFile, entry.source);
-  if (status.ok()) status = WriteFile(folder / kMetaFile, meta.str());
-  return status;
+  JAX_ATTN_RETURN_IF_ERROR(WriteFile(folder / kCubinFile, entry.cubin));
+  JAX_ATTN_RETURN_IF_ERROR(WriteFile(folder / kSourceFile, entry.source));
+  return WriteFile(folder / kMetaFile, meta.str());
 }
 
 // Renames a finished folder into place.
@@ -265,15 +264,14 @@ std::vector<std::string> ReadDescriptions(const std::string& cache, const std::s
 
 Status WriteCacheEntry(const std::string& path, const CacheEntry& entry) {
   const fs::path cache = fs::path(path).parent_path();
-  Status status = cache.is_absolute() ? MakeFolders(cache) : Status::Ok();
-  if (status.ok()) status = CheckFolder(cache);
-  if (!status.ok()) return status;
+  if (cache.is_absolute()) JAX_ATTN_RETURN_IF_ERROR(MakeFolders(cache));
+  JAX_ATTN_RETURN_IF_ERROR(CheckFolder(cache));
   SweepDead(cache);
   const fs::path folder = RandomSibling(path, kTemporary);
   if (mkdir(folder.c_str(), kFolderMode) != 0) return Errno("create", folder);
   bool is_taken = false;
   const Fd lock = LockFolder(folder, &is_taken);
-  status = WriteFiles(folder, entry);
+  Status status = WriteFiles(folder, entry);
   if (status.ok()) status = Publish(folder, path, entry.key);
   std::error_code ignored;
   fs::remove_all(folder, ignored);  // already renamed if it was published

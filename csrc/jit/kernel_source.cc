@@ -1,5 +1,6 @@
 #include "jit/kernel_source.h"
 
+#include <algorithm>
 #include <sstream>
 #include <utility>
 
@@ -326,11 +327,15 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   const bool hopper = kernel.main_loop == kHopper;
   // Tiles with fewer rows than one wgmma has, as in select/cuda.cc.
   const bool mla_decode = kernel.mla && hopper && kernel.tile_q[0] < 64;
+  const bool wide = !hopper && kernel.dtype != kF32 &&
+                    (kernel.mla || std::max(kernel.head_dim_qk, kernel.head_dim_vo) > kWideHeadDim);
   const std::string header =
       std::string(hopper ? "cuda/sm90/" : "cuda/sm80/") + (mla_decode   ? "mla_decode.cuh"
+                                                           : wide       ? "wide.cuh"
                                                            : kernel.mla ? "mla.cuh"
                                                                         : "attention.cuh");
   const std::string body = std::string(hopper ? "Hopper" : "") + (mla_decode   ? "MlaDecodeBody"
+                                                                  : wide       ? "WideBody"
                                                                   : kernel.mla ? "MlaBody"
                                                                                : "AttentionBody");
   return {name.str(), entry,

@@ -132,9 +132,9 @@ Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, Attent
   }
   const TmaArray of = {p->o,        1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
                        tile_tokens, group};
-  const Status s = MakeTensorMap(d, spec.dtype, of, &p->o_map);
-  p->has_o_map = s.ok();
-  return s;
+  JAX_ATTN_RETURN_IF_ERROR(MakeTensorMap(d, spec.dtype, of, &p->o_map));
+  p->has_o_map = 1;
+  return Status::Ok();
 }
 
 Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
@@ -145,18 +145,19 @@ Status AddTensorMaps(const CudaDriver& d, const AttentionProblem& problem, Atten
       rows >= (int64_t{1} << 31)) {
     return Status::Ok();
   }
-  Status s = MakeKvMap(d, problem, p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map);
-  if (s.ok()) {
-    s = MakeKvMap(d, problem, p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map);
+  const auto map = [&](const void* array, int64_t head_dim, int64_t num_layers, int64_t num_rows,
+                       TensorMap* to) {
+    return MakeKvMap(d, problem, array, head_dim, num_layers, num_rows, to);
+  };
+  JAX_ATTN_RETURN_IF_ERROR(map(p->k, spec.head_dim_qk, p->num_layers, rows, &p->k_map));
+  JAX_ATTN_RETURN_IF_ERROR(map(p->v, spec.head_dim_vo, p->num_layers, rows, &p->v_map));
+  if (spec.fresh_kv) {
+    const int64_t new_rows = p->max_qo_tokens;
+    JAX_ATTN_RETURN_IF_ERROR(map(p->k_new, spec.head_dim_qk, 1, new_rows, &p->k_new_map));
+    JAX_ATTN_RETURN_IF_ERROR(map(p->v_new, spec.head_dim_vo, 1, new_rows, &p->v_new_map));
   }
-  if (s.ok() && spec.fresh_kv) {
-    s = MakeKvMap(d, problem, p->k_new, spec.head_dim_qk, 1, p->max_qo_tokens, &p->k_new_map);
-  }
-  if (s.ok() && spec.fresh_kv) {
-    s = MakeKvMap(d, problem, p->v_new, spec.head_dim_vo, 1, p->max_qo_tokens, &p->v_new_map);
-  }
-  p->has_tensor_maps = s.ok();
-  return s;
+  p->has_tensor_maps = 1;
+  return Status::Ok();
 }
 
 // The maps of the Hopper kernel of the backward pass.
@@ -170,15 +171,18 @@ Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardC
                        int64_t tile_rows, TensorMap* to) {
     return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, tile_rows, 1}, to);
   };
+  const int64_t qo_rows = spec.max_qo_tokens, qo_heads = spec.num_qo_heads;
   const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
-  Status s = map(f.q, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->q_map);
-  if (s.ok()) s = map(p->d_o, 1, spec.max_qo_tokens, spec.num_qo_heads, tile, &p->d_o_map);
+  JAX_ATTN_RETURN_IF_ERROR(map(f.q, 1, qo_rows, qo_heads, tile, &p->q_map));
+  JAX_ATTN_RETURN_IF_ERROR(map(p->d_o, 1, qo_rows, qo_heads, tile, &p->d_o_map));
   const int64_t kv_tile = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
-  const int64_t layers = spec.paged() ? f.num_layers : 1;
-  if (s.ok() && kv_tile > 0) s = map(f.k, layers, kv_rows, spec.num_kv_heads, kv_tile, &f.k_map);
-  if (s.ok() && kv_tile > 0) s = map(f.v, layers, kv_rows, spec.num_kv_heads, kv_tile, &f.v_map);
-  f.has_tensor_maps = s.ok();
-  return s;
+  if (kv_tile > 0) {
+    const int64_t layers = spec.paged() ? f.num_layers : 1, kv_heads = spec.num_kv_heads;
+    JAX_ATTN_RETURN_IF_ERROR(map(f.k, layers, kv_rows, kv_heads, kv_tile, &f.k_map));
+    JAX_ATTN_RETURN_IF_ERROR(map(f.v, layers, kv_rows, kv_heads, kv_tile, &f.v_map));
+  }
+  f.has_tensor_maps = 1;
+  return Status::Ok();
 }
 
 Status NotLoaded(const char* op, int device_ordinal) {
@@ -187,13 +191,18 @@ Status NotLoaded(const char* op, int device_ordinal) {
                        "; the handler's initialize stage did not run there");
 }
 
+template <typename KernelSpec>
+Status PrepareSpec(const KernelSpec& kernel, KernelInfo* info) {
+  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+}
+
 // One lookup if the kernel is loaded. Otherwise prepares and loads it.
 template <typename KernelSpec>
 Status LoadSpec(const KernelSpec& kernel, int device_ordinal) {
   const KernelKey key = MakeKey(kernel);
   if (FindLoadedKernel(key, device_ordinal) != nullptr) return Status::Ok();
-  Status status = PrepareKernel(key, [&] { return MakeSource(kernel); }, nullptr);
-  return status.ok() ? LoadKernel(key, device_ordinal) : status;
+  JAX_ATTN_RETURN_IF_ERROR(PrepareSpec(kernel, nullptr));
+  return LoadKernel(key, device_ordinal);
 }
 
 // Always contains the portable kernel, because the Hopper kernel leaves some batches to it.
@@ -216,7 +225,7 @@ Status ResolveArch(KernelSpec* kernel) {
   if (kernel->arch != 0) return Status::Ok();
   if (device_arch == 0) {
     int compute_capability = 0, num_sms = 0;
-    if (Status s = QueryDevice(0, &compute_capability, &num_sms); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(QueryDevice(0, &compute_capability, &num_sms));
     device_arch = compute_capability;
   }
   kernel->arch = device_arch;
@@ -225,20 +234,20 @@ Status ResolveArch(KernelSpec* kernel) {
 
 template <typename KernelSpec>
 Status PrepareResolved(KernelSpec kernel, KernelInfo* info) {
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
-  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+  JAX_ATTN_RETURN_IF_ERROR(ResolveArch(&kernel));
+  return PrepareSpec(kernel, info);
 }
 
 template <typename KernelSpec>
 Status LoadResolved(KernelSpec kernel, int device_ordinal) {
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(ResolveArch(&kernel));
   return LoadSpec(kernel, device_ordinal);
 }
 
 template <typename KernelSpec>
 Status FindResolved(const char* op, KernelSpec kernel, int device_ordinal,
                     const LoadedKernel** loaded) {
-  if (Status s = ResolveArch(&kernel); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(ResolveArch(&kernel));
   *loaded = FindLoadedKernel(MakeKey(kernel), device_ordinal);
   return *loaded == nullptr ? NotLoaded(op, device_ordinal) : Status::Ok();
 }
@@ -246,8 +255,7 @@ Status FindResolved(const char* op, KernelSpec kernel, int device_ordinal,
 }  // namespace
 
 Status PrepareAttention(const AttentionProblem& problem, KernelInfo* info) {
-  const AttentionKernel kernel = MakeAttentionKernel(problem);
-  return PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+  return PrepareSpec(MakeAttentionKernel(problem), info);
 }
 
 Status LoadAttention(const AttentionProblem& problem, int device_ordinal) {
@@ -278,27 +286,25 @@ Status LaunchAttention(const AttentionProblem& problem, const AttentionParams& p
       launch.num_zero_words = num_counters;
     }
   }
-  if (Status s = AddTensorMaps(*kernel->driver, problem, &complete); !s.ok()) return s;
-  if (Status s = AddOutputMap(*kernel->driver, problem, &complete); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(AddTensorMaps(*kernel->driver, problem, &complete));
+  JAX_ATTN_RETURN_IF_ERROR(AddOutputMap(*kernel->driver, problem, &complete));
   return LaunchLoaded("attention", *kernel, launch, complete, stream);
 }
 
 Status PrepareBackward(const AttentionProblem& problem, const VariantGradient& gradient,
                        KernelInfo* info) {
-  Status s = Status::Ok();
   for (const BackwardKernel& kernel : BackwardKernels(problem, gradient)) {
-    if (s.ok()) s = PrepareKernel(MakeKey(kernel), [&] { return MakeSource(kernel); }, info);
+    JAX_ATTN_RETURN_IF_ERROR(PrepareSpec(kernel, info));
   }
-  return s;
+  return Status::Ok();
 }
 
 Status LoadBackward(const AttentionProblem& problem, const VariantGradient& gradient,
                     int device_ordinal) {
-  Status s = Status::Ok();
   for (const BackwardKernel& kernel : BackwardKernels(problem, gradient)) {
-    if (s.ok()) s = LoadSpec(kernel, device_ordinal);
+    JAX_ATTN_RETURN_IF_ERROR(LoadSpec(kernel, device_ordinal));
   }
-  return s;
+  return Status::Ok();
 }
 
 Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gradient,
@@ -319,18 +325,18 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
   }
   BackwardCudaParams of_phase = params;
   if (hopper != nullptr) {
-    if (Status s = AddBackwardMaps(*hopper->driver, spec, &of_phase); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(AddBackwardMaps(*hopper->driver, spec, &of_phase));
   }
   void* const results[] = {params.d_q, params.d_k, params.d_v};
   for (int i = 0; i < 3; ++i) {
     if (hopper != nullptr && (i == 0 || !spec.paged()))
       continue;  // the kernel writes all of this result
     const int64_t bytes = params.num_elements[i] * ElementBytes(spec.dtype);
-    if (Status s = FillBytes(results[i], 0, bytes, stream); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(FillBytes(results[i], 0, bytes, stream));
   }
   for (int i = 0; i < kMaxVariantOperands; ++i) {
     const int64_t bytes = params.num_operand_elements[i] * int64_t{sizeof(i64)};
-    if (Status s = FillBytes(params.operand_sums[i], 0, bytes, stream); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(FillBytes(params.operand_sums[i], 0, bytes, stream));
   }
   Launch launch;
   launch.zero_words = params.num_taken;
@@ -344,7 +350,7 @@ Status LaunchBackward(const AttentionProblem& problem, const VariantGradient& gr
     of_phase.phase = phase;
     launch.num_ctas = (of_hopper ? 1 : kBackwardCtasPerSm) * kernel->num_sms;
     const LoadedKernel& of = of_hopper ? *hopper : *kernel;
-    if (Status s = LaunchLoaded(kOp, of, launch, of_phase, stream); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(LaunchLoaded(kOp, of, launch, of_phase, stream));
     launch.num_zero_words = 0;
   }
   return Status::Ok();
@@ -363,7 +369,7 @@ Status LaunchAppend(const AppendKernel& kernel, const AppendParams& params, void
   append_launches.fetch_add(1, std::memory_order_relaxed);
   const char* op = kernel.rotates ? "append_rotated" : "append_kv";
   const LoadedKernel* loaded;
-  if (Status s = FindResolved(op, kernel, device_ordinal, &loaded); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved(op, kernel, device_ordinal, &loaded));
   if (params.max_qo_tokens == 0) return Status::Ok();
   Launch launch;
   const int64_t warps_a_token = kernel.rotates ? AppendRotatedWarps(params) : 2;
@@ -384,7 +390,7 @@ Status LaunchMerge(const MergeKernel& kernel, const MergeParams& params, void* s
                    int device_ordinal) {
   merge_launches.fetch_add(1, std::memory_order_relaxed);
   const LoadedKernel* loaded;
-  if (Status s = FindResolved("merge_states", kernel, device_ordinal, &loaded); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved("merge_states", kernel, device_ordinal, &loaded));
   if (params.num_rows == 0) return Status::Ok();
   Launch launch;
   // One CTA for each part: waiting CTAs balance the load better than strides of the grid.
@@ -408,7 +414,7 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
   constexpr char kOp[] = "quantized_product";
   quantized_product_launches.fetch_add(1, std::memory_order_relaxed);
   const LoadedKernel* loaded;
-  if (Status s = FindResolved(kOp, kernel, device_ordinal, &loaded); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
   const auto tiles = [](int64_t count, int64_t tile) { return (count + tile - 1) / tile; };
   Launch launch;
   launch.num_ctas = tiles(params.num_rows, kernel.tile_rows) *
@@ -429,7 +435,7 @@ Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t nu
                   void* stream, int device_ordinal) {
   plan_launches.fetch_add(1, std::memory_order_relaxed);
   const LoadedKernel* loaded;
-  if (Status s = FindResolved("plan", kernel, device_ordinal, &loaded); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved("plan", kernel, device_ordinal, &loaded));
   const int64_t pages = params.rules.page_size > 0
                             ? std::min(params.rules.max_kv, params.inputs.num_page_indices)
                             : 0;
@@ -448,7 +454,7 @@ Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t nu
 
 Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream) {
   const CudaDriver* d = nullptr;
-  if (Status s = GetCudaDriver(&d); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(GetCudaDriver(&d));
   auto* cu_stream = static_cast<CUstream>(stream);
   CUcontext stream_context = nullptr;
   if (CUresult r = d->cuStreamGetCtx(cu_stream, &stream_context)) {
@@ -469,7 +475,7 @@ void SetJitPaths(const JitPaths& paths) {
 
 Status QueryDevice(int ordinal, int* compute_capability, int* num_sms) {
   const CudaDriver* d = nullptr;
-  if (Status s = GetCudaDriver(&d); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(GetCudaDriver(&d));
   CUdevice device = 0;
   if (CUresult r = d->cuDeviceGet(&device, ordinal)) {
     return Status::Error("device " + std::to_string(ordinal) + ": " +

@@ -153,7 +153,7 @@ std::string WhyCompiled(const KernelIdentity& identity, CacheLookup lookup) {
 Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelInfo* info) {
   const auto start = std::chrono::steady_clock::now();
   std::string log;
-  if (Status status = Compile(source, &entry->cubin, &log); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(Compile(source, &entry->cubin, &log));
   entry->compile_ms = MillisecondsSince(start);
   UpdateStats([&](JitStats& stats) {
     ++stats.compiled;
@@ -173,7 +173,7 @@ Status CompileAndPublish(const KernelSource& source, CacheEntry* entry, KernelIn
 // Fills `cubin` and `info` from the disk cache or by a compile.
 Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* info) {
   KernelIdentity identity;
-  if (Status status = Identify(source, &identity); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(Identify(source, &identity));
   const std::string hash = CacheKey(identity);
   info->name = source.name + "-" + hash.substr(0, kHashDigitsInName);
   {
@@ -195,7 +195,7 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
     std::string why;  // before it is published: then the cache has it
     if (CompileLogIsOn()) why = WhyCompiled(identity, lookup);
     entry.description = DescribeIdentity(identity);
-    if (Status status = CompileAndPublish(source, &entry, info); !status.ok()) return status;
+    JAX_ATTN_RETURN_IF_ERROR(CompileAndPublish(source, &entry, info));
     if (!why.empty()) LogCompiled(info->name, entry.compile_ms, why);
   }
   AddIdentity(std::move(identity));
@@ -206,8 +206,8 @@ Status ObtainCubin(const KernelSource& source, std::string* cubin, KernelInfo* i
 // Reads from the cubin what the launch needs.
 Status ReadLaunchNumbers(const std::string& cubin, const std::string& entry, KernelInfo* info) {
   int smem_bytes = 0, num_threads = 0;
-  if (Status s = ReadCubinInt(cubin, entry + "_smem_bytes", &smem_bytes); !s.ok()) return s;
-  if (Status s = ReadCubinInt(cubin, entry + "_num_threads", &num_threads); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(ReadCubinInt(cubin, entry + "_smem_bytes", &smem_bytes));
+  JAX_ATTN_RETURN_IF_ERROR(ReadCubinInt(cubin, entry + "_num_threads", &num_threads));
   info->cubin_bytes = static_cast<int64_t>(cubin.size());
   info->smem_bytes = smem_bytes;
   info->num_threads = num_threads;
@@ -305,7 +305,7 @@ CounterPool* KeepDevice(const CudaDriver& driver, int device_ordinal, RetainedCo
 }
 
 Status LoadOnDevice(const Kernel& kernel, int device_ordinal, LoadedKernel* loaded) {
-  if (Status status = GetCudaDriver(&loaded->driver); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(GetCudaDriver(&loaded->driver));
   const CudaDriver& d = *loaded->driver;
   CUdevice device = 0;
   if (CUresult r = d.cuDeviceGet(&device, device_ordinal)) {
@@ -344,8 +344,8 @@ Status PrepareKernel(const KernelKey& key, const std::function<KernelSource()>& 
     const KernelSource source = make_source();
     std::string cubin;
     KernelInfo fresh;
-    if (Status s = ObtainCubin(source, &cubin, &fresh); !s.ok()) return s;
-    if (Status s = ReadLaunchNumbers(cubin, source.entry, &fresh); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(ObtainCubin(source, &cubin, &fresh));
+    JAX_ATTN_RETURN_IF_ERROR(ReadLaunchNumbers(cubin, source.entry, &fresh));
     kernel->entry = source.entry;
     kernel->info = fresh;
     kernel->cubin = std::move(cubin);
@@ -368,7 +368,7 @@ Status LoadKernel(const KernelKey& key, int device_ordinal) {
   if (kernel->cubin.empty()) return Status::Error("LoadKernel: the kernel was not prepared");
   if (FindLoadedKernel(key, device_ordinal) != nullptr) return Status::Ok();
   auto loaded = std::make_unique<LoadedKernel>();
-  if (Status s = LoadOnDevice(*kernel, device_ordinal, loaded.get()); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(LoadOnDevice(*kernel, device_ordinal, loaded.get()));
   Registry& registry = GetRegistry();
   std::unique_lock<std::shared_mutex> lock(registry.mutex);
   registry.loaded[{key, device_ordinal}] = std::move(loaded);

@@ -60,14 +60,13 @@ class PlanChecker {
 
   // Checks a plan whose batch is already checked. Each check relies on those before it.
   Status Run() {
-    Status s = CheckQueues();
-    if (s.ok()) s = CheckGroups();
-    if (s.ok()) s = CheckParents();
-    if (s.ok()) s = CheckStates();
-    if (s.ok()) s = CheckItems();
-    if (s.ok()) s = CheckSpans();
-    if (s.ok()) s = CheckRows();
-    return s;
+    JAX_ATTN_RETURN_IF_ERROR(CheckQueues());
+    JAX_ATTN_RETURN_IF_ERROR(CheckGroups());
+    JAX_ATTN_RETURN_IF_ERROR(CheckParents());
+    JAX_ATTN_RETURN_IF_ERROR(CheckStates());
+    JAX_ATTN_RETURN_IF_ERROR(CheckItems());
+    JAX_ATTN_RETURN_IF_ERROR(CheckSpans());
+    return CheckRows();
   }
 
  private:
@@ -230,10 +229,9 @@ class PlanChecker {
     writer_.assign(header_.num_partials, kNone);
     for (int32_t i = 0; i < header_.num_items; ++i) {
       const WorkItem& item = items_[i];
-      Status s = CheckShape(i, item);
-      if (s.ok()) s = CheckRequestOf(i, item);
-      if (s.ok() && !IsFinal(item)) s = CheckGroupsOf(i, item);
-      if (!s.ok()) return s;
+      JAX_ATTN_RETURN_IF_ERROR(CheckShape(i, item));
+      JAX_ATTN_RETURN_IF_ERROR(CheckRequestOf(i, item));
+      if (!IsFinal(item)) JAX_ATTN_RETURN_IF_ERROR(CheckGroupsOf(i, item));
       if (IsShared(item)) shared_end = std::max(shared_end, item.first_token + item.qo_len);
     }
     if (shared_end != header_.num_shared_tokens) {
@@ -317,9 +315,7 @@ class PlanChecker {
     if (item.q_pos <= -kPositionLimit || item.q_pos > kPositionLimit - item.qo_len) {
       return refuse("q_pos", "positions in (-2^30, 2^30)", item.q_pos);
     }
-    if (IsListed()) {
-      if (Status s = CheckSteps(i, item); !s.ok()) return s;
-    }
+    if (IsListed()) JAX_ATTN_RETURN_IF_ERROR(CheckSteps(i, item));
     if (!is_shared || HasEmptyList(item)) return Status::Ok();
     if (spec_.fresh_kv && KeysOf(item).end > CachedTokens(item.request)) {
       return refuse(
@@ -539,17 +535,16 @@ class PlanChecker {
         return Refuse("items", i, "kv_end", Equal(visible.end, "the last key its rows see"),
                       item.kv_end);
       }
-      Status s = CheckPositions(i);
-      if (s.ok()) s = Write("items", i, "first_token", item.kv_head, item.first_token, item.qo_len);
-      if (!s.ok()) return s;
+      JAX_ATTN_RETURN_IF_ERROR(CheckPositions(i));
+      JAX_ATTN_RETURN_IF_ERROR(
+          Write("items", i, "first_token", item.kv_head, item.first_token, item.qo_len));
     }
     for (int32_t g = 0; g < header_.num_merge_groups; ++g) {
       const MergeGroup& group = groups_[g];
       if (group.parent >= 0) continue;
-      Status s = CheckPositions(writer_[EndOfEntries(group) - 1]);
-      if (s.ok())
-        s = Write("merge_groups", g, "qo_begin", group.kv_head, group.qo_begin, group.qo_len);
-      if (!s.ok()) return s;
+      JAX_ATTN_RETURN_IF_ERROR(CheckPositions(writer_[EndOfEntries(group) - 1]));
+      JAX_ATTN_RETURN_IF_ERROR(
+          Write("merge_groups", g, "qo_begin", group.kv_head, group.qo_begin, group.qo_len));
     }
     const auto missing = std::find(written_.begin(), written_.end(), 0);
     if (missing == written_.end()) return Status::Ok();
@@ -609,8 +604,8 @@ Status CheckPlanHeader(const AttentionProblem& problem, const int32_t* plan, int
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanHeader& h = HeaderOf(layout, plan);
   if (h.magic == kFaultyPlanMagic) {
-    Status fault = DescribeFault(problem, {h.fault, h.fault_at, h.fault_got, h.fault_expected});
-    if (!fault.ok()) return fault;
+    JAX_ATTN_RETURN_IF_ERROR(
+        DescribeFault(problem, {h.fault, h.fault_at, h.fault_got, h.fault_expected}));
   }
   if (h.magic != kPlanMagic || h.version != kPlanVersion) {
     return Status::Error(
@@ -667,7 +662,7 @@ Status CheckPlanHeader(const AttentionProblem& problem, const int32_t* plan, int
 }  // namespace
 
 Status CheckPlanBatch(const AttentionProblem& problem, const int32_t* plan, int64_t num_pages) {
-  if (Status s = CheckPlanHeader(problem, plan, num_pages); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckPlanHeader(problem, plan, num_pages));
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanHeader& header = HeaderOf(layout, plan);
   PlanInputs in = {};
@@ -699,7 +694,7 @@ Status CheckPlanBatch(const AttentionProblem& problem, const int32_t* plan, int6
 }
 
 Status CheckPlan(const AttentionProblem& problem, const int32_t* plan, int64_t num_pages) {
-  if (Status s = CheckPlanBatch(problem, plan, num_pages); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckPlanBatch(problem, plan, num_pages));
   return PlanChecker(problem, MakePlanLayout(problem), plan).Run();
 }
 

@@ -5,6 +5,7 @@
 #include "plan/check.h"
 #include "plan/plan.h"
 #include "plan/rules/integers.h"
+#include "select/select.h"
 
 namespace jax_attn {
 namespace {
@@ -60,7 +61,7 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
       {"max_partial_rows", c.max_partial_rows, 0, kMaxInt32},
       {"record_times", c.record_times, 0, 1},
   };
-  if (Status status = CheckFields(fields); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(CheckFields(fields));
   static constexpr const char* kTileNames[] = {"tile_q_0", "tile_q_1", "tile_q_2"};
   int64_t least = s.group_size();
   for (int i = 0; i < c.num_tiles; least = c.tile_q[i++]) {
@@ -112,7 +113,7 @@ bool HasWholeVectors(const AttentionSpec& s, int64_t head_dim) {
 
 Status CheckSpec(const AttentionSpec& s) {
   const bool mla = s.mla != 0, cpu = s.arch == 0;
-  const int64_t largest_dim = mla || (cpu && s.kv_format == kPlainFormat) ? 512 : 256;
+  const int64_t largest_dim = mla || cpu ? 512 : LargestCudaHeadDim(s);
   const Field fields[] = {
       {"mla", s.mla, 0, 1},
       {"num_qo_heads", s.num_qo_heads, 1, kMaxHeads},
@@ -140,10 +141,11 @@ Status CheckSpec(const AttentionSpec& s) {
       {"arch", s.arch, cpu ? 0 : 80, 999},
       {"num_processors", s.num_processors, 1, kMaxQueues},
   };
-  if (Status status = CheckFields(fields); !status.ok()) return status;
+  JAX_ATTN_RETURN_IF_ERROR(CheckFields(fields));
   const int64_t group = s.group_size();
-  if (group > (mla ? 128 : 16)) {
-    return Refuse("num_qo_heads / num_kv_heads", mla ? "1 to 128" : "1 to 16", group);
+  const int64_t largest_group = mla || cpu ? 128 : LargestCudaGroup(s);
+  if (group > largest_group) {
+    return Refuse("num_qo_heads / num_kv_heads", "1 to " + std::to_string(largest_group), group);
   }
   // On CUDA the last block of mla's heads may be partial: the kernels handle it.
   if (s.num_qo_heads % s.num_kv_heads != 0 && (!mla || cpu)) {
@@ -176,7 +178,7 @@ Status CheckSpec(const AttentionSpec& s) {
 }
 
 Status CheckProblem(const AttentionProblem& problem) {
-  if (Status s = CheckSpec(problem.spec); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckSpec(problem.spec));
   // With step lists, requests share only positions that the mask hides from none of their rows.
   const bool needs_own_rows = problem.spec.max_steps > 0 ? LogitsNeedOwnRows(problem.program)
                                                          : NeedsOwnRows(problem.program);
@@ -188,7 +190,7 @@ Status CheckProblem(const AttentionProblem& problem) {
     return Refuse("eight_bit_products", "0 with a variant without softmax",
                   problem.spec.eight_bit_products);
   }
-  if (Status s = CheckConfig(problem.spec, problem.config); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckConfig(problem.spec, problem.config));
   const int64_t num_words = MakePlanLayout(problem).num_words;
   if (num_words <= kMaxInt32) return Status::Ok();
   return Refuse("capacities",

@@ -187,8 +187,8 @@ Status Plan(const AttentionProblem& problem, const PlanInputs& in, const PrefixL
   const AttentionSpec& spec = problem.spec;
   const PlanLayout layout = MakePlanLayout(problem);
   const PlanRules rules = MakePlanRules(problem);
-  if (Status s = CheckBatchSize(problem, in.batch_size); !s.ok()) return s;
-  if (Status s = CheckBlockMap(problem, map); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(CheckBatchSize(problem, in.batch_size));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBlockMap(problem, map));
   int32_t max_page_id = -1;
   if (PlanFault f = CheckInputs(rules, in, &max_page_id); f.code) return DescribeFault(problem, f);
   if (levels != nullptr) {

@@ -41,6 +41,10 @@ class Choice {
   Reasons* reasons_;
 };
 
+// Room for what CTAs keep in shared memory beside rows: a few words a warp, and the merge's
+// scratch.
+constexpr int64_t kOtherBytes = 2048;
+
 constexpr const char* kOneTileM =
     "fixed_split: one tile M, whatever the capacities, so that a row is computed the same way in "
     "every batch";
@@ -57,6 +61,42 @@ int64_t LargerHeadDim(const AttentionSpec& spec) {
   return std::max(spec.head_dim_qk, spec.head_dim_vo);
 }
 
+// Whether rows are too long for sm80/attention.cuh and sm90/attention.cuh.
+bool IsWide(const AttentionSpec& spec) {
+  return !spec.mla && spec.dtype != kF32 && LargerHeadDim(spec) > kWideHeadDim;
+}
+
+// Whether sm90/attention.cuh computes the spec.
+bool RunsHopperLoop(const CudaDevice& device, const AttentionSpec& spec) {
+  return device.main_loop == kHopper && !spec.mla && spec.dtype != kF32 && !IsWide(spec) &&
+         !(spec.quantized() && spec.fresh_kv) &&
+         (spec.q_format == kPlainFormat || spec.eight_bit_products);
+}
+
+// Shared memory of any/attention_f32.cuh.
+int64_t F32Bytes(const Tiles& tiles, const AttentionSpec& spec, int64_t rows) {
+  const int64_t dims = spec.head_dim_qk + spec.head_dim_vo;
+  const int64_t step = tiles.f32_step_tokens.At(dims), slots = tiles.f32_ring_slots.At(dims);
+  return 4 * (rows * (spec.head_dim_qk + 4 + step) + slots * step * (dims + 8)) + kOtherBytes;
+}
+
+// Rows of a prefill tile of sm80/attention.cuh with 4 warps. With wide values o takes head_dim_vo
+// registers a thread in warps of 32 rows: beyond 128 no room is left for the logits.
+int64_t PrefillRows(const Tiles& tiles, const AttentionSpec& spec) {
+  return spec.head_dim_vo > 128 ? 64 : tiles.prefill_rows.At(spec.head_dim_qk);
+}
+
+// Whether 128 rows of sm80/attention.cuh fit the shared memory: 8 warps of 16 rows, whose steps
+// have 64 tokens, since each warp loads at least 8.
+bool FitsTallTile(const Tiles& tiles, const AttentionSpec& spec) {
+  const auto pitch = [](int64_t row_bytes) { return row_bytes + 32; };
+  const int64_t dim = LargerHeadDim(spec);
+  const int64_t step = 64 * pitch(spec.kv_row_bytes(dim));
+  const int64_t dequantized = DequantizesRows(spec.kv_format) ? 64 * pitch(2 * dim) : 0;
+  return 128 * pitch(2 * spec.head_dim_qk) + 2 * step + dequantized + kOtherBytes <=
+         tiles.smem_bytes;
+}
+
 // The plain FFMA kernel: eight threads a row, a few rows and tokens at a time. It is simple, and
 // fast enough.
 void SelectF32(Choice& c) {
@@ -69,8 +109,10 @@ void SelectF32(Choice& c) {
   c.config.num_warps = rows / 4;
   c.config.tile_kv = c.Take("tile_kv", tiles.f32_step_tokens, dims);
   c.config.num_stages = c.Take("num_stages", tiles.f32_ring_slots, dims);
-  c.config.num_ctas = 2;
-  c.Because("num_ctas", "one CTA computes while the other waits");
+  c.config.num_ctas = rows <= 32 && 2 * F32Bytes(tiles, c.spec, rows) <= tiles.smem_bytes ? 2 : 1;
+  c.Because(
+      "num_ctas",
+      "one CTA computes while the other waits, unless it has enough warps, or all of the memory");
 }
 
 void SelectTensorCore(Choice& c) {
@@ -82,13 +124,18 @@ void SelectTensorCore(Choice& c) {
   }
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
-  // With wide values o takes head_dim_vo registers a thread in warps of 32 rows: beyond 128 no room
-  // is left for the logits. In warps of 16 rows, 128 logits have no room beyond 192.
-  const int64_t prefill = spec.head_dim_vo > 128 ? 64 : tiles.prefill_rows.At(spec.head_dim_qk);
+  const int64_t prefill = PrefillRows(tiles, spec);
   c.config.tile_kv = c.Take("tile_kv", tiles.step_tokens, spec.head_dim_qk);
+  // In warps of 16 rows, 128 logits have no room beyond 192.
   if (spec.head_dim_vo > 192) c.config.tile_kv = 32;
   c.config.num_warps = 4;  // 2 CTAs a multiprocessor: 255 registers a thread
-  if (spec.schedule == kFixedSplit) {
+  if (spec.group_size() > 64) {
+    if (prefill < 128) {
+      c.config.num_warps = 8;
+      c.config.tile_kv = 64;
+    }
+    c.TakeTiles({128}, "a tile holds all heads of a token");
+  } else if (spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneTileM);
   } else if (spec.max_steps > 0 && c.config.tile_kv != 16 * c.config.num_warps) {
     c.TakeTiles({prefill}, "max_steps: decodes would take other steps than step lists have");
@@ -98,6 +145,8 @@ void SelectTensorCore(Choice& c) {
         std::string("decode: one mma.sync tile, the warps split the kv tokens; a tile "
                     "between the two would cost half as much compile time again. Prefill: ") +
             tiles.prefill_rows.why);
+  } else if (prefill > 64) {
+    c.TakeTiles({64, prefill}, "64: few tokens of more than 16 heads; more rows: prefill");
   } else {
     c.TakeTiles({prefill}, tiles.prefill_rows.why);
   }
@@ -113,6 +162,7 @@ void SelectTensorCore(Choice& c) {
     c.config.num_stages = c.Take("num_stages", tiles.ring_slots, row_bytes / 2);
   }
   c.config.num_ctas = c.Take("num_ctas", tiles.ctas, dim);
+  if (c.config.num_warps > 4) c.config.num_ctas = 1;  // they may use all registers
 }
 
 void SelectHopper(Choice& c) {
@@ -135,7 +185,9 @@ void SelectHopper(Choice& c) {
   c.Because("tile_kv", tile.why);
   const int64_t prefill = 64 * tile.consumers;
   // A wgmma has 64 rows; sm90/decode.cuh swaps its operands, so that rows of q are its columns.
-  if (c.spec.schedule == kFixedSplit) {
+  if (c.spec.group_size() > 64) {
+    c.TakeTiles({prefill}, "a tile holds all heads of a token");
+  } else if (c.spec.schedule == kFixedSplit) {
     c.TakeTiles({64}, kOneTileM);
   } else if (only_decodes) {
     c.TakeTiles({kHopperDecodeRows},
@@ -152,6 +204,34 @@ void SelectHopper(Choice& c) {
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
 }
 
+constexpr const char* kMlaCtasWhy =
+    "the steps and q of one CTA fill a multiprocessor's shared memory";
+
+// sm80/wide.cuh: up to `most_rows` rows, in steps of step_tokens.
+void TakeWideTiles(Choice& c, const Number& most_rows, const Number& step_tokens) {
+  const int64_t group = c.spec.group_size();
+  if (c.spec.schedule == kFixedSplit) {
+    c.TakeTiles({most_rows.value}, kOneTileM);
+  } else if (group <= most_rows.value / 2) {
+    c.TakeTiles({group <= 16 ? 16 : 32, most_rows.value}, most_rows.why);
+  } else {
+    c.TakeTiles({most_rows.value}, most_rows.why);
+  }
+  c.config.tile_kv = c.Take("tile_kv", step_tokens);
+  c.config.num_warps = 8;   // o takes 128 registers a thread for 64 rows of 512 columns
+  c.config.num_stages = 0;  // as many as fit
+  c.config.num_ctas = 1;
+  c.Because("num_ctas", kMlaCtasWhy);
+}
+
+void SelectWide(Choice& c) {
+  c.Because(
+      "main_loop",
+      "portable (sm80/wide.cuh, mma.sync): rows of more than 256 elements, for which no other "
+      "loop exists");
+  TakeWideTiles(c, c.device.tiles->wide_rows, c.device.tiles->wide_step_tokens);
+}
+
 // Whether sm90/mla_decode.cuh can compute the spec's rows, in blocks of at most kColumnHeads heads.
 constexpr int64_t kColumnHeads = 32;
 bool RunsHopperMlaDecode(const CudaDevice& device, const AttentionSpec& spec) {
@@ -162,16 +242,15 @@ bool RunsHopperMlaDecode(const CudaDevice& device, const AttentionSpec& spec) {
 void SelectMla(Choice& c, bool rows_may_differ) {
   const Tiles& tiles = *c.device.tiles;
   const AttentionSpec& spec = c.spec;
-  const int64_t most_rows = tiles.mla_rows.value;
   const int64_t group = spec.group_size();
-  c.config.num_ctas = 1;
-  c.Because("num_ctas", "the steps and q of one CTA fill a multiprocessor's shared memory");
   const bool hopper = c.device.main_loop == kHopper && spec.dtype != kF32;
   if (group <= kColumnHeads && RunsHopperMlaDecode(c.device, spec)) {
     c.Because("main_loop",
               "hopper (sm90/mla_decode.cuh, wgmma): up to 32 heads are columns of its products");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
+    c.config.num_ctas = 1;
+    c.Because("num_ctas", kMlaCtasWhy);
     if (spec.schedule == kFixedSplit || group > 16) {
       c.TakeTiles({32}, spec.schedule == kFixedSplit ? kOneTileM : "as many columns of a product");
     } else {
@@ -183,42 +262,35 @@ void SelectMla(Choice& c, bool rows_may_differ) {
   }
   if (hopper && group > 32 && rows_may_differ) {
     c.Because("main_loop",
-              "portable (sm80/mla.cuh, mma.sync): a mask of the user's, or no softmax, with more "
+              "portable (sm80/wide.cuh, mma.sync): a mask of the user's, or no softmax, with more "
               "than 32 heads, where sm90/mla.cuh takes every value that lies in a step");
   } else if (hopper && group > 32 && spec.head_dim_qk % 64 == 0 && spec.head_dim_vo % 128 == 0) {
     c.Because("main_loop", "hopper (sm90/mla.cuh, wgmma): blocks of more than 32 heads");
     c.config.main_loop = kHopper;
     c.config.num_warps = 12;
+    c.config.num_ctas = 1;
+    c.Because("num_ctas", kMlaCtasWhy);
     c.TakeTiles({64}, "the rows of a wgmma");
     c.config.tile_kv = 64;
     c.Because("tile_kv", "two steps of 74 KB fit beside 64 rows of q");
     return;
   } else {
     c.Because("main_loop",
-              "portable (sm80/mla.cuh, mma.sync): other devices, and head dims that are not whole "
+              "portable (sm80/wide.cuh, mma.sync): other devices, and head dims that are not whole "
               "blocks of 64 columns");
   }
-  if (spec.schedule == kFixedSplit) {
-    c.TakeTiles({most_rows}, kOneTileM);
-  } else if (group <= most_rows / 2) {
-    c.TakeTiles({group <= 16 ? 16 : 32, most_rows}, tiles.mla_rows.why);
-  } else {
-    c.TakeTiles({most_rows}, tiles.mla_rows.why);
-  }
-  c.config.tile_kv = c.Take("tile_kv", tiles.mla_step_tokens);
-  c.config.num_warps = 8;   // o takes 128 registers a thread for 64 rows of 512 columns
-  c.config.num_stages = 0;  // as many as fit
+  TakeWideTiles(c, tiles.mla_rows, tiles.mla_step_tokens);
 }
 
 // The kernel's name, as in kCudaKernelNames, and its costs.
 std::pair<const char*, const KernelCosts*> CostsOf(const Choice& c) {
   const Costs& costs = *c.device.costs;
   const bool hopper = c.config.main_loop == kHopper;
-  if (c.spec.quantized() && !c.spec.mla) {
+  if (c.spec.quantized() && !c.spec.mla && !IsWide(c.spec)) {
     if (hopper) return {"hopper_e4m3", &costs.hopper_e4m3};
     return {"portable_e4m3", &costs.portable_e4m3};
   }
-  if (!c.spec.mla) {
+  if (!c.spec.mla && !IsWide(c.spec)) {
     if (hopper) return {"hopper", &costs.hopper};
     return {"portable", &costs.portable};
   }
@@ -265,6 +337,29 @@ std::string DescribeDevice(const CudaDevice& device) {
 
 }  // namespace
 
+int64_t LargestCudaHeadDim(const AttentionSpec& spec) {
+  // sm80/wide.cuh takes no e4m3 queries, and quantizes no fresh rows. A row with scales of its own
+  // is quantized by one warp, eight elements a lane.
+  const bool has_wide = spec.q_format == kPlainFormat && !spec.eight_bit_products &&
+                        (!spec.quantized() || !spec.fresh_kv) &&
+                        FormatOf(spec.kv_format).scale_bytes == 0;
+  return has_wide ? 512 : kWideHeadDim;
+}
+
+int64_t LargestCudaGroup(const AttentionSpec& spec) {
+  const CudaDevice& device = FindCudaDevice(spec.arch);
+  const Tiles& tiles = *device.tiles;
+  if (IsWide(spec)) return tiles.wide_rows.value;
+  if (spec.dtype == kF32) {
+    int64_t rows = 128;
+    while (rows > 16 && F32Bytes(tiles, spec, rows) > tiles.smem_bytes) rows /= 2;
+    return rows;
+  }
+  const bool fits =
+      RunsHopperLoop(device, spec) || PrefillRows(tiles, spec) == 128 || FitsTallTile(tiles, spec);
+  return fits ? 128 : 64;
+}
+
 int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
 bool RunsHopperBackward(const AttentionProblem& problem) {
@@ -303,9 +398,10 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (c.device.main_loop == kHopper && !(spec.quantized() && spec.fresh_kv) &&
-             (spec.q_format == kPlainFormat || spec.eight_bit_products)) {
+  } else if (RunsHopperLoop(c.device, spec)) {
     SelectHopper(c);
+  } else if (IsWide(spec)) {
+    SelectWide(c);
   } else {
     SelectTensorCore(c);
   }

@@ -29,32 +29,46 @@ constexpr const char* kMlaStepWhy =
     "short steps, so that several are on their way: 3 of 37 KB are more than the 74 KB that an "
     "H200 multiprocessor needs (34 bytes/ns for 2 us)";
 
+constexpr const char* kWideRowsWhy =
+    "reasoned: 64 rows of q with 512 columns take 66 KB beside the steps, and reuse each key and "
+    "value four times as often as 16; 32 where that leaves no room for three slots";
+constexpr const char* kWideStepWhy =
+    "reasoned: keys and values of 32 tokens take 33 KB each, so 100 KB are on their way beside the "
+    "slot that is read; 16 where less fits";
+
 constexpr Tiles k228KB = {
     "228 KB",
+    227 << 10,
     {{{192, 128}, {256, 64}}, kPrefillWhy},
     {{{192, 64}, {256, 32}}, kStepWhy},
     {{{64, 6}, {96, 5}, {128, 4}, {192, 3}, {256, 2}}, kRingWhy},
     {{{256, 2}}, kCtasWhy},
-    {{{256, 32}, {512, 16}}, kF32Why},
+    {{{256, 32}, {512, 16}, {1024, 8}}, kF32Why},
     {{{256, 2}, {512, 1}}, kF32Why},
     {64, kMlaRowsWhy},
     {32, kMlaStepWhy},
+    {64, kWideRowsWhy},
+    {32, kWideStepWhy},
 };
 
 constexpr Tiles k164KB = {
     "164 KB",
+    163 << 10,
     {{{128, 128}, {256, 64}}, kPrefillWhy},
     {{{192, 64}, {256, 32}}, kStepWhy},
     {{{64, 5}, {128, 3}, {192, 2}, {256, 4}}, kRingWhy},
     {{{192, 2}, {256, 1}}, kCtasWhy},
-    {{{256, 32}, {512, 16}}, kF32Why},
+    {{{256, 32}, {512, 16}, {1024, 8}}, kF32Why},
     {{{512, 1}}, kF32Why},
     {32, kMlaRowsWhy},
     {32, kMlaStepWhy},
+    {64, kWideRowsWhy},
+    {16, kWideStepWhy},
 };
 
 constexpr Tiles k100KB = {
     "100 KB",
+    99 << 10,
     {{{64, 128}, {256, 64}}, kPrefillWhy},
     {{{64, 64}, {256, 32}}, kStepWhy},
     {{{64, 3}, {128, 2}, {192, 3}, {256, 2}}, kRingWhy},
@@ -63,6 +77,8 @@ constexpr Tiles k100KB = {
     {{{512, 1}}, kF32Why},
     {32, kMlaRowsWhy},
     {16, kMlaStepWhy},
+    {32, kWideRowsWhy},
+    {16, kWideStepWhy},
 };
 
 // --- Hopper's tiles ---

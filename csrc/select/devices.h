@@ -40,6 +40,7 @@ struct Steps {
 // build_tools/check_kernels.py compiles them and reports what does not fit.
 struct Tiles {
   const char* name;
+  int64_t smem_bytes;      // that one CTA may have
   Steps prefill_rows;      // by head_dim_qk: rows of a prefill tile
   Steps step_tokens;       // by head_dim_qk: kv tokens of a step
   Steps ring_slots;        // by the larger head dim, in 16-bit elements: slots of the kv ring
@@ -47,7 +48,8 @@ struct Tiles {
   Steps f32_step_tokens;   // by head_dim_qk + head_dim_vo
   Steps f32_ring_slots;    // likewise
   Number mla_rows;         // rows of the largest tile
-  Number mla_step_tokens;  // of sm80/mla.cuh
+  Number mla_step_tokens;  // of sm80/wide.cuh
+  Number wide_rows, wide_step_tokens;  // likewise, with k and v of up to 512 columns
 };
 
 // The operands that sm90/attention.cuh multiplies.
@@ -91,7 +93,7 @@ struct Costs {
   const char* measured_on;
   Number cached_bytes;  // of keys and values of a request, which CTAs read at different times
   KernelCosts portable, hopper, portable_e4m3, hopper_e4m3;
-  KernelCosts mla_16, mla_32, mla_64;  // sm80/mla.cuh, by the rows of its smallest tile
+  KernelCosts mla_16, mla_32, mla_64;  // sm80/wide.cuh, by the rows of its smallest tile
   KernelCosts mla_hopper;              // sm90/mla.cuh
 };
 

@@ -28,6 +28,12 @@ void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons = nullptr,
                 const VariantProgram* program = nullptr);  // cuda.cc
 
+// On CUDA, without mla: the largest head dim, and the most query heads of a kv head, that kernels
+// have room for. Both depend on the target, the dtype and the format alone, and the group on the
+// head dims, too.
+int64_t LargestCudaHeadDim(const AttentionSpec& spec);
+int64_t LargestCudaGroup(const AttentionSpec& spec);
+
 // MLA on CUDA: the most query heads that a tile may have.
 int64_t MostHeadsOfBlock(const AttentionSpec& spec);
 

@@ -41,7 +41,8 @@ enum VariantRule : i32 {
 // Types that arguments may have, as bits (1 << VariantType).
 enum : i32 { kF = 1, kI = 2, kFI = 3, kB = 4, kIB = 6, kAny = 7 };
 
-// The one table of operations: X(name, word, rule, number of arguments, types).
+// The one table of operations: X(name, word, rule, number of arguments, types). Saved plans and
+// exported executables have an operation by its number, so new ones are added at the end.
 // f32 is IEEE; min and max give NaN if either argument is NaN. i32 wraps around; division
 // truncates, x / 0 is -1 and x rem 0 is x; shifts by 32 bits or more leave 0, or the sign (sar). A
 // cast to i32 truncates and saturates, and NaN becomes 0; a cast to bool is x != 0. The indices of
@@ -94,7 +95,14 @@ enum : i32 { kF = 1, kI = 2, kFI = 3, kB = 4, kIB = 6, kAny = 7 };
   X(Ne, "ne", kRuleCompare, 2, kAny)            \
   X(Lt, "lt", kRuleCompare, 2, kFI)             \
   X(Le, "le", kRuleCompare, 2, kFI)             \
-  X(Select, "select", kRuleSelect, 3, kAny)
+  X(Select, "select", kRuleSelect, 3, kAny)     \
+  X(Expm1, "expm1", kRuleSame, 1, kF)           \
+  X(Sin, "sin", kRuleSame, 1, kF)               \
+  X(Cos, "cos", kRuleSame, 1, kF)               \
+  X(Erf, "erf", kRuleSame, 1, kF)               \
+  X(Erfc, "erfc", kRuleSame, 1, kF)             \
+  X(Atan2, "atan2", kRuleSame, 2, kF)           \
+  X(Pow, "pow", kRuleSame, 2, kF)
 
 enum VariantOp : i32 {
 #define JAX_ATTN_OP(name, word, rule, num_args, types) kOp##name,

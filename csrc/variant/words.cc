@@ -26,27 +26,29 @@ class Reader {
 
   Status Read() {
     int64_t version;
-    Status s = Take("version", kProgramVersion, kProgramVersion, &version);
-    if (s.ok()) s = Take("normalizes", 0, 1, &p_->normalizes);
-    if (s.ok()) s = Take("logits", -1, kMaxInstructions - 1, &p_->logits);
-    if (s.ok()) s = Take("visible", -1, kMaxInstructions - 1, &p_->visible);
-    if (s.ok()) s = Take("num_operands", 0, kMaxVariantOperands, &p_->num_operands);
-    for (i32 i = 0; s.ok() && i < p_->num_operands; ++i) {
-      s = Take("type of an operand", kOperandF32, kOperandBool, &p_->operands[i].type);
-      if (s.ok()) s = Take("axes of an operand", 0, kMaxOperandRank, &p_->operands[i].rank);
+    JAX_ATTN_RETURN_IF_ERROR(Take("version", kProgramVersion, kProgramVersion, &version));
+    JAX_ATTN_RETURN_IF_ERROR(Take("normalizes", 0, 1, &p_->normalizes));
+    JAX_ATTN_RETURN_IF_ERROR(Take("logits", -1, kMaxInstructions - 1, &p_->logits));
+    JAX_ATTN_RETURN_IF_ERROR(Take("visible", -1, kMaxInstructions - 1, &p_->visible));
+    JAX_ATTN_RETURN_IF_ERROR(Take("num_operands", 0, kMaxVariantOperands, &p_->num_operands));
+    for (i32 i = 0; i < p_->num_operands; ++i) {
+      ProgramOperand& operand = p_->operands[i];
+      JAX_ATTN_RETURN_IF_ERROR(
+          Take("type of an operand", kOperandF32, kOperandBool, &operand.type));
+      JAX_ATTN_RETURN_IF_ERROR(Take("axes of an operand", 0, kMaxOperandRank, &operand.rank));
     }
-    if (s.ok()) s = Take("num_instructions", 0, kMaxInstructions, &p_->num_instructions);
-    for (i32 i = 0; s.ok() && i < p_->num_instructions; ++i) s = ReadInstruction(i);
-    if (s.ok() && at_ != num_words_) {
+    JAX_ATTN_RETURN_IF_ERROR(Take("num_instructions", 0, kMaxInstructions, &p_->num_instructions));
+    for (i32 i = 0; i < p_->num_instructions; ++i) JAX_ATTN_RETURN_IF_ERROR(ReadInstruction(i));
+    if (at_ != num_words_) {
       return Refuse("words", std::to_string(at_), static_cast<int64_t>(num_words_));
     }
-    if (s.ok()) s = CheckResult("logits", p_->logits, kVariantF32);
-    if (s.ok()) s = CheckResult("visible", p_->visible, kVariantBool);
-    if (s.ok() && p_->logits < 0 && p_->visible < 0 && p_->normalizes) {
+    JAX_ATTN_RETURN_IF_ERROR(CheckResult("logits", p_->logits, kVariantF32));
+    JAX_ATTN_RETURN_IF_ERROR(CheckResult("visible", p_->visible, kVariantBool));
+    if (p_->logits < 0 && p_->visible < 0 && p_->normalizes) {
       return Refuse("logits", "a value where there is no mask", -1);
     }
     p_->present = 1;
-    return s;
+    return Status::Ok();
   }
 
  private:
@@ -75,12 +77,11 @@ class Reader {
   Status ReadInstruction(i32 i) {
     Instruction& x = p_->instructions[i];
     const std::string name = "instruction " + std::to_string(i);
-    Status s = Take("operation", 0, kNumVariantOps - 1, &x.op);
-    if (s.ok()) s = Take("type of a value", kVariantF32, kVariantBool, &x.type);
+    JAX_ATTN_RETURN_IF_ERROR(Take("operation", 0, kNumVariantOps - 1, &x.op));
+    JAX_ATTN_RETURN_IF_ERROR(Take("type of a value", kVariantF32, kVariantBool, &x.type));
     for (i32& arg : x.args) {
-      if (s.ok()) s = Take("argument", INT32_MIN, INT32_MAX, &arg);
+      JAX_ATTN_RETURN_IF_ERROR(Take("argument", INT32_MIN, INT32_MAX, &arg));
     }
-    if (!s.ok()) return s;
     const VariantOpInfo& info = kVariantOps[x.op];
     i32 used = info.num_args;  // entries of args in use
     switch (info.rule) {
@@ -91,9 +92,8 @@ class Reader {
         }
         break;
       case kRuleAt:
-        if (s = CheckType(name, x.type, info.types == kF ? kVariantF32 : kVariantI32); !s.ok()) {
-          return s;
-        }
+        JAX_ATTN_RETURN_IF_ERROR(
+            CheckType(name, x.type, info.types == kF ? kVariantF32 : kVariantI32));
         x.level = LevelOfFact(x.op);
         break;
       case kRuleLoad:
@@ -104,13 +104,13 @@ class Reader {
         const ProgramOperand& operand = p_->operands[x.args[0]];
         const bool loads = info.rule == kRuleLoad;
         const i32 type = loads ? LoadedType(operand.type) : i32{kVariantI32};
-        if (s = CheckType(name, x.type, type); !s.ok()) return s;
+        JAX_ATTN_RETURN_IF_ERROR(CheckType(name, x.type, type));
         used = loads ? 1 + operand.rank : 2;
         if (!loads && (x.args[1] < 0 || x.args[1] >= operand.rank)) {
           return Refuse(name, "an axis below " + std::to_string(operand.rank), x.args[1]);
         }
         for (i32 a = 1; loads && a < used; ++a) {
-          if (s = CheckValue(name, i, x.args[a], kVariantI32); !s.ok()) return s;
+          JAX_ATTN_RETURN_IF_ERROR(CheckValue(name, i, x.args[a], kVariantI32));
         }
         break;
       }
@@ -118,34 +118,35 @@ class Reader {
       case kRuleCompare:
       case kRuleSelect:
       case kRuleCast:
-        if (s = CheckOperation(name, i, x, info); !s.ok()) return s;
+        JAX_ATTN_RETURN_IF_ERROR(CheckOperation(name, i, x, info));
         break;
     }
     for (i32 a = used; a < kMaxInstructionArgs; ++a) {
       if (x.args[a] != 0) return Refuse(name, "0 where there is no argument", x.args[a]);
     }
-    if (info.rule == kRuleDim || info.rule == kRuleConst) return s;
+    if (info.rule == kRuleDim || info.rule == kRuleConst) return Status::Ok();
     for (i32 a = 0; a < NumValueArgs(*p_, x); ++a) {
       x.level |= p_->instructions[x.args[FirstValueArg(x) + a]].level;
     }
-    return s;
+    return Status::Ok();
   }
 
   Status CheckOperation(const std::string& name, i32 i, const Instruction& x,
                         const VariantOpInfo& info) {
     const i32 first = info.rule == kRuleSelect ? 1 : 0;  // the argument that has the type of all
-    Status s;
-    if (s = CheckValue(name, i, x.args[first], -1); !s.ok()) return s;
+    JAX_ATTN_RETURN_IF_ERROR(CheckValue(name, i, x.args[first], -1));
     const i32 type = p_->instructions[x.args[first]].type;
     if ((info.types >> type & 1) == 0) {
       return Status::Error("program: " + name + ": expected another type of argument for " +
                            info.word + ", got " + TypeName(type) + ".");
     }
-    if (info.rule == kRuleSelect) s = CheckValue(name, i, x.args[0], kVariantBool);
-    for (i32 a = first; s.ok() && a < info.num_args; ++a) {
-      s = CheckValue(name, i, x.args[a], type);
+    if (info.rule == kRuleSelect) {
+      JAX_ATTN_RETURN_IF_ERROR(CheckValue(name, i, x.args[0], kVariantBool));
     }
-    if (!s.ok() || info.rule == kRuleCast) return s;
+    for (i32 a = first; a < info.num_args; ++a) {
+      JAX_ATTN_RETURN_IF_ERROR(CheckValue(name, i, x.args[a], type));
+    }
+    if (info.rule == kRuleCast) return Status::Ok();
     return CheckType(name, x.type, info.rule == kRuleCompare ? i32{kVariantBool} : type);
   }
 
@@ -202,7 +203,7 @@ Status DecodeGradient(const int64_t* words, size_t num_words, const VariantProgr
   }
   VariantProgram& p = gradient->program;
   const size_t first = 2 + 2 * static_cast<size_t>(words[1]);
-  if (Status s = DecodeProgram(words + first, num_words - first, &p); !s.ok()) return s;
+  JAX_ATTN_RETURN_IF_ERROR(DecodeProgram(words + first, num_words - first, &p));
   bool fits = p.present && p.normalizes == of.normalizes && p.num_operands == of.num_operands;
   for (i32 i = 0; fits && i < of.num_operands; ++i) {
     fits = p.operands[i].type == of.operands[i].type && p.operands[i].rank == of.operands[i].rank;

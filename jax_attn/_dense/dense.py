@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,16 +18,20 @@ from jax_attn._dense import blocks_jnp
 from jax_attn._dense.blocks_jnp import Operand, Problem
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
+from jax_attn._ops.operands import as_known
 from jax_attn._plan.plan import AttentionPlan, plan
-from jax_attn._spec.spec import AttentionSpec
-from jax_attn._spec.target import default_target, largest_head_dim
+from jax_attn._spec.spec import AttentionSpec, dtype_code
+from jax_attn._spec.target import LARGEST_HEAD_DIM
 from jax_attn._variant.variant import Variant
 from jax_attn._xla.attention_operands import BackwardOperands
-from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned
+from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned, varying_alike
 
 _OP = "dot_product_attention"
 
 _IMPLEMENTATIONS = (None, "xla", "cudnn")
+
+# Taken on import: a program may put the function of this module in its place.
+_of_jax_nn: Any = jax.nn.dot_product_attention
 
 
 def dot_product_attention(
@@ -44,8 +48,12 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    residual_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Drop-in for jax.nn.dot_product_attention: dense batches, same arguments, same meaning.
+
+    logits_soft_cap and residual_dtype are not arguments of jax.nn.
 
     query: [batch, T, num_qo_heads, head_dim] or [T, num_qo_heads, head_dim], bf16 | f16 | f32.
     key: [batch, S, num_kv_heads, head_dim] or without the batch, dtype of query.
@@ -61,17 +69,18 @@ def dot_product_attention(
     local_window_size: (left, right) or one int for both. Query i sees i - left <= j <= i + right.
     implementation: None: this library. "xla", "cudnn": the call is passed to jax.nn unchanged.
     return_residual: also return lse.
+    logits_soft_cap: c > 0: logits = c * tanh(scale * (query . key) / c), before bias and masks, as
+        in Gemma 2. None: none. Only with implementation=None.
+    residual_dtype: dtype of lse; None: that of query, as in jax.nn. With "float32" lse is not
+        rounded. Only with implementation=None.
 
     Returns o: [batch, T, num_qo_heads, head_dim_vo] in query's dtype, and with return_residual lse:
-    [batch, T, num_qo_heads], f32, natural log. Without the batch axis if query has none. A row that
-    sees no key has o = 0, lse = -inf.
+    [batch, T, num_qo_heads] in residual_dtype, natural log. Without the batch axis if query has
+    none. A row that sees no key has o = 0, lse = -inf; jax.nn returns the mean of all values there.
 
-    Two results differ from jax.nn: jax.nn returns the mean of all values for a row that sees no
-    key, and it rounds lse to query's dtype.
-
-    All arrays and scale may be traced; is_causal, local_window_size, implementation and
-    return_residual are static. vmap joins the mapped axis to the batch. A bias or mask that is not
-    mapped and has batch length 1 is not repeated.
+    All arrays and scale may be traced; the other arguments are static. Shapes are known while
+    tracing: jax.export's symbolic dimensions raise NotImplementedError. vmap joins the mapped axis
+    to the batch. A bias or mask that is not mapped and has batch length 1 is not repeated.
 
     Differentiable in query, key, value, bias and a traced scale, forward (jax.jvp) and backward,
     any number of times; lse may be part of the loss. The backward pass follows FlashAttention-2
@@ -81,12 +90,12 @@ def dot_product_attention(
     that a mask hides from all queries, have gradient 0 and no influence, even if they are NaN.
 
     On a mesh, arrays may be split over batch or heads and are not gathered. A bias or mask is split
-    like the rows, or has length 1 on the split axis. With static lengths, arrays may be split over
-    heads only. Other shardings raise ValueError; if only XLA knows the sharding, compilation fails
-    with the same sentence.
+    like the rows, or has length 1 on the split axis. Heads may be split where all devices get the
+    same number of KV heads. Other shardings raise ValueError, from the compiler if only XLA knows
+    the sharding.
 
-    Raises ValueError for arrays that do not fit each other, or for a wrong length, window or
-    implementation. Raises NotImplementedError for a head_dim above 512 on a CPU, 256 on a GPU.
+    Raises ValueError for arrays that do not fit each other, or for a wrong length, window, soft cap
+    or implementation. Raises NotImplementedError for another dtype, and for a head_dim above 512.
 
     In the example, query i sees keys 0 to i, whose values are 0 to i.
 
@@ -102,8 +111,14 @@ def dot_product_attention(
             f'{_OP}: implementation: expected None, "xla" or "cudnn", got {implementation!r}.'
         )
     if implementation is not None:
-        theirs: Any = jax.nn.dot_product_attention
-        return theirs(
+        ours = {"logits_soft_cap": logits_soft_cap, "residual_dtype": residual_dtype}
+        for name, given in ours.items():
+            if given is not None:
+                raise ValueError(
+                    f"{_OP}: {name}: expected None with implementation={implementation!r}, which is"
+                    f" jax.nn's, got {given!r}."
+                )
+        return _of_jax_nn(
             query,
             key,
             value,
@@ -117,16 +132,18 @@ def dot_product_attention(
             implementation=implementation,
             return_residual=return_residual,
         )
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    of_names = {"query": query, "key": key, "value": value}
+    query, key, value = (as_known(_OP, *pair) for pair in of_names.items())
     q, k, v = (a if a.ndim == 4 else a[None] for a in (query, key, value))
     _check_operands(q, k, v)
+    soft_cap = soft_cap_of(_OP, logits_soft_cap)
     batch, q_len, num_qo_heads, head_dim = q.shape
     kv_len, head_dim_vo = k.shape[1], v.shape[3]
     logits = batch, num_qo_heads, q_len, kv_len
     arrays: dict[str, jax.Array] = {}
     sm_scale = head_dim**-0.5 if scale is None else scale
     if isinstance(sm_scale, jax.core.Tracer):
-        arrays["scale"] = _traced_scale(sm_scale, batch)
+        arrays["scale"] = _traced_scale(sm_scale)
         sm_scale = 1.0
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:
@@ -140,19 +157,23 @@ def dot_product_attention(
             arrays[name] = _traced_lengths(argument, lengths, batch, limit)
         elif lengths is not None:
             lens[name] = _host_lengths(argument, lengths, batch, limit)
+            arrays[name] = jnp.asarray(np.asarray(lens[name], np.int32))
     problem = Problem(
         **lens,
         sm_scale=float(sm_scale),
         window=window_of(_OP, local_window_size, is_causal),
+        soft_cap=soft_cap,
         operands=tuple(
             Operand(name, x.dtype.name, tuple(n > 1 or x.ndim == 1 for n in x.shape))
             for name, x in arrays.items()
         ),
     )
-    o, lse = _attend(problem, *map(_padded_head_dim, (q, k, v)), *arrays.values())
+    padded = map(_padded_head_dim, (q, k, v))
+    o, lse = _attend(problem, *varying_alike((*padded, *arrays.values())))
     o = o[..., :head_dim_vo]
     if query.ndim == 3:
         o, lse = o[0], lse[0]
+    lse = lse.astype(query.dtype if residual_dtype is None else residual_dtype)
     return (o, lse) if return_residual else o
 
 
@@ -169,10 +190,10 @@ def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"{_OP}: query, key, value: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast them."
         )
-    largest = largest_head_dim(default_target())
-    if max(q.shape[3], v.shape[3]) > largest:
+    dtype_code(q.dtype, f"{_OP}: query")
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD_DIM:
         raise NotImplementedError(
-            f"{_OP}: head_dim: up to {largest} is supported on {default_target()}, got"
+            f"{_OP}: head_dim: up to {LARGEST_HEAD_DIM} is supported, got"
             f' {max(q.shape[3], v.shape[3])}; use implementation="xla".'
         )
 
@@ -191,6 +212,18 @@ def window_of(op: str, size: Any, is_causal: bool) -> tuple[int, int]:
     return left, 0 if is_causal else right
 
 
+def soft_cap_of(op: str, soft_cap: float | None) -> float:
+    """The soft cap of an AttentionSpec: 0 for None."""
+    if soft_cap is None:
+        return 0.0
+    if isinstance(soft_cap, jax.core.Tracer) or not 0 < soft_cap < np.inf:
+        raise ValueError(
+            f"{op}: logits_soft_cap: expected None or a finite number above 0 that is known while"
+            f" tracing, got {soft_cap}."
+        )
+    return float(soft_cap)
+
+
 def _host_lengths(name: str, lengths: Any, batch: int, limit: int) -> tuple[int, ...]:
     array = np.asarray(lengths)
     is_whole = array.dtype.kind in "iu" or not array.size
@@ -207,13 +240,14 @@ def _traced_lengths(name: str, lengths: jax.Array, batch: int, limit: int) -> ja
             f"{_OP}: {name}: expected {batch} whole numbers in [0, {limit}], got"
             f" {lengths.dtype}{list(lengths.shape)}."
         )
+    limit = min(limit, jnp.iinfo(lengths.dtype).max)  # of int8, for example
     return jnp.clip(lengths, 0, limit).astype(jnp.int32)
 
 
-def _traced_scale(scale: jax.Array, batch: int) -> jax.Array:
+def _traced_scale(scale: jax.Array) -> jax.Array:
     if scale.shape or not jnp.issubdtype(scale.dtype, jnp.number):
         raise ValueError(f"{_OP}: scale: expected a number, got {scale.dtype}{list(scale.shape)}.")
-    return jnp.broadcast_to(scale.astype(jnp.float32), (batch, 1, 1, 1))
+    return scale.astype(jnp.float32).reshape(1, 1, 1, 1)
 
 
 def _padded_head_dim(x: jax.Array) -> jax.Array:
@@ -229,7 +263,7 @@ def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
 
     It broadcasts because indices beyond an axis of length 1 are clamped.
     """
-    array = jnp.asarray(array)
+    array = as_known(_OP, name, array)
     given = jnp.expand_dims(array, tuple(range(max(0, 4 - array.ndim))))
     fits = given.ndim == 4 and all(
         n in (1, full) for n, full in zip(given.shape, logits, strict=True)
@@ -243,9 +277,12 @@ def _broadcasting(name: str, array: Any, logits: tuple[int, ...]) -> jax.Array:
     return given if given.dtype.name in known else given.astype(jnp.float32)
 
 
-def _logits(score: Any, at: Any, scale: Any = None, bias: Any = None) -> Any:
+def _logits(soft_cap: float, score: Any, at: Any, scale: Any = None, bias: Any = None) -> Any:
+    """soft_cap: applied here because a traced scale comes before it; 0: none."""
     if scale is not None:
         score = score * scale[at.request, 0, 0, 0]
+    if soft_cap:
+        score = soft_cap * jnp.tanh(score / soft_cap)
     return score if bias is None else score + bias[at.request, at.head, at.q_pos, at.kv_pos]
 
 
@@ -254,12 +291,14 @@ def _is_seen(at: Any, mask: Any) -> Any:
 
 
 @functools.cache
-def _variant(operands: tuple[Operand, ...]) -> Variant | None:
+def _variant(operands: tuple[Operand, ...], soft_cap: float) -> Variant | None:
+    """soft_cap: 0 if the spec applies it."""
     read = {of.name: of.dtype for of in operands if of.name in ("scale", "bias", "mask")}
     if not read:
         return None
+    logits = functools.partial(_logits, soft_cap)
     return Variant(
-        logits=_logits if "scale" in read or "bias" in read else None,
+        logits=logits if "scale" in read or "bias" in read else None,
         mask=_is_seen if "mask" in read else None,
         operands={name: jax.ShapeDtypeStruct((1,) * 4, dtype) for name, dtype in read.items()},
     )
@@ -288,7 +327,7 @@ def _join(
     """
     # Cases: (is mapped, has batch length 1).
     operands = list(problem.operands)
-    batch = arrays[0].shape[1 if in_batched[0] else 0]
+    batch = _batch_of(arrays[0], in_batched[0])
     is_shared = {
         i: not operand.is_full[0]
         and not any(b for b, kind in zip(in_batched, kinds, strict=True) if kind == i)
@@ -301,15 +340,22 @@ def _join(
             continue
         x = x if is_batched else x[None]
         x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
-        joined.append(x.reshape(-1, *x.shape[2:]))
+        joined.append(x.reshape(axis_size * x.shape[1], *x.shape[2:]))
     for i, operand in enumerate(operands):
         if not is_shared[i]:
             operands[i] = operand._replace(is_full=(True, *operand.is_full[1:]))
-    query_lens, kv_lens = (x and axis_size * x for x in (problem.query_lens, problem.kv_lens))
+    query_lens, kv_lens = (
+        None if x is None else axis_size * x for x in (problem.query_lens, problem.kv_lens)
+    )
     problem = dataclasses.replace(
         problem, query_lens=query_lens, kv_lens=kv_lens, operands=tuple(operands)
     )
     return problem, joined
+
+
+def _batch_of(q: jax.Array, is_batched: bool) -> int:
+    """The batch size of queries that vmap maps along their first axis, or not at all."""
+    return q.shape[1] if is_batched else q.shape[0]
 
 
 def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,12 +369,18 @@ def _joining(call: Callable[..., Any]) -> Callable[..., Any]:
             n = len(problem.operands)
             kinds = [None] * 3 + list(range(n)) + [None] * (len(operands) - 3 - n)
             results = joined(*_flat(_join(problem, axis_size, in_batched, operands, kinds)))
-            split = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results)
+            batch = _batch_of(operands[0], in_batched[0])
+            split = _split_batch(axis_size, batch, results)
             return split, (True,) * len(split)
 
         return one(*arrays)
 
     return joined
+
+
+def _split_batch(axis_size: int, batch: int, results: Any) -> tuple[jax.Array, ...]:
+    """Undo the joining of the mapped axis and the batch axis, which may be empty."""
+    return tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results)
 
 
 def _flat(call: tuple[Problem, list[jax.Array]]) -> tuple[Any, ...]:
@@ -338,30 +390,28 @@ def _flat(call: tuple[Problem, list[jax.Array]]) -> tuple[Any, ...]:
 def _attend_batch(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v = arrays[:3]
     if not q.size or not k.size or not v.size:
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+        o = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        return o, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     whole = _plan(problem, *arrays)
-    o, lse = _attend_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
-    lens = problem.named(arrays[3:]).get("query_lens", problem.query_lens)
-    if lens is not None:
-        live = jnp.arange(o.shape[1]) < jnp.asarray(lens)[:, None]
-        o = jnp.where(live[..., None, None], o, 0)
-        lse = jnp.where(live[..., None], lse, -jnp.inf)
-    return o, lse
+    return _attend_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
 
 
 def _plan(problem: Problem, *arrays: jax.Array) -> AttentionPlan:
-    """The plan for the lengths, made on the host if they are static."""
+    """The plan for the lengths, made on the host if those of all these requests are static."""
     spec = _spec(problem, *arrays[:3])
     lens = problem.named(arrays[3:]).get("kv_lens")
-    if lens is None:
-        return _plan_on_host(spec, problem.kv_lens or (arrays[1].shape[1],) * spec.max_batch)
-    return _plan_lens(spec, lens)
+    known = problem.kv_lens if lens is not None else (arrays[1].shape[1],) * spec.max_batch
+    if known is not None and len(known) == spec.max_batch:
+        return _plan_on_host(spec, known)
+    return _plan_lens(spec, lens)  # traced, or of a device's part of the requests
 
 
 def _spec(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> AttentionSpec:
     batch, q_len, num_qo_heads, head_dim = q.shape
     kv_len, num_kv_heads = k.shape[1:3]
     left, right = problem.window
+    # A traced scale comes before the soft cap, so that the variant applies both.
+    has_scale = any(operand.name == "scale" for operand in problem.operands)
     return AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -372,7 +422,8 @@ def _spec(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> Attenti
         window_left=left,
         window_right=right,
         sm_scale=problem.sm_scale,
-        variant=_variant(problem.operands),
+        logits_soft_cap=0.0 if has_scale else problem.soft_cap,
+        variant=_variant(problem.operands, problem.soft_cap if has_scale else 0.0),
         page_size=None,
         max_batch=batch,
         max_qo_tokens=batch * q_len,
@@ -408,7 +459,13 @@ def _attend_flat(
     flat_q, flat_k, flat_v = (a.reshape(-1, *a.shape[2:]) for a in (q, k, v))
     own = AttentionPlan(buffer, spec)
     o, lse = attention(flat_q, flat_k, flat_v, own, variant_operands=read, return_lse=True)
-    return o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    o, lse = o.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    lens = problem.named(operands).get("query_lens")
+    if lens is not None:
+        live = (jnp.arange(q.shape[1])[None] < lens[:, None])[..., None]
+        o = jnp.where(live[..., None], o, 0)
+        lse = jnp.where(live, lse, -jnp.inf)
+    return o, lse
 
 
 def _attend_part(
@@ -422,28 +479,74 @@ def _attend_part(
 
 _DENSE = "b t (h g) d", "b s h d", "b s h e"
 _ROWS = "b t (h g) e", "b t (h g)"
+_SPLIT = ("b", "h")  # requests, and KV heads with their groups of query heads, are independent
 
 
 def _axes_of(
-    problem: Problem, group_size: int, others: tuple[str, ...], results: tuple[str, ...]
+    problem: Problem, heads: tuple[int, int], others: tuple[str, ...], results: tuple[str, ...]
 ) -> Axes:
     """Axes of the arrays.
 
-    Work may be split over requests, and over KV heads with their groups of query heads.
+    heads: numbers of KV heads and of query heads in a group.
     """
     arguments = (*_DENSE, *(operand.axes for operand in problem.operands), *others)
     names = f"{', '.join(arguments)} -> {', '.join(results)}"
-    return Axes(names, problem.split, {"g": group_size})
+    num_kv_heads, group_size = heads
+    if 1 in heads:  # Shardy has no factors of size 1
+        return Axes(names.replace("(h g)", "h" if group_size == 1 else "g"), _SPLIT)
+    return Axes(names, _SPLIT, {"g": group_size})
+
+
+def _heads_of(arrays: Sequence[jax.Array]) -> tuple[int, int]:
+    num_qo_heads, num_kv_heads = arrays[0].shape[2], arrays[1].shape[2]
+    return num_kv_heads, num_qo_heads // num_kv_heads
 
 
 def _axes(problem: Problem, spec: AttentionSpec) -> Axes:
-    return _axes_of(problem, spec.group_size, ("w",), _ROWS)
+    return _axes_of(problem, (spec.num_kv_heads, spec.group_size), ("w",), _ROWS)
 
 
 _attend_planned = partitioned(_OP, _attend_flat, _axes, num_static=2, per_device=_attend_part)
 
 
 # ---- tangents and gradients ----------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _row_states(problem: Problem, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """blocks_jnp.row_states on each device, so that it decides by its own rows.
+
+    log_sum follows lse in derivatives; what else it and shift depend on cancels.
+    """
+
+    def run(problem: Problem, *arrays: jax.Array) -> Any:
+        lse = arrays[-1]
+        if not all(x.size for x in arrays[:3]):  # a batch of vmap may be empty
+            return jnp.zeros_like(lse), lse
+        batch, kv_len = arrays[1].shape[:2]
+        lens = blocks_jnp.kv_lens_of(problem.named(arrays[3:-1]), batch, kv_len)
+        return _row_states_planned(problem, _heads_of(arrays), *arrays, lens)
+
+    shift, log_sum = _joining(run)(problem, *arrays)
+    return shift, log_sum
+
+
+@_row_states.defjvp
+def _row_states_jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
+    shift, log_sum = _row_states(problem, *primals)
+    return (shift, log_sum), (jnp.zeros_like(shift), tangents[-1])
+
+
+def _row_states_axes(problem: Problem, heads: tuple[int, int]) -> Axes:
+    return _axes_of(problem, heads, (*_ROWS[1:], "b"), _ROWS[1:] * 2)
+
+
+def _row_states_of_part(problem: Problem, heads: tuple[int, int], *arrays: jax.Array) -> Any:
+    del heads
+    return blocks_jnp.row_states(problem, *arrays)
+
+
+_row_states_planned = partitioned(_OP, _row_states_of_part, _row_states_axes, num_static=2)
 
 
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
@@ -475,10 +578,12 @@ _tangents_p.multiple_results = True
 
 
 def _tangents(*arrays: jax.Array, problem: Problem, wanted: tuple[str, ...]) -> Any:
-    run = functools.partial(blocks_jnp.tangents, problem, wanted)
+    n = len(problem.operands)
+    if not all(x.size for x in arrays[:3]):  # a batch of vmap may be empty
+        return tuple(map(jnp.zeros_like, arrays[3 + n : 5 + n]))
+    run = functools.partial(blocks_jnp.tangents, problem, wanted, _row_states)
     of_wanted = (operand.axes for operand in problem.operands if operand.name in wanted)
-    group_size = arrays[0].shape[2] // arrays[1].shape[2]
-    about = _axes_of(problem, group_size, (*_ROWS, *_DENSE, *of_wanted), _ROWS)
+    about = _axes_of(problem, _heads_of(arrays), (*_ROWS, *_DENSE, *of_wanted), _ROWS)
     return on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
 
 
@@ -521,7 +626,7 @@ def _tangents_batched(arrays: Any, axes: Any, *, problem: Problem, wanted: tuple
     size = next(x.shape[0] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     joined, operands = _join(problem, size, in_batched, arrays, kinds)
     results = _tangents_p.bind(*operands, problem=joined, wanted=wanted)
-    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0, 0]
+    return _split_batch(size, _batch_of(arrays[0], in_batched[0]), results), [0, 0]
 
 
 _tangents_p.def_impl(_tangents)
@@ -538,14 +643,14 @@ def _backward(problem: Problem, wanted: tuple[str, ...], *arrays: jax.Array) -> 
     arrays: q, k, v, the operands, o, lse, d_o, d_lse.
     """
     spec = _spec(problem, *arrays[:3])
-    if spec.variant is None:
+    if spec.variant is None and spec.has_backward_kernel:
         return _gradients(problem, *arrays)
     names = [operand for operand in problem.operands if operand.name in wanted]
     # A device has some requests and heads. Its gradients of shared operands are partial sums.
     parts = tuple("b (h g) t s" for _ in names)
-    group_size = arrays[0].shape[2] // arrays[1].shape[2]
-    about = _axes_of(problem, group_size, (*_ROWS, *_ROWS), (*_DENSE, *parts))
-    run = functools.partial(blocks_jnp.gradients, problem, wanted)  # XLA can split it
+    about = _axes_of(problem, _heads_of(arrays), (*_ROWS, *_ROWS), (*_DENSE, *parts))
+    # XLA can split it.
+    run = functools.partial(blocks_jnp.gradients, problem, wanted, _row_states)
     d_q, d_k, d_v, *of_parts = on_explicit_mesh(_OP, run, about, otherwise=run)(*arrays)
     of_operands = [
         x.sum(
@@ -561,6 +666,8 @@ def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
     """dq, dk and dv, computed by the kernels."""
 
     def run(problem: Problem, *arrays: jax.Array) -> Any:
+        if not all(x.size for x in arrays[:3]):  # a batch of vmap may be empty
+            return tuple(map(jnp.zeros_like, arrays[:3]))
         whole = _plan(problem, *arrays[: 3 + len(problem.operands)])
         return _gradients_planned(problem, whole.spec, *arrays, jnp.asarray(whole.buffer))
 
@@ -571,7 +678,8 @@ def _gradients(problem: Problem, *arrays: jax.Array) -> Any:
 
 @_gradients.defjvp
 def _second_derivatives(problem: Problem, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(blocks_jnp.gradients, problem, ()), primals, tangents)
+    run = functools.partial(blocks_jnp.gradients, problem, (), _row_states)
+    return jax.jvp(run, primals, tangents)
 
 
 def _gradients_flat(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -> Any:
@@ -593,7 +701,7 @@ def _gradients_part(problem: Problem, spec: AttentionSpec, *arrays: jax.Array) -
 
 def _gradients_axes(problem: Problem, spec: AttentionSpec) -> Axes:
     others = "b t (h g)", "b t (h g)", "b t (h g) e", "w"
-    return _axes_of(problem, spec.group_size, others, _DENSE)
+    return _axes_of(problem, (spec.num_kv_heads, spec.group_size), others, _DENSE)
 
 
 _gradients_planned = partitioned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Literal, overload
@@ -20,6 +21,7 @@ from jax_attn._ops.operands import (
     count_parts,
     layer_operand,
     of_parts,
+    pad_heads,
     spec_of,
 )
 from jax_attn._plan.plan import AttentionPlan
@@ -112,8 +114,10 @@ def attention(
     (docs/devices.md).
 
     Differentiable in q, k, v and sinks, lse included, and in float variant_operands
-    (docs/training.md). Rows of k and v that no query reads have gradient 0. Pages that requests
-    share get the sum over these requests.
+    (docs/training.md), to any order, forward (jax.jvp) and backward. Rows of k and v that no query
+    reads have gradient 0. Pages that requests share get the sum over these requests. The kernels
+    compute the gradient; forward mode, second derivatives and a gradient under vmap are in jnp,
+    which compares every query token with every key of the batch.
 
     The same inputs and plan give the same bits, gradients included. vmap is not supported: batch
     requests in the plan. Raises ValueError for arrays that do not fit the plan's spec. Raises
@@ -148,12 +152,16 @@ def attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    value_dim = spec_of("attention", plan).value_dim
+    plan, given = _padded("attention", plan, given)
     operands, split = _checked("attention", plan, given, variant_operands)
     if return_lse and (variant := plan.spec.variant) is not None and not variant.normalizes:
         raise ValueError(
             "attention: return_lse: expected False with a variant of normalize='none', got True."
         )
     o, lse = gradients.attention(operands, split)
+    if o.shape[-1] != value_dim:
+        o = o[..., :value_dim]
     return (o, lse) if return_lse else o
 
 
@@ -197,6 +205,7 @@ def item_times(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    plan, given = _padded("item_times", plan, given)
     operands, split = _checked("item_times", plan, given, variant_operands)
     if split.num_parts > 1:
         raise NotImplementedError(
@@ -212,6 +221,22 @@ def item_times(
     return times[: plan.header()["num_items"]] * 1e-9
 
 
+def _padded(
+    op: str, plan: AttentionPlan, given: AttentionOperands[Any]
+) -> tuple[AttentionPlan, AttentionOperands[Any]]:
+    """The call with head dims that kernels have. Pages have them already."""
+    spec = spec_of(op, plan)
+    if spec.padded is spec:
+        return plan, given
+    qk, vo = zip((spec.head_dim_qk, spec.value_dim), spec.padded_dims, strict=True)
+    dims = {"q": qk, "k_new": qk, "v_new": vo}
+    if not spec.is_paged:
+        dims |= {"k": qk, "v": vo}
+    arrays = {name: pad_heads(op, name, getattr(given, name), *dim) for name, dim in dims.items()}
+    plan = dataclasses.replace(plan, spec=spec.padded)
+    return plan, dataclasses.replace(given, **arrays)
+
+
 def _checked(
     op: str,
     plan: AttentionPlan,
@@ -223,7 +248,7 @@ def _checked(
     given: the caller's operands, without those of the plan and without variant_operands.
     """
     one = spec_of(op, plan)
-    num_parts = count_parts(one, given.q, one.num_qo_heads)
+    num_parts = count_parts(given.q, one.num_qo_heads)
     spec = of_parts(one, num_parts)
     q = check_array(op, "q", given.q, spec.q_shape, spec.dtype_of_q)
     if spec.is_paged:
@@ -238,11 +263,11 @@ def _checked(
         v = check_values(op, "v", given.v, v_shape, spec.dtype_of_kv)
     k_new, v_new = _checked_new(op, spec, given.k_new, given.v_new)
     sinks = given.sinks
-    if sinks is not None and spec.variant is not None and not spec.variant.normalizes:
-        raise ValueError(
-            f"{op}: sinks: expected None with a variant of normalize='none', got an array."
-        )
     if sinks is not None:
+        if spec.variant is not None and not spec.variant.normalizes:
+            raise ValueError(
+                f"{op}: sinks: expected None with a variant of normalize='none', got an array."
+            )
         sinks = check_array(op, "sinks", sinks, (spec.num_qo_heads,), "float32")
     scales = {name: getattr(given, name) for name in ("q_scale", "k_scale", "v_scale")}
     q_scale, k_scale, v_scale = check_scales(op, spec, scales)

@@ -1,7 +1,8 @@
-"""Support for jax.export: the allowed custom calls, and serialization of a plan's spec."""
+"""Support for jax.export: allowed custom calls, serialization of a plan's spec and of Rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,10 @@ import jax.export
 
 from jax_attn import _core
 from jax_attn._plan.plan import AttentionPlan
+from jax_attn._plan.rows import Rows
+from jax_attn._plan.state_plan import StatePlan
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.state_spec import LinearAttentionSpec, StateSpec
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -42,4 +46,25 @@ jax.export.register_pytree_node_serialization(
     serialized_name="jax_attn.AttentionPlan",
     serialize_auxdata=_write,
     deserialize_auxdata=_read,
+)
+jax.export.register_namedtuple_serialization(Rows, serialized_name="jax_attn.Rows")
+
+
+def _write_states(auxdata: tuple[StateSpec]) -> bytes:
+    (spec,) = auxdata
+    about = {"kind": type(spec).__name__, "fields": dataclasses.asdict(spec)}
+    return json.dumps(about).encode()
+
+
+def _read_states(raw: bytes) -> tuple[StateSpec]:
+    about = json.loads(raw)
+    kinds = {kind.__name__: kind for kind in (StateSpec, LinearAttentionSpec)}
+    return (kinds[about["kind"]](**about["fields"]),)
+
+
+jax.export.register_pytree_node_serialization(
+    StatePlan,
+    serialized_name="jax_attn.StatePlan",
+    serialize_auxdata=_write_states,
+    deserialize_auxdata=_read_states,
 )

@@ -11,11 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+from jax.interpreters import ad, batching, mlir
 
+from jax_attn._ops import plan_jnp
+from jax_attn._ops.operands import as_known
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
 from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
-from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing
+from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing, varying_alike
 
 # Names for jax.checkpoint policies. Besides the operands, the backward pass needs these two results
 # of the forward pass.
@@ -52,77 +56,233 @@ def _backward(wanted: tuple[int, ...]) -> Callable[..., Any]:
 _backward_of_one = refusing(_BACKWARD, _products, vmap=_VMAP, gradients=_NO_SECOND)
 
 
-def _call(split: HeadSplit, operands: AttentionOperands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(
+    split: HeadSplit, operands: AttentionOperands[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     o, lse = _forward(operands, split)
     return o, lse
-
-
-# Two versions: only the one with a variant's operands asks which of them are differentiated. JAX
-# cannot tell in a shard_map that is not under jit.
-_attention = jax.custom_vjp(_call, nondiff_argnums=(0,))
-_attention_of_operands = jax.custom_vjp(_call, nondiff_argnums=(0,))
 
 
 def attention(
     operands: AttentionOperands[jax.Array], split: HeadSplit
 ) -> tuple[jax.Array, jax.Array]:
     """o and lse, differentiable in q, k, v, sinks and a variant's operands."""
-    return (_attention_of_operands if operands.variant else _attention)(split, operands)
+    o, lse = _attention(split, varying_alike(operands))
+    return o, lse
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    operands: tuple[int, ...]  # numbers of a variant's operands
-
-
-def _forward_of_operands(split: HeadSplit, primals: AttentionOperands[Any]) -> tuple[Any, Any]:
-    operands = jax.tree.map(lambda primal: primal.value, primals)
-    wanted = [i for i, x in enumerate(primals.variant) if x.perturbed]
-    return _attention_forward(split, operands, wanted=wanted)
-
-
-def _attention_forward(
-    split: HeadSplit, operands: AttentionOperands[jax.Array], wanted: Sequence[int] = ()
-) -> tuple[Any, Any]:
+@functools.partial(_attention.defjvp, symbolic_zeros=True)
+def _jvp(split: HeadSplit, primals: Any, tangents: Any) -> Any:
+    (operands,), (given,) = primals, tangents
     check_differentiable(split.spec)
+    as_known("attention: gradients", "k", operands.k)  # the workspace grows with the pool
+    wanted = tuple(i for i, t in enumerate(given.variant) if not _is_zero(t))
     if wanted and split.num_parts > 1:
         raise NotImplementedError(
             "attention: gradients: variant_operands: supported where a device has all heads of the"
             f" arrays, got heads split {split.num_parts} ways; use jax.shard_map, and add up what"
             " its devices have."
         )
-    o, lse = _forward(operands, split)
+    o, lse = _attention(split, operands)
     o, lse = checkpoint_name(o, O_NAME), checkpoint_name(lse, LSE_NAME)
-    return (o, lse), (operands, o, lse, _Wanted(tuple(wanted)))
+    linear = [
+        jnp.zeros_like(x) if _is_zero(t) else t
+        for x, t in zip(_linear(operands, wanted), _linear(given, wanted), strict=True)
+    ]
+    arrays, tree = jax.tree.flatten(operands)
+    call = _Tangents(split, tree, wanted)
+    return (o, lse), tuple(_tangents_p.bind(*arrays, o, lse, *linear, call=call))
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _linear(operands: AttentionOperands[Any], wanted: tuple[int, ...]) -> list[Any]:
+    """What a call is differentiated by, of the operands or of their tangents or gradients."""
+    found = [operands.q, operands.k, operands.v, operands.sinks]
+    return [x for x in found if x is not None] + [operands.variant[i] for i in wanted]
+
+
+def _with_linear(
+    operands: AttentionOperands[Any], wanted: tuple[int, ...], arrays: Sequence[Any]
+) -> AttentionOperands[Any]:
+    """The operands with `arrays` in place of what _linear lists."""
+    q, k, v, *rest = arrays
+    sinks = None if operands.sinks is None else rest.pop(0)
+    variant = list(operands.variant)
+    for i, x in zip(wanted, rest, strict=True):
+        variant[i] = x
+    return dataclasses.replace(operands, q=q, k=k, v=v, sinks=sinks, variant=tuple(variant))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangents:
+    """The static arguments of _tangents_p."""
+
+    split: HeadSplit
+    tree: Any  # of the operands
+    wanted: tuple[int, ...]  # numbers of a variant's operands
+
+
+# Tangents of o and lse, in jnp. Its transpose in the linear operands is the backward pass.
+# Operands: those of the call, o, lse, and the tangents of what _linear lists.
+_tangents_p = jax_core.Primitive("jax_attn_tangents")
+_tangents_p.multiple_results = True
+
+
+def _in_jnp(call: _Tangents, operands: AttentionOperands[jax.Array]) -> Callable[..., Any]:
+    """(o, lse) as a function of what _linear lists, for JAX to differentiate."""
+    spec = call.split.spec
+    if spec.max_steps is not None:
+        raise NotImplementedError(
+            "attention: forward mode and second derivatives: max_steps: None is supported, got"
+            f" {spec.max_steps}; plan without a block map, whose variant hides the same."
+        )
+
+    def run(*varying: jax.Array) -> Any:
+        return plan_jnp.attend(_with_linear(operands, call.wanted, varying), spec)
+
+    return run
+
+
+def _split_tangents(call: _Tangents, arrays: Any) -> tuple[Any, Any, Any, Any]:
+    """The operands of the call, o, lse and what follows."""
+    n = call.tree.num_leaves
+    return jax.tree.unflatten(call.tree, arrays[:n]), arrays[n], arrays[n + 1], arrays[n + 2 :]
+
+
+def _tangents(*arrays: jax.Array, call: _Tangents) -> Any:
+    operands, _, _, linear = _split_tangents(call, arrays)
+    primals = _linear(operands, call.wanted)
+    return list(jax.jvp(_in_jnp(call, operands), primals, [*linear])[1])
+
+
+def _tangents_jvp(primals: Any, tangents: Any, call: _Tangents) -> Any:
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return _tangents(*arrays, call=call)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
+
+
+def _tangents_transpose(cotangents: Any, *arrays: Any, call: _Tangents) -> Any:
+    operands, o, lse, linear = _split_tangents(call, arrays)
+    d_o, d_lse = map(ad.instantiate_zeros, cotangents)
+    found = _gradients(call, operands, o, lse, d_o, d_lse)
+    of_linear = zip(linear, found, strict=True)
+    none = [None] * (len(arrays) - len(linear))
+    return none + [d if ad.is_undefined_primal(x) else None for x, d in of_linear]
+
+
+def _tangents_batched(arrays: Any, axes: Any, call: _Tangents) -> Any:
+    if any(axis is not None for axis in axes[: call.tree.num_leaves]):
+        raise NotImplementedError(f"attention: vmap: not supported; {_VMAP}.")
+    results = jax.vmap(functools.partial(_tangents, call=call), axes)(*arrays)
+    return results, [0] * len(results)
+
+
+_tangents_p.def_impl(_tangents)
+_tangents_p.def_abstract_eval(
+    lambda *avals, call: list(avals[call.tree.num_leaves : call.tree.num_leaves + 2])
+)
+ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_transposes[_tangents_p] = _tangents_transpose
+batching.primitive_batchers[_tangents_p] = _tangents_batched
+mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(
+    call: _Tangents,
+    operands: AttentionOperands[jax.Array],
+    o: jax.Array,
+    lse: jax.Array,
+    d_o: jax.Array,
+    d_lse: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of what _linear lists, by the kernels; under vmap over cotangents in jnp."""
+    arrays, tree = jax.tree.flatten((operands, o, lse))
+
+    @jax.custom_batching.custom_vmap
+    def of_cotangents(d_o: jax.Array, d_lse: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
+        operands, o, lse = jax.tree.unflatten(tree, arrays)
+        found = _attention_backward(call, operands, o, lse, d_o, d_lse)
+        return tuple(_linear(found, call.wanted))
+
+    @of_cotangents.def_vmap
+    def mapped(size: int, is_mapped: Any, d_o: jax.Array, d_lse: jax.Array, *arrays: Any) -> Any:
+        if any(is_mapped[2:]):
+            raise NotImplementedError(f"{_BACKWARD}: vmap: not supported; {_VMAP}.")
+        operands, *_ = jax.tree.unflatten(tree, arrays)
+        run = functools.partial(_gradients_in_jnp, call, operands)
+        results = jax.vmap(run, [0 if x else None for x in is_mapped[:2]], axis_size=size)(
+            d_o, d_lse
+        )
+        return results, (True,) * len(results)
+
+    found: tuple[jax.Array, ...] = of_cotangents(d_o, d_lse, *arrays)
+    return found
+
+
+def _gradients_in_jnp(
+    call: _Tangents, operands: AttentionOperands[jax.Array], d_o: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, ...]:
+    run = _in_jnp(call, operands)
+    found: tuple[jax.Array, ...] = jax.vjp(run, *_linear(operands, call.wanted))[1]((d_o, d_lse))
+    return found
+
+
+@_gradients.defjvp
+def _second_derivatives(call: _Tangents, primals: Any, tangents: Any) -> Any:
+    """o and lse follow from the operands, so that their tangents say nothing more."""
+    operands, _, _, d_o, d_lse = primals
+    of_operands, _, _, t_o, t_lse = tangents
+
+    every = tuple(range(len(operands.variant)))
+
+    def run(d_o: jax.Array, d_lse: jax.Array, *varying: jax.Array) -> Any:
+        return _gradients_in_jnp(call, _with_linear(operands, every, varying), d_o, d_lse)
+
+    varying = d_o, d_lse, *_linear(operands, every)
+    moved = t_o, t_lse, *_linear(of_operands, every)
+    return _gradients(call, *primals), jax.jvp(run, varying, moved)[1]
 
 
 def _attention_backward(
-    split: HeadSplit, saved: Any, cotangents: Any
-) -> tuple[AttentionOperands[Any]]:
-    operands, o, lse, wanted = saved
-    d_o, d_lse = (
-        jnp.zeros_like(x) if isinstance(d_x, jax.custom_derivatives.SymbolicZero) else d_x
-        for x, d_x in zip((o, lse), cotangents, strict=True)
-    )
-    d = row_sums(o, d_o, d_lse, split.spec.target)
-    split = _split_backward(split, wanted)
-    d_q, d_k, d_v, *of_wanted = _backward(wanted.operands)(
-        _backward_operands(operands, lse, d, d_o), split
-    )
+    call: _Tangents,
+    operands: AttentionOperands[Any],
+    o: jax.Array,
+    lse: jax.Array,
+    d_o: jax.Array,
+    d_lse: jax.Array,
+) -> AttentionOperands[Any]:
+    """The gradients of the operands; None for those without."""
+    wanted = call.wanted
+    if not call.split.spec.has_backward_kernel:
+        in_jnp = _gradients_in_jnp(call, operands, d_o, d_lse)
+        none = AttentionOperands(q=None, k=None, v=None, sinks=operands.sinks)
+        none = dataclasses.replace(none, variant=(None,) * len(operands.variant))
+        return _with_linear(none, wanted, in_jnp)
+    d = row_sums(o, d_o, d_lse, call.split.spec.target)
+    split = _split_backward(call.split, wanted)
+    d_q, d_k, d_v, *of_wanted = _backward(wanted)(_backward_operands(operands, lse, d, d_o), split)
     sinks, d_sinks = operands.sinks, None
     if sinks is not None:
-        # The sink has value 0, and weight 0 in a row that sees no key.
-        d_sinks = -jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks - lse) * d).sum(axis=0)
+        # The sink has value 0, and weight 0 in a row that sees no key. It is at most lse, but for
+        # rounding.
+        weight = jnp.exp(jnp.minimum(sinks[None] - lse, 0.0))
+        d_sinks = -(weight * jnp.where(jnp.isneginf(lse), 0, d)).sum(axis=0)
         if any(jax.typeof(d_sinks).sharding.spec):  # explicit mesh: split as the rows' heads
             d_sinks = jax.sharding.reshard(d_sinks, jax.typeof(sinks).sharding)
-    found = dict(zip(wanted.operands, of_wanted, strict=True))
-    d_variant = tuple(found.get(i) for i in range(len(operands.variant)))
-    return (AttentionOperands(q=d_q, k=d_k, v=d_v, sinks=d_sinks, variant=d_variant),)
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-_attention_of_operands.defvjp(_forward_of_operands, _attention_backward, symbolic_zeros=True)
+    by_index = dict(zip(wanted, of_wanted, strict=True))
+    d_variant = tuple(by_index.get(i) for i in range(len(operands.variant)))
+    return AttentionOperands(q=d_q, k=d_k, v=d_v, sinks=d_sinks, variant=d_variant)
 
 
 def _backward_operands(
@@ -142,12 +302,12 @@ def _backward_operands(
     )
 
 
-def _split_backward(split: HeadSplit, wanted: _Wanted) -> HeadSplit:
+def _split_backward(split: HeadSplit, wanted: tuple[int, ...]) -> HeadSplit:
     """How the arrays of the backward pass are split by head, from those of the forward pass."""
     forward, (of_o, of_lse) = split.operands, split.results
     d, d_o = dataclasses.replace(of_lse, name="d"), dataclasses.replace(of_o, name="d_o")
     products = [forward.q, forward.k, forward.v]  # split like their gradients
-    products += [Operand("d_operand", forward.variant[i].ndim, None, 0) for i in wanted.operands]
+    products += [Operand("d_operand", forward.variant[i].ndim, None, 0) for i in wanted]
     operands = _backward_operands(forward, of_lse, d, d_o)
     return HeadSplit(split.spec, operands, tuple(products), split.num_parts)
 
@@ -185,6 +345,11 @@ def check_differentiable(spec: AttentionSpec) -> None:
         ),
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
+        (
+            spec.max_steps is not None and not spec.has_backward_kernel,
+            f"max_steps with head dims beyond 256 on {spec.target}",
+            "plan without a block map, whose variant hides the same",
+        ),
         (spec.mla, "mla", "train on expanded keys and values, a ragged spec"),
     ):
         if has_none:

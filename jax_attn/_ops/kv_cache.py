@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, overload
 
@@ -16,6 +17,7 @@ from jax_attn._ops.operands import (
     count_parts,
     layer_operand,
     of_parts,
+    pad_heads,
     spec_of,
     split_of,
 )
@@ -83,6 +85,11 @@ def append_kv(
     new tokens. XLA makes no copy under jit if k_pages and v_pages are donated (or are loop
     carries). Attention must then take the arrays returned here, never the old ones.
 
+    Each query token needs a slot of its own. If two have one slot, the last of them stays there in
+    a small batch on a CPU, and any of them on a GPU or in a large batch. A token that has no slot,
+    because its request has fewer keys than query tokens, is not written. With JAX_ATTN_CHECK=1 both
+    raise ValueError.
+
     k_pages: [num_pages, page_size, num_kv_heads, head_dim_qk], or stacked with a leading
         [num_layers] and `layer`. Models pass the stacked cache: slicing it makes XLA copy.
     v_pages: the same with head_dim_vo; None with mla, as is v_new.
@@ -119,7 +126,12 @@ def append_kv(
     spec = spec_of("append_kv", plan)
     if not spec.is_paged:
         raise ValueError("append_kv: plan: expected one of a paged spec, got page_size=None.")
-    one, num_parts = spec, 1 if spec.mla else count_parts(spec, k_new, spec.num_kv_heads)
+    if spec.padded is not spec:
+        k_new = pad_heads("append_kv", "k_new", k_new, spec.head_dim_qk, spec.padded_dims[0])
+        v_new = pad_heads("append_kv", "v_new", v_new, spec.value_dim, spec.padded_dims[1])
+        spec = spec.padded
+        plan = dataclasses.replace(plan, spec=spec)
+    one, num_parts = spec, 1 if spec.mla else count_parts(k_new, spec.num_kv_heads)
     spec = of_parts(one, num_parts)
     k_shape, v_shape = spec.new_kv_shapes
     scales = check_scales("append_kv", spec, {"k_scale": k_scale, "v_scale": v_scale})
@@ -127,7 +139,9 @@ def append_kv(
     v_new = check_values("append_kv", "v_new", v_new, v_shape, spec.dtype)
     k_pages, v_pages, num_layers = check_cache("append_kv", spec, k_pages, v_pages, layer)
     layer_index = layer_operand("append_kv", layer, num_layers)
-    buffer, layer_index = check_data("append_kv", plan, layer_index, k_pages, num_layers)
+    buffer, layer_index = check_data(
+        "append_kv", plan, layer_index, k_pages, num_layers, writes=True
+    )
     heads = one.num_kv_heads
     by_name: dict[str, tuple[Any, int | None, int]] = {
         "k_pages": (k_pages, -2, heads),
@@ -183,10 +197,16 @@ def append_rotated(
         raise ValueError(f"{op}: plan: expected one of a paged spec, got page_size=None.")
     if spec.mla:
         raise NotImplementedError(f"{op}: plan: mla=True rotates a part of its rows: append_kv.")
+    if spec.padded is not spec:
+        raise NotImplementedError(
+            f"{op}: plan: head dims that rows of pages have without padding are supported, got"
+            f" {spec.head_dim_qk} and {spec.value_dim} for rows of {spec.padded_dims[0]} and"
+            f" {spec.padded_dims[1]}; rotate q and k_new, then append_kv."
+        )
     tokens, half = spec.max_qo_tokens, spec.head_dim_qk // 2
     shapes = (spec.q_shape, *spec.new_kv_shapes)
     one_row_dim = sum(math.prod(shape[1:]) for shape in shapes if shape is not None)
-    one, num_parts = spec, count_parts(spec, qkv, one_row_dim)
+    one, num_parts = spec, count_parts(qkv, one_row_dim)
     spec, row_dim = of_parts(one, num_parts), num_parts * one_row_dim
     scales = check_scales(op, spec, {"k_scale": k_scale, "v_scale": v_scale})
     qkv = check_array(op, "qkv", qkv, (tokens, row_dim), spec.dtype)
@@ -194,7 +214,7 @@ def append_rotated(
     sin = check_array(op, "sin", sin, (tokens, half), "float32")
     k, v, num_layers = check_cache(op, spec, k_pages, v_pages, layer)
     layer_index = layer_operand(op, layer, num_layers)
-    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers)
+    buffer, layer_index = check_data(op, plan, layer_index, k, num_layers, writes=True)
     heads = one.num_kv_heads
     by_name: dict[str, tuple[Any, int | None, int]] = {
         "qkv": (qkv, 1, one_row_dim),

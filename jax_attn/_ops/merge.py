@@ -11,7 +11,7 @@ from jax_attn._ops.operands import as_array
 from jax_attn._spec.spec import dtype_code
 from jax_attn._spec.target import default_target, parse_target
 from jax_attn._xla import ffi
-from jax_attn._xla.transforms import Axes, partitioned
+from jax_attn._xla.transforms import Axes, partitioned, varying_alike
 
 
 def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +56,7 @@ def merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, j
             "merge_states: head_dim_vo: multiples of 8 are supported, got"
             f" {o_parts.shape[-1]}; pad o with zeros."
         )
-    return _merge_states(o_parts, lse_parts)
+    return _merge_states(*varying_alike((o_parts, lse_parts)))
 
 
 def merge_state(
@@ -119,13 +119,13 @@ def state_to_triplet(
     """
     op = "state_to_triplet"
     o, lse = as_array(op, "o", o), as_array(op, "lse", lse)
-    reference = lse if max_logits is None else as_array(op, "max_logits", max_logits)
-    _check_triplet("state_to_triplet", o, lse=lse, max_logits=reference)
+    running_max = lse if max_logits is None else as_array(op, "max_logits", max_logits)
+    _check_triplet("state_to_triplet", o, lse=lse, max_logits=running_max)
     is_empty = jnp.isneginf(lse)
     # A row that sees no key must not compute -inf - -inf, nor its gradient.
-    exponent = jnp.where(is_empty, 0.0, lse) - jnp.where(is_empty, 0.0, reference)
+    exponent = jnp.where(is_empty, 0.0, lse) - jnp.where(is_empty, 0.0, running_max)
     sums = jnp.where(is_empty, 0.0, jnp.exp(exponent))
-    return o.astype(jnp.float32) * sums[..., None], jnp.where(is_empty, -jnp.inf, reference), sums
+    return o.astype(jnp.float32) * sums[..., None], jnp.where(is_empty, -jnp.inf, running_max), sums
 
 
 def state_from_triplet(
@@ -195,33 +195,36 @@ def _fold_batch(
         return array.swapaxes(0, 1).reshape(num_states, axis_size * n, *array.shape[3:])
 
     def split(array: jax.Array) -> jax.Array:
-        return array.reshape(axis_size, array.shape[0] // axis_size, *array.shape[1:])
+        return array.reshape(axis_size, n, *array.shape[1:])
 
+    n = o_parts.shape[2 if in_batched[0] else 1]
     o, lse = _fold(join(o_parts, in_batched[0]), join(lse_parts, in_batched[1]))
     return (split(o), split(lse)), (True, True)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _merge_states(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _fold(o_parts, lse_parts)
 
 
-def _merge_forward(o_parts: jax.Array, lse_parts: jax.Array) -> tuple[Any, Any]:
+@_merge_states.defjvp
+def _merge_tangents(primals: Any, tangents: Any) -> Any:
+    """With weights w of o = sum_i w_i o_i: d o / d lse_i = w_i (o_i - o), d lse / d lse_i = w_i.
+
+    o is the sum in f32, not its rounded value.
+    """
+    o_parts, lse_parts = primals
+    t_o_parts, t_lse_parts = tangents
     o, lse = _merge_states(o_parts, lse_parts)
-    return (o, lse), (o_parts, lse_parts, lse)
-
-
-def _merge_backward(saved: Any, gradients: Any) -> tuple[jax.Array, jax.Array]:
-    o_parts, lse_parts, lse = saved
-    d_o, d_lse = gradients
-    # A row that sees no key has no weights; do not compute exp(-inf - -inf).
-    finite_lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    weights = jnp.exp(lse_parts - finite_lse)  # [num_states, n, num_heads]
-    d_o = d_o.astype(jnp.float32)
-    dots = jnp.sum(jnp.where(weights[..., None] > 0, o_parts, 0).astype(jnp.float32) * d_o, axis=-1)
-    # d o / d lse_i = w_i (o_i - o), with o = sum_j w_j o_j in f32 rather than its rounded value.
-    d_lse_parts = weights * (dots - jnp.sum(weights * dots, axis=0) + d_lse)
-    return (weights[..., None] * d_o).astype(o_parts.dtype), d_lse_parts
-
-
-_merge_states.defvjp(_merge_forward, _merge_backward)
+    # A row that sees no key has no weights; do not compute exp(-inf - -inf). The sum is not that of
+    # lse, which far from 0 is the largest part alone.
+    largest = jnp.max(lse_parts, axis=0, keepdims=True, initial=-jnp.inf)
+    weights = jnp.exp(lse_parts - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    weights /= jnp.where(jnp.isneginf(largest), 1.0, weights.sum(axis=0, keepdims=True))
+    moved = weights * t_lse_parts
+    t_lse = jnp.sum(moved, axis=0)
+    shares, moved = weights[..., None], moved[..., None]
+    parts = jnp.where(shares > 0, o_parts, 0).astype(jnp.float32)
+    t_o = jnp.sum(shares * t_o_parts.astype(jnp.float32) + moved * parts, axis=0)
+    t_o -= t_lse[..., None] * jnp.sum(shares * parts, axis=0)
+    return (o, lse), (t_o.astype(o.dtype), t_lse)

@@ -6,8 +6,9 @@ Each function takes `op`, the name of the operation for error messages.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,27 @@ import numpy as np
 
 from jax_attn import _environment
 from jax_attn._plan.plan import AttentionPlan, traced_int32
+from jax_attn._plan.records import HEADER_FIELDS
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla.transforms import HeadSplit, Operand, has_mesh, operand_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def with_default_promotion(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Traces a call that is jax.numpy code with JAX's defaults, whatever modes the caller has set.
+
+    Such code broadcasts on purpose, and has the types that it says.
+    """
+
+    @functools.wraps(call)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        ranks, types = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+        with ranks, types, jax.enable_x64(False):
+            return call(*args, **kwargs)
+
+    return run
 
 
 def spec_of(op: str, plan: Any) -> AttentionSpec:
@@ -40,6 +60,31 @@ def as_array(op: str, name: str, value: Any) -> jax.Array:
         ) from None
 
 
+def as_known(op: str, name: str, value: Any) -> jax.Array:
+    """`value` as a jax.Array.
+
+    Raises NotImplementedError for the symbolic dimensions of jax.export, for an array whose sizes
+    are those of a plan.
+    """
+    array = as_array(op, name, value)
+    if not has_known_shape(array):
+        raise NotImplementedError(
+            f"{op}: {name}: sizes that are known while tracing are supported, got symbolic ones,"
+            f" {array.dtype}{_shown(array.shape)}; export a function for each size, or for the"
+            " largest one, with lengths as arguments."
+        )
+    return array
+
+
+def has_known_shape(array: Any) -> bool:
+    """False for an array with symbolic dimensions of jax.export."""
+    return all(isinstance(n, int) for n in array.shape)
+
+
+def _shown(shape: Any) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
 def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """`array` as a jax.Array of this shape and dtype.
 
@@ -48,7 +93,9 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
     array = as_array(op, name, array)
     if array.shape != shape or array.dtype != dtype:
         advice = ""
-        if array.shape == shape:
+        if not has_known_shape(array):
+            advice = " Its capacities are fixed, so export with these sizes."
+        elif array.shape == shape:
             advice = f" Cast it: {name}.astype({dtype!r})."
         elif array.dtype == dtype and len(shape) > 1 and array.shape[1:] == shape[1:]:
             advice = f" Pad it, or make the spec with this capacity ({array.shape[0]})."
@@ -58,13 +105,29 @@ def check_array(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: s
             advice = " These are the same axes in another order: transpose it."
         raise ValueError(
             f"{op}: {name}: expected {dtype}{list(shape)} as the plan's spec says, got"
-            f" {array.dtype}{list(array.shape)}.{advice}"
+            f" {array.dtype}{_shown(array.shape)}.{advice}"
         )
     return array
 
 
-def count_parts(spec: AttentionSpec, array: Any, heads: int) -> int:
-    """Number of parts into which a mesh splits the heads, each with the spec's heads. 1: no split.
+def pad_heads(op: str, name: str, array: Any, head_dim: int, padded: int) -> Any:
+    """`array`, whose last axis is head_dim, with zeros up to `padded`. None stays None.
+
+    Raises ValueError for another last axis.
+    """
+    if array is None:
+        return None
+    array = as_array(op, name, array)
+    if array.shape[-1:] != (head_dim,):
+        raise ValueError(
+            f"{op}: {name}: expected rows of {head_dim} elements as the plan's spec says, got"
+            f" {array.dtype}{_shown(array.shape)}."
+        )
+    return jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, padded - head_dim),))
+
+
+def count_parts(array: Any, heads: int) -> int:
+    """Number of parts into which a mesh splits the heads, each with `heads` heads. 1: no split.
 
     array: [tokens, heads, ...], the first operand.
     heads: the spec's number of heads. An array that does not fit counts as 1 part; check_array then
@@ -221,7 +284,8 @@ def check_cache(
     most = 2**31 if spec.fresh_kv else 2**32 - 2
     if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
         most = 2**31 - 1
-    if num_pages * spec.page_size > most:
+    # The kernel checks a pool whose number of pages is symbolic.
+    if isinstance(num_pages, int) and num_pages * spec.page_size > most:
         raise NotImplementedError(
             f"{op}: k_pages: up to {most} token slots a layer are supported with"
             f" fresh_kv={spec.fresh_kv}, got {num_pages * spec.page_size}."
@@ -241,21 +305,31 @@ def layer_operand(op: str, layer: Any, num_layers: int) -> jax.Array:
         raise ValueError(
             f"{op}: layer: expected an integer scalar, got {array.dtype}{list(array.shape)}."
         )
-    if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < num_layers:
+    most = num_layers if isinstance(num_layers, int) else np.inf  # symbolic: not known
+    if not isinstance(layer, jax.core.Tracer) and not 0 <= int(layer) < most:
         raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
     is_traced = isinstance(layer, jax.core.Tracer)
     return traced_int32(array) if is_traced else jnp.asarray(array, jnp.int32)
 
 
 def check_data(
-    op: str, plan: AttentionPlan, layer: jax.Array, k: jax.Array, num_layers: int
+    op: str,
+    plan: AttentionPlan,
+    layer: jax.Array,
+    k: jax.Array,
+    num_layers: int,
+    *,
+    writes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The plan's buffer and the layer, as operands of a kernel.
 
     With JAX_ATTN_CHECK=1 their contents are checked on any device before the kernel runs.
 
+    writes: the kernel writes the query tokens into their slots.
+
     Raises ValueError (inside jit in the form JAX reports from a callback) for an invalid plan
-    buffer, page ids beyond the pool, or a layer out of range.
+    buffer, page ids beyond the pool, a layer out of range, or query tokens without a slot of their
+    own.
     """
     shape, dtype = (getattr(plan.buffer, name, None) for name in ("shape", "dtype"))
     if shape != (plan.spec.plan_words,) or dtype != np.int32:
@@ -275,6 +349,8 @@ def check_data(
             raise ValueError(f"{op}: {error}") from None
         if not 0 <= int(layer) < num_layers:
             raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+        if writes:
+            _check_slots(op, plan.spec, np.asarray(buffer))
         return np.asarray(layer, np.int32)
 
     if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
@@ -283,3 +359,35 @@ def check_data(
     # The kernel takes the layer from the check's result, so it waits for the check.
     shape = jax.ShapeDtypeStruct((), jnp.int32)
     return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")
+
+
+def _check_slots(op: str, spec: AttentionSpec, buffer: np.ndarray) -> None:
+    """Raise ValueError if a query token has no slot, or the slot of another one."""
+    assert spec.page_size is not None
+    begin = spec.layout["header"] + HEADER_FIELDS.index("batch_size")
+    batch_size = int(buffer[begin])
+
+    def section(name: str, num_words: int) -> np.ndarray:
+        return buffer[spec.layout[name] :][:num_words]
+
+    qo_indptr, kv_lens = section("qo_indptr", batch_size + 1), section("kv_lens", batch_size)
+    qo_lens = np.diff(qo_indptr)
+    request = np.repeat(np.arange(batch_size), qo_lens)
+    position = kv_lens[request] - qo_indptr[request + 1] + np.arange(len(request))
+    if (position < 0).any():
+        r = request[position.argmin()]
+        raise ValueError(
+            f"{op}: plan: kv_lens[{r}]: expected at least {qo_lens[r]}, the number of query tokens"
+            f" of the request, got {kv_lens[r]}; kv_lens count the new tokens, too: add them."
+        )
+    entry = section("kv_indptr", batch_size)[request] + position // spec.page_size
+    page, slot = buffer[spec.layout["page_indices"] + entry], position % spec.page_size
+    order = np.lexsort((slot, page))
+    same = (np.diff(page[order]) == 0) & (np.diff(slot[order]) == 0)
+    if same.any():
+        one, other = sorted(order[same.argmax() :][:2])
+        raise ValueError(
+            f"{op}: plan: page_indices: expected a slot of its own for each query token, got slot"
+            f" {slot[one]} of page {page[one]} for tokens of requests {request[one]} and"
+            f" {request[other]}; give one of them a copy of the page."
+        )

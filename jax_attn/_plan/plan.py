@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn import _core
+from jax_attn import _core, _environment
 from jax_attn._plan import file as plan_file
 from jax_attn._plan import plot
 from jax_attn._plan.memory import plan_memory
@@ -246,7 +246,7 @@ class AttentionPlan:
             )
         traced = any(isinstance(x, jax.core.Tracer) for x in (self.buffer, page_indices))
         xp = jnp if traced else np
-        pages = _int32(xp, "page_indices", page_indices, op=op)
+        pages = int32_array(xp, "page_indices", page_indices, op=op)
         buffer = xp.asarray(self.buffer)
         pages, largest, fault = _place_pages(xp, spec, buffer, pages)
         header_begin, begin = spec.layout["header"], spec.layout["page_indices"]
@@ -391,7 +391,9 @@ def plan(
 
     qo_indptr: [batch_size + 1], i32. Query tokens of request r are rows
         [qo_indptr[r], qo_indptr[r + 1]) of q. A request may have none.
-    kv_lens: [batch_size], i32, tokens. Keys of each request, the new ones included; 0 is legal.
+    kv_lens: [batch_size], i32, tokens. Keys of each request, the new ones included. With pages and
+        a causal mask at least its query tokens, unless q_offsets are given: a causal query without
+        keys is nearly always a forgotten token. 0 is legal for a request without query tokens.
     page_indptr: [batch_size + 1], i32, pages (paged). Offsets into page_indices; a request may own
         more pages than kv_len needs.
     page_indices: [>= page_indptr[-1]], i32 (paged). Page ids; only the first
@@ -431,7 +433,8 @@ def plan(
     Plans made inside jit on CUDA cannot raise. For bad input the plan is faulty: attention over it
     gives NaN in every row of o and lse, append_kv writes nothing, and nothing is read out of
     bounds. `plan.fault()` and `plan.describe()` give the reason once the buffer is on the host.
-    With JAX_ATTN_CHECK=1 attention and append_kv raise it.
+    With JAX_ATTN_CHECK=1 attention and append_kv raise it. For traced arrays, only with
+    JAX_ATTN_CHECK=1 is a kv_len refused that does not count the query tokens.
 
     The example has two requests in pages of 16 tokens: a prompt of 5 tokens, and a decode over 20
     keys.
@@ -475,18 +478,20 @@ def plan(
         arguments += (block_map.classes,)
     traced = any(isinstance(a, jax.core.Tracer) for a in arguments)
     xp = jnp if traced else np
-    lens = _int32(xp, "kv_lens", kv_lens)
-    qo = _int32(xp, "qo_indptr", qo_indptr, len(lens) + 1)
+    lens = int32_array(xp, "kv_lens", kv_lens)
+    qo = int32_array(xp, "qo_indptr", qo_indptr, len(lens) + 1)
     if starts[1] is None:
         # int64 on the host: a sum that overflows int32 must be refused, not wrapped.
         total = np.cumsum(lens, dtype=np.int64) if xp is np else jnp.cumsum(lens)
         starts = ("kv_indptr", xp.concatenate([xp.zeros(1, total.dtype), total]))
-    indptr = _int32(xp, *starts, len(lens) + 1)
+    indptr = int32_array(xp, *starts, len(lens) + 1)
     # Not made from a list: XLA's partitioner (jax 0.11.2) crashes on constants that are not read.
     no_pages = xp.empty(0, np.int32) if page_indices is None else page_indices
-    pages = _int32(xp, "page_indices", no_pages)
-    offsets = None if q_offsets is None else _int32(xp, "q_offsets", q_offsets, len(lens))
+    pages = int32_array(xp, "page_indices", no_pages)
+    offsets = None if q_offsets is None else int32_array(xp, "q_offsets", q_offsets, len(lens))
     levels = None if prefix_levels is None else _levels(xp, prefix_levels, spec)
+    if spec.is_paged and spec.causal and offsets is None:
+        lens = checked_new_tokens(qo, lens) if not traced else _traced_new_tokens(qo, lens)
     if not traced:
         buffer = plan_memory(spec, buffer)
         request_indptr, prefix_lens = levels or (None, None)
@@ -509,6 +514,34 @@ def plan(
     if offsets is None:
         offsets = lens - jnp.diff(qo)
     return AttentionPlan(ffi.plan(qo, lens, indptr, pages, offsets, levels, block_map, spec), spec)
+
+
+def checked_new_tokens(qo_indptr: Any, kv_lens: Any, op: str = "plan") -> Any:
+    """kv_lens. Raises ValueError if a request has fewer keys than query tokens."""
+    qo_indptr, kv_lens = np.asarray(qo_indptr), np.asarray(kv_lens)
+    qo_lens = qo_indptr[1:] - qo_indptr[:-1]
+    too_short = (kv_lens < qo_lens) & (kv_lens >= 0)  # the planner refuses negative lengths
+    if too_short.any():
+        r = too_short.argmax()
+        else_pass = ", or pass q_offsets=kv_lens - qo_lens if queries are to see no key"
+        raise ValueError(
+            f"{op}: kv_lens[{r}]: expected at least {qo_lens[r]}, the number of query tokens of the"
+            f" request, got {kv_lens[r]}; kv_lens count the new tokens, too: add them"
+            f"{else_pass if op == 'plan' else ''}."
+        )
+    return kv_lens
+
+
+def _traced_new_tokens(qo_indptr: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """The same at run time, in checked mode. The planner reads the result, so it waits for it."""
+    if not _environment.check:
+        return kv_lens
+    shape = jax.ShapeDtypeStruct(kv_lens.shape, kv_lens.dtype)
+    checked = jax.pure_callback(
+        checked_new_tokens, shape, qo_indptr, kv_lens, vmap_method="sequential"
+    )
+    assert isinstance(checked, jax.Array)
+    return checked
 
 
 def _place_pages(
@@ -576,9 +609,9 @@ def _levels(
         )
     pairs = []
     for i, (borders, lens) in enumerate(prefix_levels):
-        lens = _int32(xp, f"prefix_levels[{i}] prefix_lens", lens)
+        lens = int32_array(xp, f"prefix_levels[{i}] prefix_lens", lens)
         name = f"prefix_levels[{i}] request_indptr"
-        borders = _int32(xp, name, borders)
+        borders = int32_array(xp, name, borders)
         most = min(max(1, spec.max_batch), _MAX_PREFIXES)
         if len(borders) != len(lens) + 1 or not 1 <= len(lens) <= most:
             raise ValueError(
@@ -598,7 +631,7 @@ def _given(**arguments: Any) -> str:
     return ", ".join(name for name, value in arguments.items() if value is not None) or "none"
 
 
-def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = "plan") -> Any:
+def int32_array(xp: Any, name: str, value: Any, length: int | None = None, op: str = "plan") -> Any:
     """`value` as a 1-d int32 array of `xp`, numpy on the host or jax.numpy for traced ones."""
     if xp is np and type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
         if length in (None, len(value)) and value.flags.c_contiguous:
@@ -614,6 +647,11 @@ def _int32(xp: Any, name: str, value: Any, length: int | None = None, op: str = 
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
             f"{op}: {name}: expected a 1-d integer array, got {array.dtype}{list(array.shape)}."
+        )
+    if not isinstance(array.shape[0], int) and name != "page_indices":
+        raise NotImplementedError(
+            f"{op}: {name}: a length that is known while tracing is supported, got a symbolic one,"
+            f" {array.shape[0]}; export with as many requests as max_batch, some without tokens."
         )
     if length is not None and len(array) != length:
         raise ValueError(

@@ -9,12 +9,13 @@ import math
 from typing import Any, Literal, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import _core, _environment
 from jax_attn._spec import tuning
 from jax_attn._spec.formats import DTYPES, E4M3, FLOAT8, FORMATS, FOUR_BITS, HEAD_SCALED, row_bytes
-from jax_attn._spec.target import TARGETS, default_target, largest_head_dim, parse_target
+from jax_attn._spec.target import LARGEST_HEAD_DIM, TARGETS, default_target, parse_target
 from jax_attn._variant.variant import Variant
 
 # (target, kv_dtype) pairs whose kernels multiply 8-bit values.
@@ -31,8 +32,10 @@ class AttentionSpec:
     are data in the plan, so new ones never recompile. Lengths are in tokens.
 
     Heads and dtypes
-        num_qo_heads, num_kv_heads: the group size, num_qo_heads / num_kv_heads, is 1 to 16.
-        head_dim_qk, head_dim_vo: multiples of 8, up to 256, or 512 on a CPU without kv_dtype.
+        num_qo_heads, num_kv_heads: the group size, num_qo_heads / num_kv_heads, is 1 to 128
+            (docs/spec.md has the limits on CUDA).
+        head_dim_qk, head_dim_vo: 1 to 512 (docs/spec.md has the limits on CUDA). Any but a multiple
+            of 8 is padded with zeros inside: rows of pages have the padding, as kv_shapes says.
             head_dim_vo None: head_dim_qk.
         mla: multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434,
             section 2.1). There is one KV head, and v is the first head_dim_vo columns of k. So the
@@ -46,8 +49,8 @@ class AttentionSpec:
             of float8 or nvfp4 stands for its value times the k_scale or v_scale of its head; with
             mla, times k_scale, both as key and as value. Formats other than float8 also have scales
             in the pages, which append_kv computes; their pages are bytes, with the shapes of
-            kv_shapes. On CUDA: a 16-bit dtype, head dims that are multiples of 16, and for these
-            formats pages whose sizes are multiples of 16 bytes.
+            kv_shapes. On CUDA: a 16-bit dtype, rows padded to multiples of 16 elements, and for
+            these formats pages whose sizes are multiples of 16 bytes.
         q_dtype: dtype of q: None (dtype) or, if kv_dtype is float8_e4m3fn, the same. o has dtype.
         eight_bit_products: True: q and P are rounded to 8-bit values of kv_dtype, too, and matmuls
             multiply these (docs/formats.md says how and what it costs). Needs int8 on a CPU or
@@ -165,12 +168,6 @@ class AttentionSpec:
             _refuse(
                 "num_qo_heads", f"a multiple of num_kv_heads={self.num_kv_heads}", self.num_qo_heads
             )
-        max_group = 128 if self.mla else 16
-        if self.group_size > max_group:
-            raise NotImplementedError(
-                f"AttentionSpec: num_qo_heads / num_kv_heads: 1 to {max_group} are supported, got"
-                f" {self.group_size}."
-            )
         if self.head_dim_vo is None:
             settle("head_dim_vo", self.head_dim_qk)
         for name in ("head_dim_qk", "head_dim_vo"):
@@ -197,6 +194,7 @@ class AttentionSpec:
             _refuse("target", TARGETS, self.target)
         parse_target(self.target)  # raises for an unknown target
         self._check_head_dims()
+        self._check_group()
         if self.mla:
             self._check_mla()
         if self.is_quantized:
@@ -206,24 +204,38 @@ class AttentionSpec:
         self._settle_schedule(settle)
 
     def _check_head_dims(self) -> None:
-        assert self.target is not None
-        largest, where = largest_head_dim(self.target), ""
+        largest, where, multiple = LARGEST_HEAD_DIM, "", 8 if self.mla else 1
         if self.mla:
-            largest, where = 512, " with mla=True"
+            where = " with mla=True"
         elif self.target != "cpu":
-            where = " on CUDA"
-        elif self.is_quantized:
-            largest, where = 256, f" with kv_dtype={self.kv_dtype!r}"
+            largest, where = _core.largest_cuda_head_dim(self._shape_for_core), " on CUDA"
+            if largest < LARGEST_HEAD_DIM:
+                fields = ("kv_dtype", "q_dtype", "fresh_kv", "eight_bit_products")
+                given = [f"{name}={x!r}" for name in fields if (x := getattr(self, name))]
+                where += f" with {', '.join(given)}"
         for name, limit in (
             ("head_dim_qk", 576 if self.mla else largest),
             ("head_dim_vo", largest),
         ):
             head_dim = getattr(self, name)
-            if head_dim % 8 or head_dim > limit:
+            if head_dim % multiple or head_dim > limit:
+                multiples = "multiples of 8 " if self.mla else ""
                 raise NotImplementedError(
-                    f"AttentionSpec: {name}: multiples of 8 up to {limit} are supported{where}, got"
-                    f" {head_dim}; pad q, k, v with zeros."
+                    f"AttentionSpec: {name}: {multiples}up to {limit} are supported{where}, got"
+                    f" {head_dim}."
                 )
+
+    def _check_group(self) -> None:
+        largest, where = 128, ""
+        if self.target != "cpu" and not self.mla:
+            largest = _core.largest_cuda_group(self._shape_for_core)
+            if largest < 128:
+                where = f" with dtype={self.dtype!r}, these head dims and target={self.target!r}"
+        if self.group_size > largest:
+            raise NotImplementedError(
+                f"AttentionSpec: num_qo_heads / num_kv_heads: 1 to {largest} are supported{where},"
+                f" got {self.group_size}."
+            )
 
     def _check_mla(self) -> None:
         if self.num_kv_heads != 1:
@@ -296,12 +308,6 @@ class AttentionSpec:
                 f"AttentionSpec: dtype: with kv_dtype={self.kv_dtype!r} bfloat16 and float16 are"
                 " supported on CUDA, got float32."
             )
-        for name in ("head_dim_qk", "head_dim_vo"):
-            if getattr(self, name) % 16:
-                raise NotImplementedError(
-                    f"AttentionSpec: {name}: with kv_dtype={self.kv_dtype!r} multiples of 16 are"
-                    f" supported on CUDA, got {getattr(self, name)}."
-                )
         # Kernels copy vectors of 16 bytes, which may cross rows but not pages.
         for shape in self.kv_shapes(self.page_size or 1):
             if self.kv_dtype not in FLOAT8 and shape is not None and math.prod(shape) % 16:
@@ -464,6 +470,28 @@ class AttentionSpec:
         assert self.head_dim_vo is not None
         return self.head_dim_vo
 
+    @functools.cached_property
+    def padded_dims(self) -> tuple[int, int]:
+        """head_dim_qk and head_dim_vo, rounded up to what kernels and rows of pages have."""
+        multiple = 16 if self.is_quantized and self.target != "cpu" else 8
+        if self.mla:
+            multiple = 1  # checked
+        qk, vo = (-(-dim // multiple) * multiple for dim in (self.head_dim_qk, self.value_dim))
+        return qk, vo
+
+    @functools.cached_property
+    def padded(self) -> AttentionSpec:
+        """The spec whose head dims are padded_dims. Plans of the two are the same."""
+        dims = self.padded_dims
+        if dims == (self.head_dim_qk, self.value_dim):
+            return self
+        return dataclasses.replace(self, head_dim_qk=dims[0], head_dim_vo=dims[1])
+
+    @property
+    def has_backward_kernel(self) -> bool:
+        """Whether kernels compute gradients. Else jnp does: on CUDA, head dims beyond 256."""
+        return self.target == "cpu" or max(self.padded_dims) <= 256
+
     @property
     def q_shape(self) -> tuple[int, int, int]:
         """The shape of q: [max_qo_tokens, num_qo_heads, head_dim_qk]."""
@@ -477,20 +505,53 @@ class AttentionSpec:
     def kv_shapes(self, *lead: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The shapes of k, [*lead, num_kv_heads, head_dim_qk], and v; None for v with mla.
 
+        Rows of pages are padded to a multiple of 8 elements, of 16 with a kv_dtype on CUDA.
         A row of int8 has head_dim + 4 bytes in place of head_dim. A row of mxfp4, nvfp4 or int4 has
         head_dim / 2 bytes, plus 1 for every 32 elements, 1 for every 16, or 2 for every 32.
 
         lead: (max_kv_tokens,) for ragged arrays, (num_pages, page_size) for pages.
         """
         rows = (*lead, self.num_kv_heads)
-        k = (*rows, row_bytes(self.kv_dtype, self.head_dim_qk))
-        return k, None if self.mla else (*rows, row_bytes(self.kv_dtype, self.value_dim))
+        qk, vo = self.padded_dims if self.is_paged else (self.head_dim_qk, self.value_dim)
+        k = (*rows, row_bytes(self.kv_dtype, qk))
+        return k, None if self.mla else (*rows, row_bytes(self.kv_dtype, vo))
+
+    def empty_pages(
+        self, num_pages: int, num_layers: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns k_pages and v_pages, zeros; None for v_pages with mla. For a paged cache.
+
+        Shapes are those of kv_shapes(num_pages, page_size), after [num_layers] if given.
+        """
+        if self.page_size is None:
+            _refuse("page_size", "the tokens of a page for empty_pages", None)
+        lead = (num_pages, self.page_size)
+        k_shape, v_shape = self.kv_shapes(*(lead if num_layers is None else (num_layers, *lead)))
+        dtype = self.dtype_of_kv
+        return jnp.zeros(k_shape, dtype), None if v_shape is None else jnp.zeros(v_shape, dtype)
 
     @property
     def new_kv_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The shapes of k_new, [max_qo_tokens, num_kv_heads, head_dim_qk], and v_new or None."""
         rows = (self.max_qo_tokens, self.num_kv_heads)
         return (*rows, self.head_dim_qk), None if self.mla else (*rows, self.value_dim)
+
+    @property
+    def _shape_for_core(self) -> dict[str, Any]:
+        """The fields of the spec in C++ that say what a kernel must have room for."""
+        return {
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim_qk": self.padded_dims[0],
+            "head_dim_vo": self.padded_dims[1],
+            "mla": int(self.mla),
+            "dtype": DTYPES.index(self.dtype),
+            "q_format": FORMATS.index(self.q_dtype),
+            "kv_format": FORMATS.index(self.kv_dtype),
+            "fresh_kv": int(self.fresh_kv),
+            "eight_bit_products": int(self.eight_bit_products),
+            "arch": parse_target(self.target)[0],
+        }
 
     @functools.cached_property
     def problem(self) -> _core.Problem:
@@ -501,15 +562,7 @@ class AttentionSpec:
             if getattr(self, name) is not None
         }
         arch, num_processors = parse_target(self.target)
-        spec = {
-            "num_qo_heads": self.num_qo_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim_qk": self.head_dim_qk,
-            "head_dim_vo": self.head_dim_vo,
-            "mla": int(self.mla),
-            "dtype": DTYPES.index(self.dtype),
-            "q_format": FORMATS.index(self.q_dtype),
-            "kv_format": FORMATS.index(self.kv_dtype),
+        spec = self._shape_for_core | {
             "window_left": self.window_left,
             "window_right": 0 if self.causal else self.window_right,
             "logits_soft_cap": self.logits_soft_cap,
@@ -524,9 +577,6 @@ class AttentionSpec:
             "kv_split": self.kv_split or 0,
             "share_prefixes": int(bool(self.share_prefixes)),
             "max_steps": self.max_steps or 0,
-            "fresh_kv": int(self.fresh_kv),
-            "eight_bit_products": int(self.eight_bit_products),
-            "arch": arch,
             "num_processors": num_processors,
         }
         problem = _core.Problem(spec, overrides, self.program_words)

@@ -10,12 +10,10 @@ import jax
 
 from jax_attn import _core
 
+# Kernels without mla have no larger one. On CUDA some formats have less (csrc/select/cuda.cc).
+LARGEST_HEAD_DIM = 512
+
 TARGETS = '"cpu", "sm_90" or "sm_90:132" (multiprocessors)'
-
-
-def largest_head_dim(target: str) -> int:
-    """The largest head_dim of a target's kernels without mla and kv_dtype."""
-    return 512 if target == "cpu" else 256
 
 
 def default_target() -> str:

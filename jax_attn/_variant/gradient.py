@@ -116,6 +116,26 @@ def _of_remainder(b: Builder, g: int, z: int, x: int, y: int) -> tuple[int, int]
     return g, b.add("neg", F32, _times(b, g, _times(b, b.add("sign", F32, ratio), whole)))
 
 
+def _of_power(b: Builder, g: int, z: int, x: int, y: int) -> tuple[int, int]:
+    """Derivatives of x^y; at x = 0 and at y = 0 those of jax.lax.pow."""
+    zero, one = b.constant(0, F32), b.constant(1, F32)
+    is_one = b.add("eq", BOOL, y, zero)
+    less = b.add("pow", F32, x, b.select(F32, is_one, one, _less(b, y, one)))
+    of_x = b.select(F32, is_one, zero, _times(b, _times(b, g, y), less))
+    base = b.select(F32, b.add("eq", BOOL, x, zero), one, x)
+    return of_x, _times(b, _times(b, g, z), b.add("log", F32, base))
+
+
+def _of_angle(b: Builder, g: int, z: int, y: int, x: int) -> tuple[int, int]:
+    square = b.add("add", F32, _times(b, x, x), _times(b, y, y))
+    return _times(b, g, _over(b, x, square)), b.add("neg", F32, _times(b, g, _over(b, y, square)))
+
+
+def _of_erf(b: Builder, g: int, x: int, sign: int) -> tuple[int]:
+    bell = b.add("exp", F32, b.add("neg", F32, _times(b, x, x)))
+    return (_times(b, g, _scaled(b, sign * 2 / math.sqrt(math.pi), bell)),)
+
+
 def _of_choice(order: str) -> _Rule:
     """The rule of min and max: equal arguments get half each, as in JAX."""
 
@@ -149,6 +169,13 @@ _PARTS: dict[str, _Rule] = {
     "log1p": lambda b, g, y, x: (_over(b, g, b.add("add", F32, x, b.constant(1, F32))),),
     "tanh": lambda b, g, y, x: (_times(b, g, _less(b, b.constant(1, F32), _times(b, y, y))),),
     "logistic": lambda b, g, y, x: (_times(b, g, _times(b, y, _less(b, b.constant(1, F32), y))),),
+    "expm1": lambda b, g, y, x: (_times(b, g, b.add("add", F32, y, b.constant(1, F32))),),
+    "sin": lambda b, g, y, x: (_times(b, g, b.add("cos", F32, x)),),
+    "cos": lambda b, g, y, x: (b.add("neg", F32, _times(b, g, b.add("sin", F32, x))),),
+    "erf": lambda b, g, y, x: _of_erf(b, g, x, 1),
+    "erfc": lambda b, g, y, x: _of_erf(b, g, x, -1),
+    "atan2": _of_angle,
+    "pow": _of_power,
     "sqrt": lambda b, g, y, x: (_over(b, _scaled(b, 0.5, g), y),),
     "rsqrt": lambda b, g, y, x: (_times(b, g, _scaled(b, -0.5, _over(b, y, x))),),
     "add": lambda b, g, z, x, y: (g, g),

@@ -112,6 +112,11 @@ class Builder:
                     return self.constant(fold(*known), kind)
         return self._values.setdefault((op, kind, args), len(self._values))
 
+    def select(self, kind: int, which: int, yes: int, no: int) -> int:
+        if (known := self.constant_of(which)) is not None:
+            return yes if known else no
+        return no if yes == no else self.add("select", kind, which, yes, no)
+
     def kind(self, value: int) -> int:
         return list(self._values)[value][1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -194,10 +195,14 @@ def trace(
     return result
 
 
+# The number of a value, or those of a vector's elements: jnp.select stacks its conditions.
+_Value = int | tuple[int, ...]
+
+
 def _run(
-    builder: Builder, what: str, jaxpr: Any, consts: Sequence[Any], values: Sequence[int]
+    builder: Builder, what: str, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Value]
 ) -> Any:
-    known: dict[Any, int] = dict(zip(jaxpr.invars, values, strict=True))
+    known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         if isinstance(const, jax.core.Tracer) or np.shape(const):
             raise NotImplementedError(
@@ -206,7 +211,7 @@ def _run(
             )
         known[var] = builder.constant(np.asarray(const), _kind(what, var.aval, None))
 
-    def read(atom: Any, eqn: Any) -> int:
+    def read(atom: Any, eqn: Any) -> _Value:
         if isinstance(atom, jax_core.Literal):
             return builder.constant(atom.val, _kind(what, atom.aval, eqn))
         return known[atom]
@@ -222,13 +227,15 @@ def _run(
             results = _run(builder, what, closed.jaxpr, closed.consts, arguments)
         else:
             (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
-            if out is not None and out.aval.shape:
+            vectors = [x.aval for x in (*eqn.invars, *eqn.outvars) if x.aval.shape]
+            rules: Mapping[str, _Rule | _VectorRule] = _VECTOR_RULES if vectors else _RULES
+            rule = rules.get(eqn.primitive.name)
+            if vectors and (rule is None or max(len(x.shape) for x in vectors) > 1):
                 raise NotImplementedError(
-                    f"{OP}: {what}: the array {out.aval.str_short()} at"
+                    f"{OP}: {what}: the array {vectors[-1].str_short()} at"
                     f" {source_info_util.summarize(eqn.source_info)} is not supported; make arrays"
                     " operands, operands={name: array}, and index them, name[i]."
                 )
-            rule = _RULES.get(eqn.primitive.name)
             if rule is None or out is None:
                 _unsupported(what, f"the primitive {eqn.primitive.name}", eqn)
             kind = _kind(what, out.aval, eqn)
@@ -258,7 +265,7 @@ _CALLS = {
 
 def _kind(what: str, aval: Any, eqn: Any) -> int:
     kinds = {"float32": F32, "int32": I32, "bool": BOOL}
-    if aval.shape or aval.dtype.name not in kinds:
+    if aval.dtype.name not in kinds:
         _unsupported(what, f"a value of {aval.str_short()}", eqn)
     return kinds[aval.dtype.name]
 
@@ -312,15 +319,15 @@ def _cast(b: Builder, kind: int, params: Any, x: int) -> int:
     return b.add("cast", kind, x)
 
 
-def _select(b: Builder, kind: int, params: Any, which: int, *cases: int) -> int | None:
-    if len(cases) == 1:
-        return cases[0]
-    if len(cases) > 2:
-        return None
-    which = _cast(b, BOOL, params, which)
-    if (known := b.constant_of(which)) is not None:
-        return cases[int(known)]
-    return b.add("select", kind, which, cases[1], cases[0])
+def _select(b: Builder, kind: int, params: Any, which: int, *cases: int) -> int:
+    """The case with the number `which`, or the nearest one that exists."""
+    if b.kind(which) == BOOL:
+        return b.select(kind, which, cases[-1], cases[0])
+    *others, result = cases
+    for i, case in reversed([*enumerate(others)]):
+        is_it = b.add("le", BOOL, which, b.constant(i, I32))
+        result = b.select(kind, is_it, case, result)
+    return result
 
 
 def _clamp(b: Builder, kind: int, params: Any, low: int, x: int, high: int) -> int:
@@ -328,8 +335,12 @@ def _clamp(b: Builder, kind: int, params: Any, low: int, x: int, high: int) -> i
 
 
 def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
-    """Integer power by repeated squaring."""
-    power = abs(params["y"])
+    return _power(b, kind, x, params["y"])
+
+
+def _power(b: Builder, kind: int, x: int, y: int) -> int:
+    """x to the power of an integer, by repeated squaring."""
+    power = abs(y)
     result, square = None, x
     while power:
         if power & 1:
@@ -339,7 +350,58 @@ def _integer_pow(b: Builder, kind: int, params: Any, x: int) -> int:
             square = b.add("mul", kind, square, square)
     one = b.constant(1, kind)
     result = one if result is None else result
-    return result if params["y"] >= 0 else b.add("div", kind, one, result)
+    return result if y >= 0 else b.add("div", kind, one, result)
+
+
+def _pow(b: Builder, kind: int, params: Any, x: int, y: int) -> int:
+    """Powers, of constant exponents by cheaper operations where XLA does so, too."""
+    known = b.constant_of(y)
+    if known is not None and abs(known) <= 16 and known == int(known):
+        return _power(b, kind, x, int(known))
+    if known is not None and abs(known) == 0.5:
+        return b.add("sqrt" if known > 0 else "rsqrt", kind, x)
+    return b.add("pow", kind, x, _cast(b, F32, params, y))
+
+
+def _tan(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("div", kind, b.add("sin", kind, x), b.add("cos", kind, x))
+
+
+def _atan(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("atan2", kind, x, b.constant(1, kind))
+
+
+def _opposite_leg(b: Builder, kind: int, x: int) -> int:
+    """sqrt(1 - x^2), accurate also near |x| = 1."""
+    one = b.constant(1, kind)
+    square = b.add("mul", kind, b.add("sub", kind, one, x), b.add("add", kind, one, x))
+    return b.add("sqrt", kind, square)
+
+
+def _asin(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("atan2", kind, x, _opposite_leg(b, kind, x))
+
+
+def _acos(b: Builder, kind: int, params: Any, x: int) -> int:
+    return b.add("atan2", kind, _opposite_leg(b, kind, x), x)
+
+
+def _sinh(b: Builder, kind: int, params: Any, x: int) -> int:
+    """(e^x - e^-x) / 2; the two differences from 1 have opposite signs, so nothing cancels."""
+    less = b.add("expm1", kind, b.add("neg", kind, x))
+    return b.add(
+        "mul", kind, b.constant(0.5, kind), b.add("sub", kind, b.add("expm1", kind, x), less)
+    )
+
+
+def _cosh(b: Builder, kind: int, params: Any, x: int) -> int:
+    up, down = b.add("exp", kind, x), b.add("exp", kind, b.add("neg", kind, x))
+    return b.add("mul", kind, b.constant(0.5, kind), b.add("add", kind, up, down))
+
+
+def _cbrt(b: Builder, kind: int, params: Any, x: int) -> int:
+    root = b.add("pow", kind, b.add("abs", kind, x), b.constant(1 / 3, kind))
+    return b.add("mul", kind, b.add("sign", kind, x), root)
 
 
 def _round(b: Builder, kind: int, params: Any, x: int) -> int:
@@ -377,8 +439,8 @@ _RULES: dict[str, _Rule] = {
         name: _same(name)
         for name in (
             *("neg", "abs", "sign", "floor", "ceil", "exp", "exp2", "log", "log1p", "tanh"),
-            *("logistic", "sqrt", "rsqrt", "not", "add", "sub", "mul", "div", "rem", "min", "max"),
-            *("and", "or", "xor"),
+            *("logistic", "sqrt", "rsqrt", "expm1", "sin", "cos", "erf", "erfc", "atan2"),
+            *("not", "add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"),
         )
     },
     "shift_left": _same("shl"),
@@ -394,6 +456,14 @@ _RULES: dict[str, _Rule] = {
     "clamp": _clamp,
     "convert_element_type": _cast,
     "integer_pow": _integer_pow,
+    "pow": _pow,
+    "tan": _tan,
+    "atan": _atan,
+    "asin": _asin,
+    "acos": _acos,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "cbrt": _cbrt,
     "square": lambda b, kind, params, x: b.add("mul", kind, x, x),
     "round": _round,
     "is_finite": _is_finite,
@@ -405,4 +475,28 @@ _RULES: dict[str, _Rule] = {
     "stop_gradient": _stop_gradient,
     "jax_attn_load": _load,
     "jax_attn_dim": _dim,
+}
+
+
+def _first_true(b: Builder, kind: int, params: Any, bools: tuple[int, ...]) -> int | None:
+    """argmax of bools: the number of the first that is true, 0 if none is."""
+    if b.kind(bools[0]) != BOOL:
+        return None
+    result = b.constant(0, kind)
+    for i, which in reversed([*enumerate(bools)]):
+        result = b.select(kind, which, b.constant(i, kind), result)
+    return result
+
+
+_VectorRule = Callable[..., "_Value | None"]
+
+# The same for equations with vectors, which hold what jnp.select chooses by.
+_VECTOR_RULES: dict[str, _VectorRule] = {
+    "stack": lambda b, kind, params, *xs: xs,
+    "broadcast_in_dim": lambda b, kind, params, x: (x,) * params["shape"][0],
+    "concatenate": lambda b, kind, params, *xs: tuple(itertools.chain(*xs)),
+    "convert_element_type": lambda b, kind, params, xs: tuple(
+        _cast(b, kind, params, x) for x in xs
+    ),
+    "argmax": _first_true,
 }

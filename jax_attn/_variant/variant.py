@@ -61,10 +61,10 @@ class Variant:
         variant_operands; new contents and lengths compile nothing.
 
     JAX traces the functions once, here, to a program of at most 128 scalar operations in f32, i32
-    and bool: arithmetic, comparisons, jnp.where, exp, exp2, log, log1p, tanh, logistic, sqrt,
-    rsqrt, abs, sign, floor, ceil, minimum, maximum, powers with constant integer exponents, integer
-    division, bit operations and casts. Variants with equal programs are equal. str() shows the
-    program.
+    and bool: arithmetic, comparisons, jnp.where, jnp.select, exp, exp2, expm1, log, log1p, powers,
+    sqrt, rsqrt, cbrt, sin, cos, tan and their inverses, sinh, cosh, tanh, erf, erfc, logistic, abs,
+    sign, floor, ceil, minimum, maximum, integer division, bit operations and casts. Variants with
+    equal programs are equal. str() shows the program.
 
     Raises NotImplementedError, with the primitive and your source line, for an operation that a
     program does not have; ValueError for arguments that do not fit each other.
@@ -195,6 +195,11 @@ class Variant:
     def reads_heads(self) -> bool:
         """Whether it reads the number of a head."""
         return any(x.op in ("head", "kv_head") for x in self.instructions)
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether it reads the place of a query or of a key, or lengths: anything but the head."""
+        return any(x.op in FACTS and x.op not in ("head", "kv_head") for x in self.instructions)
 
     def __str__(self) -> str:
         """The program: one line per value, with how often it is computed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
 from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
-from jax_attn._xla.transforms import refusing
+from jax_attn._xla.transforms import refusing, varying_alike
 from jax_attn.masks import BlockMap
 
 
@@ -47,6 +48,31 @@ if _environment.cpu_isa:
     _core.set_cpu_isa(_environment.cpu_isa)
 
 
+def _call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    *,
+    aliases: dict[int, int] | None = None,
+    vmap_method: str | None = None,
+    **attributes: Any,
+) -> tuple[jax.Array, ...]:
+    """The results of a custom call.
+
+    In a shard_map they vary over the axes over which any operand varies, which jax.ffi does not
+    see: without that JAX would take what devices compute for the same on all of them.
+
+    aliases: number of an operand -> number of the result that is written in its memory.
+    vmap_method: as jax.ffi.ffi_call has it.
+    """
+    operands = varying_alike(tuple(operands))
+    call = jax.ffi.ffi_call(
+        target, tuple(results), input_output_aliases=aliases, vmap_method=vmap_method
+    )
+    found, _ = varying_alike((tuple(call(*operands, **attributes)), operands))
+    return found
+
+
 def plan(
     qo_indptr: jax.Array,
     kv_lens: jax.Array,
@@ -72,12 +98,9 @@ def plan(
         num_levels, num_prefixes, num_columns, blocks["kv_block"]
     )
     jit.compile_ahead("plan_general" if is_general else "plan", spec)
-    call = jax.ffi.ffi_call(
-        "jax_attn_plan",
-        (
-            jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
-            jax.ShapeDtypeStruct((scratch_words,), jnp.int32),
-        ),
+    results = (
+        jax.ShapeDtypeStruct((spec.plan_words,), jnp.int32),
+        jax.ShapeDtypeStruct((scratch_words,), jnp.int32),
     )
     if block_map is not None and levels is None:  # only the last operands may be left out
         levels = jnp.zeros((0, 0), np.int32), jnp.zeros((0, 0), np.int32)
@@ -87,7 +110,12 @@ def plan(
     attributes = {name: np.int64(tokens) for name, tokens in blocks.items()}
 
     def plan_batch(operands: tuple[jax.Array, ...], has_levels: bool) -> Any:
-        return call(*operands, problem=spec.problem_words, levels=has_levels, **attributes)
+        numbers: dict[str, Any] = {
+            "problem": spec.problem_words,
+            "levels": has_levels,
+            **attributes,
+        }
+        return _call("jax_attn_plan", results, operands, **numbers)
 
     buffer, _ = refusing("plan", plan_batch, vmap="make one plan for all, or one a step of a scan")(
         operands, num_levels > 0
@@ -110,20 +138,18 @@ def attention(
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
-    call = jax.ffi.ffi_call(
-        "jax_attn_attention",
-        (
-            jax.ShapeDtypeStruct(spec.o_shape, spec.dtype),
-            jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
-            jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
-        ),
+    results = (
+        jax.ShapeDtypeStruct(spec.o_shape, spec.dtype),
+        jax.ShapeDtypeStruct(spec.o_shape[:2], jnp.float32),
+        jax.ShapeDtypeStruct((workspace_words,), jnp.int32),
     )
     # Only the last operands of a call may be left out; others become an array without elements.
     sinks, v = operands.sinks, operands.k if operands.v is None else operands.v
     if sinks is None and (operands.q_scale is not None or operands.variant):
         sinks = jnp.zeros((0,), jnp.float32)
     arrays = jax.tree.leaves(dataclasses.replace(operands, v=v, sinks=sinks))
-    o, lse, workspace = call(*arrays, problem=problem_words, poison=_environment.poison)
+    numbers: dict[str, Any] = {"problem": problem_words, "poison": _environment.poison}
+    o, lse, workspace = _call("jax_attn_attention", results, arrays, **numbers)
     return o, lse, workspace
 
 
@@ -138,16 +164,15 @@ def backward(
     words, summed = ((), ()) if spec.variant is None else gradient_of(spec.variant, wanted)
     jit.compile_ahead("backward", spec, words)
     num_words = spec.problem.backward_words(k.shape[-4] if spec.is_paged else 1)
-    call = jax.ffi.ffi_call(
-        "jax_attn_backward",
-        (
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
-            jax.ShapeDtypeStruct((num_words,), jnp.float32),
-            *(_sums_of(operands.variant[i], q, spec) for i in summed),
-        ),
+    described = (
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
+        jax.ShapeDtypeStruct((num_words,), jnp.float32),
+        *(_sums_of(operands.variant[i], q, spec) for i in summed),
     )
-    results = call(
-        *jax.tree.leaves(operands),
+    results = _call(
+        "jax_attn_backward",
+        described,
+        jax.tree.leaves(operands),
         problem=spec.problem_words,
         gradient=np.asarray(words, np.int64),
         poison=_environment.poison,
@@ -191,15 +216,13 @@ def append_kv(
 ) -> tuple[jax.Array, jax.Array | None]:
     jit.compile_ahead("append", spec)
     given = (k_pages,) if v_pages is None else (k_pages, v_pages)
-    call = jax.ffi.ffi_call(
-        "jax_attn_append_kv",
-        tuple(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in given),
-        input_output_aliases={0: 0} if v_pages is None else {0: 0, 4: 1},
-    )
+    results = [jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in given]
+    aliases = {0: 0} if v_pages is None else {0: 0, 4: 1}
     values = () if v_pages is None else (v_pages, v_new)
     scales = [a for a in (k_scale, v_scale) if a is not None]
     operands = (k_pages, k_new, plan_buffer, layer, *values, *scales)
-    k_out, *v_out = call(*operands, problem=spec.problem_words)
+    numbers: dict[str, Any] = {"problem": spec.problem_words}
+    k_out, *v_out = _call("jax_attn_append_kv", results, operands, aliases=aliases, **numbers)
     return k_out, v_out[0] if v_out else None
 
 
@@ -217,18 +240,17 @@ def append_rotated(
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     jit.compile_ahead("append_rotated", spec)
-    call = jax.ffi.ffi_call(
-        "jax_attn_append_rotated",
-        (
-            jax.ShapeDtypeStruct(spec.q_shape, spec.dtype),
-            jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
-            jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
-        ),
-        input_output_aliases={3: 1, 4: 2},
+    results = (
+        jax.ShapeDtypeStruct(spec.q_shape, spec.dtype),
+        jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
+        jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
     )
     scales = [a for a in (k_scale, v_scale) if a is not None]
-    q, k_out, v_out = call(
-        qkv, cos, sin, k_pages, v_pages, plan_buffer, layer, *scales, problem=spec.problem_words
+    operands = (qkv, cos, sin, k_pages, v_pages, plan_buffer, layer, *scales)
+    aliases = {3: 1, 4: 2}
+    numbers: dict[str, Any] = {"problem": spec.problem_words}
+    q, k_out, v_out = _call(
+        "jax_attn_append_rotated", results, operands, aliases=aliases, **numbers
     )
     return q, k_out, v_out
 
@@ -240,8 +262,136 @@ def product(
 
     Returns [n, columns] of `dtype`.
     """
-    call = jax.ffi.ffi_call("jax_attn_product", jax.ShapeDtypeStruct((len(x), columns), dtype))
-    return call(x, panels, poison=_environment.poison)
+    results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
+    return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
+
+
+def linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array | None,
+    states: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    *,
+    chunks_begin: int,
+    delta_rule: bool,
+    l2_norm: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """o and the states, in the memory of `states` (csrc/cpu/linear_attention.h), on CPUs only.
+
+    chunks_begin: the word of the plan's buffer where chunks begin. Heads and dims are those of the
+    arrays; the other arguments are as in ja.linear_attention.
+    """
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)]
+    o, states = _call(
+        "jax_attn_linear_attention",
+        results,
+        (q, k, v, *_present(g, beta), states, plan_buffer, layer),
+        aliases={5: 1},
+        delta_rule=delta_rule,
+        l2_norm=l2_norm,
+        scale=np.float32(scale),
+        chunks_begin=np.int64(chunks_begin),
+        poison=_environment.poison,
+    )
+    return o, states
+
+
+def linear_attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array | None,
+    states: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    d_o: jax.Array,
+    d_states: jax.Array,
+    *,
+    chunks_begin: int,
+    delta_rule: bool,
+    l2_norm: bool,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the first six arguments from those of the results, on CPUs only.
+
+    That of an absent g or beta has no elements. That of states is in the memory of `d_states`, the
+    gradient of the states after the call. See linear_attention.
+    """
+    operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
+    return _call(
+        "jax_attn_linear_attention_backward",
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:6]],
+        operands,
+        aliases={9: 5},
+        delta_rule=delta_rule,
+        l2_norm=l2_norm,
+        scale=np.float32(scale),
+        chunks_begin=np.int64(chunks_begin),
+        poison=_environment.poison,
+    )
+
+
+def _present(*arrays: jax.Array | None) -> list[jax.Array]:
+    """Arrays without elements in place of absent ones."""
+    return [jnp.zeros((0,), jnp.float32) if x is None else x for x in arrays]
+
+
+def lora(
+    x: jax.Array,
+    y: jax.Array,
+    adapters: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    ranks: jax.Array,
+    ends: Sequence[int],
+) -> jax.Array:
+    """y plus the low-rank products of each row's adapter (csrc/cpu/lora.h), on CPUs only.
+
+    x: [n, in]. y: [n, out]. adapters: [n] i32. a: [adapters, parts, rank, in]. b: [adapters, rank,
+    out]. ranks: [adapters, parts] i32. ends: of the parts' columns.
+
+    Returns [n, out], in y's memory.
+    """
+    results = [jax.ShapeDtypeStruct(y.shape, y.dtype)]
+    operands = (x, y, adapters, a, b, ranks)
+    words = np.array(ends, np.int64)
+    return _call("jax_attn_lora", results, operands, aliases={1: 0}, ends=words)[0]
+
+
+def short_convolution(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    states: jax.Array,
+    plan_buffer: jax.Array,
+    layer: jax.Array,
+    *,
+    chunks_begin: int,
+    silu: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """y and the states, in the memory of `states` (csrc/cpu/short_convolution.h), on CPUs only.
+
+    chunks_begin: as in linear_attention. The other arguments are as in ja.short_convolution.
+    """
+    bias = jnp.zeros(len(weight)) if bias is None else bias
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, states)]
+    y, states = _call(
+        "jax_attn_short_convolution",
+        results,
+        (x, weight.astype(jnp.float32), bias.astype(jnp.float32), states, plan_buffer, layer),
+        aliases={3: 1},
+        vmap_method="sequential",
+        silu=silu,
+        chunks_begin=np.int64(chunks_begin),
+        poison=_environment.poison,
+    )
+    return y, states
 
 
 def quantized_product(
@@ -264,25 +414,22 @@ def quantized_product(
 
     Returns [num_splits, n, out] of `dtype` (x's or f32): partial sums over parts of the depth.
     """
-    call = jax.ffi.ffi_call(
-        "jax_attn_quantized_product",
-        jax.ShapeDtypeStruct((num_splits, len(x), codes.shape[1]), dtype),
-    )
-    numbers = {name: np.int64(value) for name, value in attributes.items()}
-    return call(
-        x, codes, scales, zeros, dtype=np.int64(x_dtype), **numbers, poison=_environment.poison
-    )
+    results = [jax.ShapeDtypeStruct((num_splits, len(x), codes.shape[1]), dtype)]
+    numbers: dict[str, Any] = {name: np.int64(value) for name, value in attributes.items()}
+    numbers |= {"dtype": np.int64(x_dtype)}
+    operands = (x, codes, scales, zeros)
+    return _call(
+        "jax_attn_quantized_product", results, operands, **numbers, poison=_environment.poison
+    )[0]
 
 
 def merge_states(
     o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
 ) -> tuple[jax.Array, jax.Array]:
-    call = jax.ffi.ffi_call(
-        "jax_attn_merge_states",
-        (
-            jax.ShapeDtypeStruct(o_parts.shape[1:], o_parts.dtype),
-            jax.ShapeDtypeStruct(lse_parts.shape[1:], jnp.float32),
-        ),
+    results = (
+        jax.ShapeDtypeStruct(o_parts.shape[1:], o_parts.dtype),
+        jax.ShapeDtypeStruct(lse_parts.shape[1:], jnp.float32),
     )
-    o, lse = call(o_parts, lse_parts, arch=arch, dtype=dtype, poison=_environment.poison)
+    numbers: dict[str, Any] = {"arch": arch, "dtype": dtype, "poison": _environment.poison}
+    o, lse = _call("jax_attn_merge_states", results, (o_parts, lse_parts), **numbers)
     return o, lse

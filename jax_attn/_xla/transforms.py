@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -54,6 +56,118 @@ def refusing(
     return wrapped
 
 
+def varying_alike(arrays: Any) -> Any:
+    """A tree of arrays that all vary over the same axes of a shard_map, those of any of them.
+
+    Inside a shard_map with check_vma=True the gradient of an array must vary over the axes of the
+    array. A custom rule gives gradients that vary as all operands do, so operands are made alike
+    first. JAX then adds up the gradient over the axes over which the array did not vary.
+
+    Elsewhere it returns the arrays.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)]
+    names = frozenset[str]().union(*varying)
+
+    def cast(x: Any) -> Any:
+        missing = names - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+# The exceptions that the partitioner's callbacks have raised, newest last, by their text.
+_refusals: dict[str, Exception] = {}
+_MOST_REFUSALS = 64
+
+
+def _kept(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A callback of XLA's partitioner whose exceptions reach the caller of the compiler.
+
+    XLA turns an exception into a JaxRuntimeError that begins with INTERNAL and ends with the text
+    of a traceback.
+    """
+
+    def called(*args: Any) -> Any:
+        try:
+            return callback(*args)
+        except Exception as error:
+            _refusals[str(error)] = copy.copy(error)  # without the frames
+            while len(_refusals) > _MOST_REFUSALS:
+                del _refusals[next(iter(_refusals))]
+            raise
+
+    return called
+
+
+def _raised_by_callback(error: Exception) -> Exception | None:
+    """The exception of a callback that XLA's error reports, as a new one; None: another error."""
+    text = str(error)
+    if "custom_partitioner" not in text:
+        return None
+    for sentence, refusal in reversed(list(_refusals.items())):
+        if sentence and sentence in text:
+            return copy.copy(refusal)
+    return None
+
+
+def _report_refusals() -> None:
+    """Let JAX raise exceptions of the partitioner's callbacks as they are.
+
+    JAX has no public name for this. Without it, the errors are those of XLA, with the same
+    sentence in them.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import compiler
+
+        compiler.register_xla_runtime_error_handler(_raised_by_callback)
+
+
+_report_refusals()
+
+
+def partitionable(
+    call: Callable[..., Any],
+    *,
+    num_static: int,
+    partition: Callable[..., Any],
+    infer: Callable[..., Any],
+    sharding_rule: Callable[..., Any],
+) -> Callable[..., Any]:
+    """jax.experimental's custom_partitioning of `call(*static, *arrays)`, for both partitioners.
+
+    partition(*static, mesh, arguments, results): as there. Its exceptions reach the user.
+    infer(*static, mesh, arguments, results): the shardings of the results for GSPMD, which asks
+        more than once and before it has decided on those of the arguments. It must not raise.
+    sharding_rule(*static, mesh, types, result_types): the same for Shardy.
+    """
+
+    @_kept
+    def partition_and_keep(*args: Any) -> Any:
+        mesh, part, *shardings = partition(*args)
+        return mesh, _kept(part), *shardings
+
+    whole = custom_partitioning(call, static_argnums=tuple(range(num_static)))
+    whole.def_partition(
+        partition=partition_and_keep,
+        infer_sharding_from_operands=_kept(infer),
+        sharding_rule=sharding_rule,
+    )
+
+    def called(*args: Any) -> Any:
+        # In jax.ensure_compile_time_eval constants are arrays even here, inside of jit, and
+        # custom_partitioning asserts that there are none.
+        is_eager = not isinstance(jnp.zeros(()), jax.core.Tracer)
+        is_folding = is_eager and any(isinstance(x, jax.core.Tracer) for x in args)
+        return (call if is_folding else whole)(*args)
+
+    return called
+
+
+def _partition_spec(array: Any) -> Any:
+    """The PartitionSpec of an array that a partitioner describes; P() while GSPMD has none."""
+    return P() if array.sharding is None else array.sharding.spec
+
+
 class Axes(NamedTuple):
     """Names for the axes of a function's arrays, and the axes along which work may be split."""
 
@@ -95,8 +209,6 @@ def partitioned(
     only XLA knows the sharding, its compilation fails with the same sentence.
     """
     part = per_device or call
-    static_argnums = tuple(range(num_static))
-    whole = custom_partitioning(call, static_argnums=static_argnums)
 
     def partition(*args: Any) -> Any:
         *static, mesh, arguments, results = args
@@ -105,12 +217,19 @@ def partitioned(
         arrays = [*jax.tree.leaves(results), *jax.tree.leaves(arguments)]
         specs = _specs(about, mesh, zip(of_results + of_arguments, arrays, strict=True))
         for array, of_array in zip(jax.tree.leaves(arguments), of_arguments, strict=True):
-            _check_fits(op, about, of_array, array.sharding.spec, specs, is_whole_fine=True)
+            _check_fits(op, about, of_array, _partition_spec(array), specs, is_whole_fine=True)
         result_shardings, argument_shardings = (
             tuple(NamedSharding(mesh, spec) for spec in _partition_specs(side, specs))
             for side in (of_results, of_arguments)
         )
         return mesh, functools.partial(part, *static), result_shardings, argument_shardings
+
+    def infer(*args: Any) -> Any:
+        *static, mesh, arguments, _ = args
+        about = axes(*static)
+        of_arguments, of_results = about.arrays()
+        specs = _specs(about, mesh, zip(of_arguments, jax.tree.leaves(arguments), strict=True))
+        return tuple(NamedSharding(mesh, spec) for spec in _partition_specs(of_results, specs))
 
     def sharding_rule(*args: Any) -> Any:
         """The Shardy rule.
@@ -126,9 +245,12 @@ def partitioned(
 
         return re.sub(r"\w+", own, about.names), about.sizes
 
-    whole.def_partition(partition=partition, sharding_rule=sharding_rule)
+    whole = partitionable(
+        call, num_static=num_static, partition=partition, infer=infer, sharding_rule=sharding_rule
+    )
 
-    @functools.partial(jax.jit, static_argnums=static_argnums)  # jit provides the arrays' mesh
+    # jit provides the arrays' mesh
+    @functools.partial(jax.jit, static_argnums=tuple(range(num_static)))
     def on_mesh(*args: Any) -> Any:
         static, arrays = args[:num_static], args[num_static:]
         return on_explicit_mesh(
@@ -165,12 +287,26 @@ def on_explicit_mesh(
             tuple(_partition_specs(side, specs)) for side in (of_arguments, of_results)
         )
         for t, axes in zip(types, of_arguments, strict=True):
-            _check_fits(op, about, axes, t.sharding.spec, specs)
+            # An array without gradients (a mask, lengths) may be whole: nothing is added up.
+            is_whole_fine = not jnp.issubdtype(t.dtype, jnp.floating)
+            _check_fits(op, about, axes, t.sharding.spec, specs, is_whole_fine=is_whole_fine)
+        arrays = placed(arrays, meshes[0], in_specs)
         return jax.shard_map(
             part, mesh=meshes[0], in_specs=in_specs, out_specs=out_specs, check_vma=False
         )(*arrays)
 
     return call
+
+
+def placed(arrays: Iterable[Any], mesh: Any, specs: Iterable[P]) -> tuple[Any, ...]:
+    """The arrays on an explicit mesh, split as the specs say.
+
+    The mesh is in the sharding, because jax.set_mesh may not have been called.
+    """
+    return tuple(
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +367,15 @@ class HeadSplit:
         if size != self.num_parts:
             self.refuse(op, self.given[0], P(*[None] * (self.given[0].head_axis or 0), found))
         return found
+
+    def first_over(self, mesh: Any, specs: Iterable[Any]) -> Any:
+        """The mesh axes over which the first array that is split has its heads; None: no array."""
+        for operand, spec in zip(self.given, specs, strict=True):
+            entries = [*spec, *[None] * operand.ndim]
+            entry = None if operand.head_axis is None else entries[operand.head_axis]
+            if entry and math.prod(mesh.shape[a] for a in _names(entry)) == self.num_parts > 1:
+                return entry
+        return None
 
     def refuse(self, op: str, operand: Operand, spec: Any) -> NoReturn:
         expected = "an array that is not split"
@@ -309,17 +454,27 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
             for result, pieces in zip(split.results, zip(*done, strict=True), strict=True)
         )
 
-    whole = custom_partitioning(all_parts, static_argnums=(0,))
+    def shardings(
+        split: HeadSplit, mesh: Any, over: Any, side: tuple[Operand, ...]
+    ) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, spec) for spec in split.partition_specs(side, over))
 
     def partition(split: HeadSplit, mesh: Any, arguments: Any, results: Any) -> Any:
-        over = split.over(op, mesh, [x.sharding.spec for x in jax.tree.leaves(arguments)])
-        shardings = (
-            tuple(NamedSharding(mesh, spec) for spec in split.partition_specs(side, over))
-            for side in (split.results, split.given)
-        )
-        return mesh, functools.partial(one_part, split), *shardings
+        over = split.over(op, mesh, map(_partition_spec, jax.tree.leaves(arguments)))
+        of_sides = (shardings(split, mesh, over, side) for side in (split.results, split.given))
+        return mesh, functools.partial(one_part, split), *of_sides
 
-    whole.def_partition(partition=partition, sharding_rule=lambda split, *_: split.rule())
+    def infer(split: HeadSplit, mesh: Any, arguments: Any, results: Any) -> Any:
+        over = split.first_over(mesh, map(_partition_spec, jax.tree.leaves(arguments)))
+        return shardings(split, mesh, over, split.results)
+
+    whole = partitionable(
+        all_parts,
+        num_static=1,
+        partition=partition,
+        infer=infer,
+        sharding_rule=lambda split, *_: split.rule(),
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def on_mesh(split: HeadSplit, *arrays: jax.Array) -> Any:
@@ -330,7 +485,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         over = split.over(op, explicit[0], [t.spec for t in types])
         in_specs = split.partition_specs(split.given, over)
         # Each device takes its part of arrays that every device has.
-        arrays = tuple(map(jax.sharding.reshard, arrays, in_specs))
+        arrays = placed(arrays, explicit[0], in_specs)
         return jax.shard_map(
             functools.partial(one_part, split),
             mesh=explicit[0],
@@ -397,7 +552,9 @@ def _specs(
     """The mesh axes over which each axis name is split, from the first array that splits it."""
     specs: dict[str, Any] = {}
     for axes, array in arrays:
-        for (name, minor), size, spec in zip(axes, array.shape, array.sharding.spec, strict=False):
+        for (name, minor), size, spec in zip(
+            axes, array.shape, _partition_spec(array), strict=False
+        ):
             over = (spec,) if isinstance(spec, str) else spec or ()
             is_even = size // minor % math.prod(mesh.shape[axis] for axis in over) == 0
             if over and is_even and name in about.split:

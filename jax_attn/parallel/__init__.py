@@ -1,11 +1,11 @@
 """Attention over the devices of a mesh, with JAX's collectives."""
 
 from jax_attn.parallel.kv_shards import (
-    KvStripes,
-    StripedPlan,
-    append_stripes,
-    attend_stripes,
-    plan_stripes,
+    KvShardPlan,
+    KvShards,
+    append_kv_shards,
+    attend_kv_shards,
+    plan_kv_shards,
 )
 from jax_attn.parallel.sequence import (
     SequencePlan,
@@ -16,14 +16,14 @@ from jax_attn.parallel.sequence import (
 )
 
 __all__ = [
-    "KvStripes",
+    "KvShardPlan",
+    "KvShards",
     "SequencePlan",
     "SequenceShards",
-    "StripedPlan",
-    "append_stripes",
+    "append_kv_shards",
+    "attend_kv_shards",
     "attend_sequence",
-    "attend_stripes",
     "dot_product_attention",
+    "plan_kv_shards",
     "plan_sequence",
-    "plan_stripes",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn._spec.spec import AttentionSpec
+from jax_attn._xla.transforms import partitionable
 
 _NO_LIMIT = 2**30  # larger than any position: a window of this size hides nothing
 
@@ -26,9 +26,28 @@ def windows(spec: AttentionSpec) -> tuple[int, int]:
 
 def add_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The state with the sinks' extra logits, which have no value; rows without keys stay equal."""
-    total = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks))
-    weight = jnp.exp(jnp.where(jnp.isneginf(lse), 0.0, lse - total))
+    total = jnp.where(jnp.isneginf(lse), -jnp.inf, jnp.logaddexp(lse, sinks[None]))
+    # Not exp(lse - total): far from 0, total is the larger one alone.
+    weight = jax.nn.sigmoid(jnp.where(jnp.isneginf(lse), 0.0, lse - sinks[None]))
     return (o * weight[..., None]).astype(o.dtype), total
+
+
+def check_axis(op: str, kind: str, name: str, size: int, mesh: Any) -> None:
+    """Raise ValueError if the axis of a plan is not one of the mesh, or is of another size.
+
+    kind: the class with the static half of the plan. name, size: its axis.
+    mesh: None: that of the shard_map in which the call is.
+    """
+    inside = jax.sharding.get_abstract_mesh()
+    if mesh is None and name not in inside.manual_axes:
+        raise ValueError(
+            f"{op}: mesh: expected a mesh outside of jax.shard_map over axis {name!r}, got None."
+        )
+    sizes = (inside if mesh is None else mesh).shape
+    if sizes.get(name) != size:
+        raise ValueError(
+            f"{op}: plan: expected {kind} of the mesh, {dict(sizes)}, got axis {name!r} of {size}."
+        )
 
 
 def mapped(
@@ -127,7 +146,8 @@ _with_gradient_as_split.defvjp(
 
 def _partition(split: _Split, mesh: Any, arguments: Any, results: Any) -> Any:
     (x,) = arguments
-    split.check(x.sharding, len(x.shape))
+    if x.sharding is not None:  # GSPMD has none for an array that every device has
+        split.check(x.sharding, len(x.shape))
     want = NamedSharding(mesh, split.spec)
     return mesh, lambda x: x, want, (want,)
 
@@ -138,8 +158,13 @@ def _rule(split: _Split, mesh: Any, arguments: Any, results: Any) -> str:
     return " -> ".join(map(" ".join, names))
 
 
-_partitioned = custom_partitioning(lambda split, x: x, static_argnums=(0,))
-_partitioned.def_partition(partition=_partition, sharding_rule=_rule)
+_partitioned = partitionable(
+    lambda split, x: x,
+    num_static=1,
+    partition=_partition,
+    infer=lambda split, mesh, *_: NamedSharding(mesh, split.spec),
+    sharding_rule=_rule,
+)
 _jitted = jax.jit(_partitioned, static_argnums=(0,))  # jit provides the array's mesh
 _seen_by_xla = jax.custom_vjp(_jitted, nondiff_argnums=(0,))
 _seen_by_xla.defvjp(lambda split, x: (_jitted(split, x), None), lambda _, __, gradient: (gradient,))

@@ -20,13 +20,14 @@ from jax_attn._ops.operands import check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._plan.records import HEADER_FIELDS
 from jax_attn._spec.spec import AttentionSpec
-from jax_attn.parallel._common import add_sinks, mapped, windows
+from jax_attn._xla.transforms import refusing
+from jax_attn.parallel._common import add_sinks, check_axis, mapped, windows
 
 _FAULT_WORD = HEADER_FIELDS.index("fault")
 
 
 @dataclasses.dataclass(frozen=True)
-class KvStripes:
+class KvShards:
     """The static half of a batch whose KV cache is sharded over a mesh axis.
 
     A KV shard is the part of the cache on one device of the axis. Its tokens are interleaved by
@@ -43,7 +44,7 @@ class KvStripes:
         of arrays depend on it.
 
     Raises ValueError for a page_size that the axis does not divide, NotImplementedError for ragged
-    keys and for fresh_kv.
+    keys, for fresh_kv, and for a variant that reads positions, rows or lengths.
     """
 
     spec: AttentionSpec
@@ -54,19 +55,24 @@ class KvStripes:
     def __post_init__(self) -> None:
         if not isinstance(self.spec, AttentionSpec):
             raise TypeError(
-                f"KvStripes: spec: expected an AttentionSpec, got {type(self.spec).__name__}."
+                f"KvShards: spec: expected an AttentionSpec, got {type(self.spec).__name__}."
             )
         size = self.axis_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             _refuse("axis_size", "the number of devices of the axis, at least 1", size)
         if self.spec.page_size is None:
             raise NotImplementedError(
-                "KvStripes: spec: a paged cache is supported, got page_size=None."
+                "KvShards: spec: a paged cache is supported, got page_size=None."
             )
         if self.spec.fresh_kv:
             raise NotImplementedError(
-                "KvStripes: spec: fresh_kv=False is supported, got True; append the new tokens to"
+                "KvShards: spec: fresh_kv=False is supported, got True; append the new tokens to"
                 " the pages first."
+            )
+        if self.spec.variant is not None and self.spec.variant.reads_places:
+            raise NotImplementedError(
+                "KvShards: spec: a variant that reads no positions, rows or lengths is supported,"
+                " as a device counts those of its own part, got one that does; use one KV shard."
             )
         if self.spec.page_size % size:
             _refuse(
@@ -95,7 +101,7 @@ class KvStripes:
         return P(None if self.spec.mla else self.heads_axis_name)
 
     def o_spec(self, scatter: Literal["heads", "rows"] | None = None) -> P:
-        """PartitionSpec of the results of attend_stripes."""
+        """PartitionSpec of the results of attend_kv_shards."""
         if scatter == "rows":
             return P(self.axis_name, self.heads_axis_name)
         if scatter == "heads":
@@ -105,7 +111,7 @@ class KvStripes:
 
     @property
     def plan_spec(self) -> P:
-        """PartitionSpec of a StripedPlan: each device has a separate plan."""
+        """PartitionSpec of a KvShardPlan: each device has a separate plan."""
         return P(self.axis_name)
 
     def pages_spec(self, *, is_stacked: bool) -> P:
@@ -182,32 +188,32 @@ class KvStripes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StripedPlan:
-    """The schedules of all devices of an axis, made by plan_stripes.
+class KvShardPlan:
+    """The schedules of all devices of an axis, made by plan_kv_shards.
 
     attend_buffers, append_buffers: [axis_size, words], i32; inside shard_map [1, words], for this
-        device. Split them over the axis with KvStripes.plan_spec.
-    stripes: static.
+        device. Split them over the axis with KvShards.plan_spec.
+    kv_shards: static.
     """
 
     attend_buffers: Any
     append_buffers: Any
-    stripes: KvStripes = dataclasses.field(metadata={"static": True})
+    kv_shards: KvShards = dataclasses.field(metadata={"static": True})
 
     def attend_plan(self, device: int = 0) -> AttentionPlan:
         """The plan by which a device attends; inside shard_map the only device is 0."""
-        return AttentionPlan(self.attend_buffers[device], self.stripes.attend_spec)
+        return AttentionPlan(self.attend_buffers[device], self.kv_shards.attend_spec)
 
     def append_plan(self, device: int = 0) -> AttentionPlan:
         """The plan by which a device appends; inside shard_map the only device is 0."""
-        return AttentionPlan(self.append_buffers[device], self.stripes.append_spec)
+        return AttentionPlan(self.append_buffers[device], self.kv_shards.append_spec)
 
 
 # ---- plans ---------------------------------------------------------------------------------------
 
 
-def plan_stripes(
-    stripes: KvStripes,
+def plan_kv_shards(
+    kv_shards: KvShards,
     qo_indptr: Any,
     kv_lens: Any,
     page_indptr: Any,
@@ -215,7 +221,7 @@ def plan_stripes(
     *,
     q_offsets: Any = None,
     prefix_levels: Sequence[tuple[Any, Any]] | None = None,
-) -> StripedPlan:
+) -> KvShardPlan:
     """jax_attn.plan for a batch whose KV cache is sharded over a mesh axis.
 
     The arguments are those of jax_attn.plan on one device: lengths and positions of whole requests.
@@ -226,16 +232,18 @@ def plan_stripes(
 
     Raises like jax_attn.plan for the given batch.
     """
-    if not isinstance(stripes, KvStripes):
-        raise TypeError(f"plan_stripes: stripes: expected KvStripes, got {type(stripes).__name__}.")
+    if not isinstance(kv_shards, KvShards):
+        raise TypeError(
+            f"plan_kv_shards: kv_shards: expected KvShards, got {type(kv_shards).__name__}."
+        )
     given = (qo_indptr, kv_lens, page_indptr, page_indices)
     checked = plan(
-        stripes.check_spec if prefix_levels is None else stripes.spec,
+        kv_shards.check_spec if prefix_levels is None else kv_shards.spec,
         *given,
         q_offsets=q_offsets,
         prefix_levels=prefix_levels,
     )
-    is_manual = stripes.axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    is_manual = kv_shards.axis_name in jax.sharding.get_abstract_mesh().manual_axes
     is_traced = is_manual or not isinstance(checked.buffer, np.ndarray)
     xp: Any = jnp if is_traced else np
     convert = (lambda x: traced_int32(jnp.asarray(x))) if is_traced else np.asarray
@@ -245,21 +253,21 @@ def plan_stripes(
     if is_traced:  # a kernel cannot raise: pass the fault on to all plans
         qo = xp.where(checked.buffer[_FAULT_WORD] == 0, qo, -1)
     batch = _Batch(qo, lens, indptr, xp.append(pages, 0).astype(np.int32), offsets)
-    devices = [lax.axis_index(stripes.axis_name)] if is_manual else range(stripes.axis_size)
+    devices = [lax.axis_index(kv_shards.axis_name)] if is_manual else range(kv_shards.axis_size)
     attend, append = [], []
     for device in devices:
-        parts = _attended_parts(xp, stripes, batch, device)
+        parts = _attended_parts(xp, kv_shards, batch, device)
         levels_of_parts = None
-        if prefix_levels is not None and stripes.attend_spec.window_left < 0:
-            levels_of_parts = [_level_of_parts(xp, stripes, parts, *level) for level in levels]
-        attend.append(_plan_parts(xp, stripes.attend_spec, parts, levels_of_parts))
-        parts = _appended_parts(xp, stripes, batch, device)
-        append.append(_plan_parts(xp, stripes.append_spec, parts, None))
-    return StripedPlan(xp.stack(attend), xp.stack(append), stripes)
+        if prefix_levels is not None and kv_shards.attend_spec.window_left < 0:
+            levels_of_parts = [_level_of_parts(xp, kv_shards, parts, *level) for level in levels]
+        attend.append(_plan_parts(xp, kv_shards.attend_spec, parts, levels_of_parts))
+        parts = _appended_parts(xp, kv_shards, batch, device)
+        append.append(_plan_parts(xp, kv_shards.append_spec, parts, None))
+    return KvShardPlan(xp.stack(attend), xp.stack(append), kv_shards)
 
 
 class _Batch(NamedTuple):
-    """The arguments of plan_stripes as int32 arrays of numpy or jax.numpy."""
+    """The arguments of plan_kv_shards as int32 arrays of numpy or jax.numpy."""
 
     qo_indptr: Any
     kv_lens: Any
@@ -297,7 +305,7 @@ class _Rows(NamedTuple):
         return cls(request, position, row < borders[-1], row == borders[request])
 
 
-def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
+def _attended_parts(xp: Any, kv_shards: KvShards, batch: _Batch, device: Any) -> _Parts:
     """Cut requests into parts whose rows see the KV shard's keys by the masks of attend_spec.
 
     Causal: let c be the number of whole pages before a row. In this KV shard the row sees the
@@ -310,7 +318,7 @@ def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> 
     the part start with the one in which the window begins, and q_offset is chosen so that the
     window begins at the right token.
     """
-    spec, length, page = stripes.attend_spec, stripes.stripe_len, stripes.spec.page_size
+    spec, length, page = kv_shards.attend_spec, kv_shards.stripe_len, kv_shards.spec.page_size
     assert page is not None
     left, right = spec.window_left, spec.window_right
     if not len(batch.kv_lens):
@@ -351,13 +359,13 @@ def _attended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> 
     )  # fmt: skip
 
 
-def _appended_parts(xp: Any, stripes: KvStripes, batch: _Batch, device: Any) -> _Parts:
+def _appended_parts(xp: Any, kv_shards: KvShards, batch: _Batch, device: Any) -> _Parts:
     """Cut new tokens into parts.
 
     A part has the new tokens of one stripe of this KV shard, or those between two such stripes,
     which are not stored here (kv_len 0).
     """
-    spec, length, page = stripes.append_spec, stripes.stripe_len, stripes.spec.page_size
+    spec, length, page = kv_shards.append_spec, kv_shards.stripe_len, kv_shards.spec.page_size
     assert page is not None
     if not len(batch.kv_lens):
         return _no_parts(xp, batch)
@@ -402,14 +410,14 @@ def _finish_parts(
 
 
 def _level_of_parts(
-    xp: Any, stripes: KvStripes, parts: _Parts, request_indptr: Any, prefix_lens: Any
+    xp: Any, kv_shards: KvShards, parts: _Parts, request_indptr: Any, prefix_lens: Any
 ) -> tuple[Any, Any]:
     """A level of prefix_levels for parts instead of requests, limited to keys they all see."""
     num_parts, num_prefixes = len(parts.kv_lens), len(prefix_lens)
     is_last = request_indptr >= len(parts.of_request) - 1
     borders = xp.where(is_last, num_parts, parts.of_request[request_indptr])
-    assert stripes.spec.page_size is not None
-    lens = prefix_lens // stripes.spec.page_size * stripes.stripe_len
+    assert kv_shards.spec.page_size is not None
+    lens = prefix_lens // kv_shards.spec.page_size * kv_shards.stripe_len
     # The first rows of a request may see less than its prefix.
     prefix = xp.clip(
         xp.searchsorted(borders[1:], xp.arange(num_parts), side="right"), 0, num_prefixes - 1
@@ -448,12 +456,12 @@ def _plan_parts(
 # ---- inside shard_map ----------------------------------------------------------------------------
 
 
-def append_stripes(
+def append_kv_shards(
     k_pages: jax.Array,
     v_pages: jax.Array | None,
     k_new: jax.Array,
     v_new: jax.Array | None,
-    plan: StripedPlan,
+    plan: KvShardPlan,
     *,
     layer: Any = None,
     k_scale: jax.Array | None = None,
@@ -472,32 +480,32 @@ def append_stripes(
 
     Returns k_pages and v_pages. No communication. Raises like jax_attn.append_kv.
     """
-    stripes = _stripes_of("append_stripes", plan, mesh)
+    kv_shards = _kv_shards_of("append_kv_shards", plan, mesh)
     if mesh is None:
         append: Any = append_kv  # its overloads cannot express an optional v
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
-    pages = stripes.pages_spec(is_stacked=layer is not None)
-    heads = stripes.kv_heads_spec
+    pages = kv_shards.pages_spec(is_stacked=layer is not None)
+    heads = kv_shards.kv_heads_spec
     arrays = {
         "k_pages": (k_pages, pages),
         "v_pages": (v_pages, pages),
-        "k_new": (k_new, stripes.new_spec),
-        "v_new": (v_new, stripes.new_spec),
-        "plan": (plan, stripes.plan_spec),
+        "k_new": (k_new, kv_shards.new_spec),
+        "v_new": (v_new, kv_shards.new_spec),
+        "plan": (plan, kv_shards.plan_spec),
         "layer": (layer, P()),
         "k_scale": (k_scale, heads),
         "v_scale": (v_scale, heads),
     }
     out_specs = pages, None if v_pages is None else pages
-    return mapped("append_stripes", append_stripes, mesh, arrays, out_specs)
+    return mapped("append_kv_shards", append_kv_shards, mesh, arrays, out_specs)
 
 
-def attend_stripes(
+def attend_kv_shards(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    plan: StripedPlan,
+    plan: KvShardPlan,
     *,
     layer: Any = None,
     sinks: jax.Array | None = None,
@@ -516,7 +524,7 @@ def attend_stripes(
     length.
 
     q: [max_qo_tokens, num_qo_heads, head_dim_qk], the same on every device of the axis.
-    k_pages, v_pages: this device's KV shard, as for append_stripes.
+    k_pages, v_pages: this device's KV shard, as for append_kv_shards.
     layer, q_scale, k_scale, v_scale: as for jax_attn.attention.
     sinks: [num_qo_heads], f32, or None; counted once.
     scatter: None: every device gets all of o, by an all-gather. "heads", "rows": device i of the
@@ -530,70 +538,88 @@ def attend_stripes(
     Returns o, and with return_lse lse, as jax_attn.attention does, for all rows and heads or for
     this device's part. The same inputs and plan give the same bits on every device.
 
-    Raises like jax_attn.attention, and ValueError if the axis does not divide the scattered heads
+    Not differentiable in q, k_pages and v_pages: NotImplementedError. Raises like
+    jax_attn.attention, and ValueError if the axis does not divide the scattered heads
     or rows.
     """
-    op = "attend_stripes"
-    stripes = _stripes_of(op, plan, mesh)
-    parts = {"rows": stripes.spec.max_qo_tokens, "heads": stripes.spec.num_qo_heads}
+    op = "attend_kv_shards"
+    kv_shards = _kv_shards_of(op, plan, mesh)
+    parts = {"rows": kv_shards.spec.max_qo_tokens, "heads": kv_shards.spec.num_qo_heads}
     if scatter is not None and scatter not in parts:
         raise ValueError(f"{op}: scatter: expected 'heads', 'rows' or None, got {scatter!r}.")
-    if scatter is not None and parts[scatter] % stripes.axis_size:
+    if scatter is not None and parts[scatter] % kv_shards.axis_size:
         raise ValueError(
             f"{op}: scatter: expected {scatter} of one device that are a multiple of"
-            f" axis_size={stripes.axis_size}, got {parts[scatter]}; use scatter=None."
+            f" axis_size={kv_shards.axis_size}, got {parts[scatter]}; use scatter=None."
         )
     options = {
         "layer": layer, "sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale
     }  # fmt: skip
     if mesh is not None:
-        pages = stripes.pages_spec(is_stacked=layer is not None)
-        heads = dict.fromkeys(("sinks", "q_scale"), P(stripes.heads_axis_name))
-        heads |= dict.fromkeys(("k_scale", "v_scale"), stripes.kv_heads_spec)
-        rows = stripes.o_spec(scatter)
+        pages = kv_shards.pages_spec(is_stacked=layer is not None)
+        heads = dict.fromkeys(("sinks", "q_scale"), P(kv_shards.heads_axis_name))
+        heads |= dict.fromkeys(("k_scale", "v_scale"), kv_shards.kv_heads_spec)
+        rows = kv_shards.o_spec(scatter)
         arrays = {
-            "q": (q, stripes.rows_spec),
+            "q": (q, kv_shards.rows_spec),
             "k_pages": (k_pages, pages),
             "v_pages": (v_pages, pages),
-            "plan": (plan, stripes.plan_spec),
+            "plan": (plan, kv_shards.plan_spec),
         }
         for name, value in options.items():
             arrays[name] = value, heads.get(name, P())
-        call = functools.partial(attend_stripes, scatter=scatter, return_lse=return_lse)
+        call = functools.partial(attend_kv_shards, scatter=scatter, return_lse=return_lse)
         return mapped(op, call, mesh, arrays, (rows, rows) if return_lse else rows)
     own_sinks = options.pop("sinks")
     if own_sinks is not None:
-        own_sinks = check_array(op, "sinks", own_sinks, (stripes.spec.num_qo_heads,), "float32")
+        own_sinks = check_array(op, "sinks", own_sinks, (kv_shards.spec.num_qo_heads,), "float32")
     state = attention(q, k_pages, v_pages, plan.attend_plan(), return_lse=True, **options)
-    o, lse = _merge_over(stripes.axis_name, stripes.axis_size, scatter, *state)
+    o, lse = _merge_over(state, (kv_shards.axis_name, kv_shards.axis_size, scatter))
     if own_sinks is not None:
         if scatter == "heads":
-            own_sinks = own_sinks.reshape(stripes.axis_size, -1)[lax.axis_index(stripes.axis_name)]
+            own_sinks = own_sinks.reshape(kv_shards.axis_size, -1)[
+                lax.axis_index(kv_shards.axis_name)
+            ]
         o, lse = add_sinks(o, lse, own_sinks)
     return (o, lse) if return_lse else o
 
 
-def _merge_over(
-    axis_name: str, axis_size: int, scatter: str | None, o: jax.Array, lse: jax.Array
+def _merged(
+    state: tuple[jax.Array, jax.Array], static: tuple[str, int, str | None]
 ) -> tuple[jax.Array, jax.Array]:
     """The state over the keys of all devices of the axis, with one collective.
 
-    o: [n, num_heads, head_dim_vo]; lse: [n, num_heads], f32. Returns arrays like these, or a part.
+    state: o: [n, num_heads, head_dim_vo] and lse: [n, num_heads], f32.
+    static: name and size of the axis, and `scatter` of attend_kv_shards.
+
+    Returns arrays like those of the state, or a part.
     """
+    (o, lse), (axis_name, axis_size, scatter) = state, static
     if axis_size == 1:
         return o, lse
     # Send integers: XLA on CPU sends bfloat16 as float32, which changes the bits of a NaN.
     words = _as_words(o), _as_words(lse[..., None])
-    state = jnp.concatenate(words, axis=-1)
+    sent = jnp.concatenate(words, axis=-1)
     if scatter is None:
-        states = lax.all_gather(state, axis_name)
+        # All devices get the same, which a shard_map with check_vma=True wants to know.
+        is_checked = axis_name in jax.typeof(sent).manual_axis_type.varying
+        states = lax.all_gather(sent, axis_name, to="invarying" if is_checked else "varying")
     else:
         cut = ("rows", "heads").index(scatter)
-        shape = (*state.shape[:cut], axis_size, -1, *state.shape[cut + 1 :])
-        pieces = jnp.moveaxis(state.reshape(shape), cut, 0)
+        shape = (*sent.shape[:cut], axis_size, -1, *sent.shape[cut + 1 :])
+        pieces = jnp.moveaxis(sent.reshape(shape), cut, 0)
         states = lax.all_to_all(pieces, axis_name, split_axis=0, concat_axis=0)
     lses = lax.bitcast_convert_type(states[..., -1], jnp.float32)
     return merge_states(_from_words(states[..., :-1], o.dtype), lses)
+
+
+# Integers have no gradients, so that JAX would take the gradients of what is sent for 0.
+_merge_over = refusing(
+    "attend_kv_shards",
+    _merged,
+    vmap="put the batch into the plan, one request per element",
+    gradients="train with attend_sequence, which splits sequences over devices (docs/devices.md)",
+)
 
 
 def _as_words(x: jax.Array) -> jax.Array:
@@ -608,28 +634,17 @@ def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
 
 
-def _stripes_of(op: str, plan: Any, mesh: Any) -> KvStripes:
-    """The KvStripes of the plan. Raises if its axis does not match the mesh."""
-    if not isinstance(plan, StripedPlan):
+def _kv_shards_of(op: str, plan: Any, mesh: Any) -> KvShards:
+    """The KvShards of the plan. Raises if its axis does not match the mesh."""
+    if not isinstance(plan, KvShardPlan):
         raise TypeError(
-            f"{op}: plan: expected a StripedPlan, which plan_stripes makes, got"
+            f"{op}: plan: expected a KvShardPlan, which plan_kv_shards makes, got"
             f" {type(plan).__name__}."
         )
-    stripes = plan.stripes
-    name, size = stripes.axis_name, stripes.axis_size
-    inside = jax.sharding.get_abstract_mesh()
-    if mesh is None and name not in inside.manual_axes:
-        raise ValueError(
-            f"{op}: mesh: expected a mesh outside of jax.shard_map over axis {name!r}, got None."
-        )
-    sizes = (inside if mesh is None else mesh).shape
-    if sizes.get(name) != size:
-        raise ValueError(
-            f"{op}: plan: expected KvStripes of the mesh, {dict(sizes)}, got axis {name!r} of"
-            f" {size}."
-        )
-    return stripes
+    kv_shards = plan.kv_shards
+    check_axis(op, "KvShards", kv_shards.axis_name, kv_shards.axis_size, mesh)
+    return kv_shards
 
 
 def _refuse(name: str, expected: str, got: Any) -> NoReturn:
-    raise ValueError(f"KvStripes: {name}: expected {expected}, got {got!r}.")
+    raise ValueError(f"KvShards: {name}: expected {expected}, got {got!r}.")

@@ -15,14 +15,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jax_attn._dense.dense import window_of
+from jax_attn._dense.dense import soft_cap_of, window_of
 from jax_attn._ops import gradients
 from jax_attn._ops.attention import attention
-from jax_attn._ops.operands import check_array
+from jax_attn._ops.operands import as_known, check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla.attention_operands import BackwardOperands
-from jax_attn.parallel._common import add_sinks, mapped, windows
+from jax_attn.parallel._common import add_sinks, check_axis, mapped, windows
 
 Order = Literal["striped", "contiguous"]
 Exchange = Literal["ring", "heads"]
@@ -356,7 +356,7 @@ def attend_sequence(
             f" {type(plan).__name__}."
         )
     shards = plan.shards
-    _check_axis(op, shards, mesh)
+    check_axis(op, "SequenceShards", shards.axis_name, shards.axis_size, mesh)
     if mesh is not None:
         tokens = shards.array_spec
         arrays = {
@@ -377,20 +377,6 @@ def attend_sequence(
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
     return (o, lse) if return_lse else o
-
-
-def _check_axis(op: str, shards: SequenceShards, mesh: Any) -> None:
-    name, inside = shards.axis_name, jax.sharding.get_abstract_mesh()
-    if mesh is None and name not in inside.manual_axes:
-        raise ValueError(
-            f"{op}: mesh: expected a mesh outside of jax.shard_map over axis {name!r}, got None."
-        )
-    sizes = (inside if mesh is None else mesh).shape
-    if sizes.get(name) != shards.axis_size:
-        raise ValueError(
-            f"{op}: plan: expected SequenceShards of the mesh, {dict(sizes)}, got axis {name!r} of"
-            f" {shards.axis_size}."
-        )
 
 
 def _attend_heads(
@@ -449,7 +435,8 @@ def _ring(
         new = attention(q, k, v, AttentionPlan(buffer, spec), return_lse=True)
         return _merge(o, lse, *new)
 
-    nothing = jnp.zeros((*q.shape[:2], v.shape[2]), jnp.float32), jnp.full(q.shape[:2], -jnp.inf)
+    zeros = jnp.zeros((*q.shape[:2], v.shape[2]), jnp.float32)
+    nothing = zeros, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     o, lse = _go_around(shards, buffers, (k, v), nothing, visit)
     return o.astype(q.dtype), lse
 
@@ -495,8 +482,9 @@ def _merge(
     XLA fuses this; merge_state would need both states in f32 in one array.
     """
     total = jnp.logaddexp(lse, lse_step)
-    reference = jnp.where(jnp.isneginf(total), 0.0, total)
-    old, new = (jnp.exp(x - reference)[..., None] for x in (lse, lse_step))
+    # Not exp(lse - total): far from 0, total is the larger one alone.
+    rise = jnp.where(jnp.isneginf(total), 0.0, lse_step - lse)
+    old, new = (jax.nn.sigmoid(x)[..., None] for x in (-rise, rise))
     return old * o + new * o_step.astype(jnp.float32), total
 
 
@@ -555,6 +543,8 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     exchange: Exchange | None = None,
     return_residual: bool = False,
+    logits_soft_cap: float | None = None,
+    residual_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """jax_attn.dot_product_attention for sequences split over a mesh axis, inside or outside jit.
 
@@ -562,7 +552,8 @@ def dot_product_attention(
     key: [batch, T, num_kv_heads, head_dim]. value: [batch, T, num_kv_heads, head_dim_vo].
     mesh, axis_name: T is split over this axis.
     batch_axis_name, heads_axis_name: mesh axes over which batch and heads are split, or None.
-    scale, is_causal, local_window_size, return_residual: as for jax_attn.dot_product_attention.
+    scale, is_causal, local_window_size, return_residual, logits_soft_cap, residual_dtype: as for
+        jax_attn.dot_product_attention.
     exchange: as for SequenceShards.
 
     With is_causal, a ring over contiguous tokens would leave the first device idle. So if
@@ -571,10 +562,12 @@ def dot_product_attention(
     striped and call attend_sequence.
 
     Returns o: [batch, T, num_qo_heads, head_dim_vo], and with return_residual lse: [batch, T,
-    num_qo_heads], f32, split as query is. Differentiable as attend_sequence is.
+    num_qo_heads] in residual_dtype, split as query is. Differentiable as attend_sequence is.
     Raises ValueError for arrays that do not fit each other or the mesh.
     """
     op = "parallel.dot_product_attention"
+    of_names = {"query": query, "key": key, "value": value}
+    query, key, value = (as_known(op, *pair) for pair in of_names.items())
     shapes = [x.shape for x in (query, key, value)]
     fits = all(len(x) == 4 for x in shapes) and shapes[1][:3] == shapes[2][:3]
     if not fits or shapes[0][:2] != shapes[1][:2] or shapes[0][3] != shapes[1][3]:
@@ -610,6 +603,7 @@ def dot_product_attention(
         window_left=left,
         window_right=right,
         sm_scale=scale,
+        logits_soft_cap=soft_cap_of(op, logits_soft_cap),
         page_size=None,
         max_batch=rows,
         max_qo_tokens=rows * length,
@@ -645,6 +639,7 @@ def dot_product_attention(
         "plan": (_plan_of_rows(shards), shards.plan_spec),
     }
     o, lse = mapped(op, on_device, mesh, arrays, (arrays_spec, arrays_spec))
+    lse = lse.astype(query.dtype if residual_dtype is None else residual_dtype)
     return (o, lse) if return_residual else o
 
 

@@ -7,13 +7,16 @@
 | `_scheduling` | which sequence computes what in a step; its pages | |
 | `_text` | from tokens to text and bytes; stop strings | |
 | `_chat` | the parts that depend on a model's chat template | `_text` |
-| `_grammar` | constrained decoding: compiled grammars, token masks | |
+| `_grammar` | constrained decoding: compiled grammars, token masks | `_text` |
 | `_engine` | the life of a step: device, sampling, drafts, outputs | `_grammar _scheduling _text` |
 | `_openai` | OpenAI's protocol: bodies, answers, errors, limits | `_chat _grammar _scheduling` |
+| `_anthropic` | Anthropic's protocol, as a translation | `_openai _scheduling` |
+| `_ollama` | Ollama's protocol, as a translation | `_chat _openai _scheduling` |
 | `_ipc` | messages between the HTTP process and the engine's | `_engine _scheduling` |
-| `_http` | routes, connections, keys; the HTTP process | `_engine _ipc _openai _scheduling _text` |
+| `_http` | routes, keys | `_anthropic _engine _ipc _ollama _openai _scheduling _text` |
 
-`__main__` and `_options` are the command line, and `_sizing` computes how many pages fit.
+`__main__` and `_options` are the command line, and `_batch` runs a file of requests. `_loading`
+loads models, and `_sizing` computes how many pages fit.
 A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
 `_scheduling` is pure Python: none of its modules imports JAX or numpy.
 
@@ -25,30 +28,60 @@ The modules of each folder:
 | | `scheduler` | the tokens of the next step, and the sequences that it preempts |
 | | `admission`, `tenants` | which waiting sequences are admitted; tenants' fair shares |
 | | `kv_memory`, `pages`, `prefix_cache` | page owners; free pages; shared prefixes |
+| | `host_tier` | pages of the prefix cache in the host's memory |
+| | `states` | slots of recurrent states; checkpoints |
+| | `cache_events` | what the prefix cache stores and evicts |
 | | `drafts` | speculative decoding: drafts from a sequence's own text |
+| | `pictures` | pictures in prompts, and their numbers in the prefix cache |
 | | `streams`, `protocols` | events until they are read; what HTTP needs of an engine |
 | `_text` | `detokenizer`, `stop_strings`, `token_bytes` | from tokens to text and bytes |
+| | `memory` | gives memory that long texts took back to the system |
 | `_chat` | `chat`, `tools`, `reasoning` | chat templates; tool calls; thoughts before the answer |
+| | `growing_calls` | tool calls while they are written |
 | | `harmony`, `gemma_tool_calls` | the formats of gpt-oss and of Gemma |
+| | `strict_json` | reads JSON that models write, without a change of its values |
 | `_grammar` | `grammar`, `token_masks` | compiled grammars; masks, made by other threads |
 | | `compiler`, `trial` | compiles clients' grammars; a process that tries each first |
+| | `vocabulary`, `json_schema` | tokens and schemas as llguidance takes them |
 | `_engine` | `engine`, `engine_config` | the life of a step, its timeline; configuration |
 | | `outputs` | from tokens to events: stop strings and tokens; logprobs |
 | | `constrained_decoding` | grammars of a step: masks, forced tokens, late masks |
 | | `speculation`, `draft_model` | accepts right drafts; a smaller model that makes them |
+| | `picture_encoder` | runs the vision tower for the pictures of a step |
 | | `counters`, `records`, `snapshot` | numbers; plain data; a snapshot for people |
+| | `progress` | progress of long work: a bar, or lines of the log |
+| | `adapters` | LoRA adapters by name, and their places on the device |
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
+| | `pool_copies` | copies of pages and states out of the device's pools, and into them |
+| | `hand_over` | a request that leaves one engine and goes on in another |
 | | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
+| | `replicas` | several engines of one model behind one queue |
 | | `processes`, `leading_device` | several processes that form one server |
 | `_openai` | `schemas`, `response_schemas`, `fields` | bodies, and rules for their fields |
+| | `batch_schemas` | bodies of /v1/files and /v1/batches |
 | | `prepare`, `messages`, `text_encoder` | from a body to sequences |
+| | `fill_in_middle` | prompts of a prefix and a suffix |
 | | `answers`, `response_format`, `logprobs` | from events to answers |
+| | `pictures` | from data: URLs to pixels, and to places in a prompt |
 | | `responses_api`, `response_store` | /v1/responses, and its stored responses |
-| | `embeddings`, `served_models` | /v1/embeddings; what HTTP needs of models |
+| | `background`, `conversations` | responses without a connection; /v1/conversations |
+| | `response_items` | items as clients read them back |
+| | `embeddings`, `scores` | /v1/embeddings; /v1/rerank, /v1/score and /classify |
+| | `vector_answers` | what those two share |
+| | `served_models`, `model_facts` | what HTTP needs of models, and says about them |
 | | `limits`, `errors`, `metrics`, `access_log` | a key's limits; parts common to all routes |
+| `_anthropic` | `messages_api` | /v1/messages: from a body to a chat, from events to blocks |
+| | `message_schemas`, `message_errors` | its bodies; its errors |
+| `_ollama` | `ollama_api`, `ollama_schemas` | /api/: from a body to a chat, to lines; its bodies |
 | `_ipc` | `wire`, `remote_engine` | messages; the engine's two ends |
 | `_http` | `server`, `openapi`, `debug_state` | routes; /openapi.json; /debug/state |
 | | `bodies`, `body_threads` | from bytes to a checked body; threads for it |
-| | `auth`, `connection` | API keys; a connection and its limits |
+| | `error_shapes` | errors in the shape of a route's protocol |
+| | `auth`, `connection`, `framing` | API keys; a connection and its limits; HTTP's messages |
+| | `files`, `batches`, `batch_run` | /v1/files; /v1/batches; runs a file of requests |
+| | `cache_watch` | /debug/cache_events |
+| | `tracing` | OpenTelemetry's spans of requests |
 | | `http_server`, `http_process` | uvicorn; the HTTP process |
+| | `fair_loop` | an event loop with few connections at a time |
+| | `log_format` | the log, as text or JSON |
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,14 @@ import numpy as np
 
 from jax_attn import models
 from jax_attn.serve._engine.async_engine import AsyncEngine
-from jax_attn.serve._options import KV_DTYPES, engine_config
+from jax_attn.serve._engine.engine_config import capacities
+from jax_attn.serve._engine.replicas import Replicas
+from jax_attn.serve._options import KV_DTYPES, LORA_RANK, engine_config, num_devices
 
 log = logging.getLogger("jax_attn.serve")
 
 # Per [max_running, vocab] entry: logits, counts, ten f32 that XLA needs to sort.
 _SAMPLING_BYTES = 48
-_KV_SHARE = 0.85  # of the free memory; the rest is for activations
 _NEXT_TRY = 0.9  # factor on the number of pages after pages did not fit
 _CPU_BYTES = 2 << 30
 _DIGEST_VALUES = 1000  # values of each weight
@@ -28,9 +28,14 @@ _MAX_CACHE = 8
 
 
 def make_engine(
-    model: models.Model, args: argparse.Namespace, draft_model: models.Model | None = None
+    model: models.Model,
+    args: argparse.Namespace,
+    draft_model: models.Model | None = None,
+    vision: models.VisionModel | None = None,
 ) -> AsyncEngine:
     """An engine with --num-pages pages, or as many as the device's memory holds.
+
+    draft_model, vision: see Engine.
 
     Raises:
       ValueError: they do not fit.
@@ -38,11 +43,12 @@ def make_engine(
     # A draft model has one page for each page of the model.
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
+    num_host_pages = _num_host_pages(model.config, args)
     fewest, num_pages = _fewest_pages(args), choose_num_pages(model, args, page_bytes)
     while True:
         try:
-            config = engine_config(num_pages, args)
-            engine = AsyncEngine(model, config, args.processes, draft_model)
+            config = engine_config(num_pages, args, num_host_pages)
+            engine = AsyncEngine(model, config, args.processes, draft_model, vision)
             break
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -65,20 +71,67 @@ def make_engine(
     return engine
 
 
+def make_replicas(
+    model: models.Model,
+    args: argparse.Namespace,
+    draft_model: models.Model | None = None,
+    vision: models.VisionModel | None = None,
+) -> Replicas:
+    """--data-parallel engines on as many parts of JAX's devices, which share what is for all.
+
+    draft_model, vision: see Engine.
+
+    Raises:
+      ValueError: there are too few devices, or pages do not fit.
+    """
+    num, size, devices = args.data_parallel, num_devices(args), jax.devices()
+    if num * size > len(devices):
+        each = f", each on {size} devices" if size > 1 else ""
+        raise ValueError(
+            f"--data-parallel: expected at most {len(devices) // size}{each}, as JAX sees"
+            f" {len(devices)} devices, got {num}"
+        )
+    engines = []
+    for i in range(num):
+        of_one = argparse.Namespace(**vars(args))
+        of_one.devices = tuple(devices[i * size : (i + 1) * size])
+        of_one.host_cache_bytes = args.host_cache_bytes // num
+        of_one.max_waiting = -(-args.max_waiting // num)
+        engines.append(make_engine(model, of_one, draft_model, vision))
+    return Replicas(engines)
+
+
 def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of a page on one device."""
-    spec, *_ = models.attention_specs(
+    specs = models.attention_specs(
         config,
         dtype=args.dtype,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
         page_size=args.page_size,
         max_kv_pages=1,
     )
-    shapes = spec.kv_shapes(config.num_layers, args.page_size)
-    page_bytes = sum(math.prod(shape) for shape in shapes if shape is not None)
-    page_bytes *= jnp.dtype(spec.dtype_of_kv).itemsize
+    pages = jax.eval_shape(lambda: models.init_pages(config, specs, 1))
+    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
     page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     return int(page_bytes // args.context_parallel)
+
+
+def _num_host_pages(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Pages in --host-cache-bytes, each with the parts of all devices. Raises ValueError."""
+    page_bytes = bytes_of_page(config, args) * num_devices(args)
+    if 0 < args.host_cache_bytes < page_bytes:
+        raise ValueError(
+            f"--host-cache-bytes: expected at least {page_bytes}, the bytes of a page, got"
+            f" {args.host_cache_bytes}"
+        )
+    return int(args.host_cache_bytes // page_bytes)
+
+
+def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Bytes of all slots of recurrent states on one device; 0: the model has none."""
+    num_slots = capacities(engine_config(1, args), config).num_states
+    states = jax.eval_shape(lambda: models.init_states(config, num_slots, args.dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:
@@ -127,16 +180,26 @@ def _digest(model: models.Model) -> str:
     return digest.hexdigest()[:16]
 
 
+def _bytes_of_loras(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """The most bytes that all adapters take on one device."""
+    if not args.max_loras:
+        return 0
+    rank = args.max_lora_rank or LORA_RANK
+    numbers = models.LoraPools.numbers_per_rank(config)
+    return int(args.max_loras * rank * numbers * jnp.dtype(args.dtype).itemsize)
+
+
 def _default_num_pages(
     config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
 ) -> int:
     """Pages that fit in free device memory; far fewer on a CPU, as others need its memory too."""
     num_running = args.max_running * -(-config.max_positions // args.page_size)
-    if memory := jax.local_devices()[0].memory_stats():
+    if memory := (args.devices or jax.local_devices())[0].memory_stats():
         left = memory["bytes_limit"] - memory["bytes_in_use"]
         left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
-        budget = int(_KV_SHARE * left)
+        left -= _bytes_of_loras(config, args)
+        budget = int(args.memory_share * left)
         most = _MAX_CACHE * num_running
     else:
         budget, most = _CPU_BYTES, num_running
-    return min(budget // page_bytes, most)
+    return min(max(0, budget - bytes_of_states(config, args)) // page_bytes, most)

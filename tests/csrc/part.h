@@ -1,6 +1,6 @@
 // A part of a program's cases, for `make test`: with JAX_ATTN_TESTS_PART=N only one in N of the
-// shapes that kernels are tested with is compiled and run. Kernels of a test are templates on their
-// shape, and to compile them takes most of its time.
+// shapes that kernels are tested with is compiled, and of each shape's cases one in three is run.
+// Kernels of a test are templates on their shape, and to compile them takes most of its time.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct PartCheck {
 };
 PartCheck g_part;
 
-// Whether the case of these types is in the part: by a hash of their names, so that each build
-// selects the same ones.
+// Whether cases of these types are in the part: by a hash of their names, so that each build by one
+// compiler selects the same ones.
 template <class... Types>
 constexpr bool InPart() {
   uint32_t hash = 2166136261u;  // FNV-1a
@@ -36,6 +36,14 @@ constexpr bool InPart() {
     hash = (hash ^ static_cast<unsigned char>(*at)) * 16777619u;
   }
   return (hash >> 8) % kTestsPart == 0;
+}
+
+// Whether the next case of these types, which are in the part, is run.
+template <class... Types>
+bool TakesCase() {
+  static uint32_t num_cases = 0;
+  g_part.has_run = true;
+  return num_cases++ % (kTestsPart == 1 ? 1 : 3) == 0;
 }
 
 }  // namespace

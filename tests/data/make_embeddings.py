@@ -1,5 +1,6 @@
-"""Writes tests/data/embeddings.npz: what transformers and the pooling of sentence-transformers
-compute for embedding_cases.py.
+"""Writes tests/data/embeddings.npz: expected embeddings for embedding_cases.py.
+
+transformers computes them, with the pooling of sentence-transformers.
 
     python tests/data/make_embeddings.py
 
@@ -28,7 +29,7 @@ def embeddings(name: str) -> np.ndarray:
         model, loading = transformers.AutoModel.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
         )
-    # Nobody uses what encoders have beside their layers, and the files have none of it.
+    # Encoders' parts outside their layers are unused, and the files do not have them.
     problems = [key for keys in loading.values() for key in keys if "pooler" not in str(key)]
     assert not problems, problems
     _, mode, normalizes = embedding_cases.CASES[name]

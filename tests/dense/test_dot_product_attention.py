@@ -138,7 +138,7 @@ def test_the_residual_is_the_lse(backend):
 
 
 def gradients(attend, operands, weights, **options):
-    """Of a loss of o, and of lse if `attend` returns it."""
+    """Gradients of a loss of o, and of lse if `attend` returns it."""
 
     def loss(q, k, v):
         o = attend(q, k, v, **options)
@@ -155,9 +155,9 @@ def gradients(attend, operands, weights, **options):
     [*(("gqa", name) for name in OPTIONS), *((name, "causal") for name in SHAPES if name != "gqa")],
 )
 def test_gradients(shape, options, backend, monkeypatch):
-    """Against those of the reference in float64: as far off as the reference is in float32."""
+    """Against float64 gradients of the reference: no further off than its float32 ones."""
     options = OPTIONS[options]
-    monkeypatch.setattr(blocks_jnp, "_BLOCK", 16)  # several blocks, of which the last is shorter
+    monkeypatch.setattr(blocks_jnp, "_BLOCK", 16)  # several blocks; the last is shorter
     operands = arrays(SHAPES[shape], "float32")
     weights = np.random.default_rng(5).normal(size=operands[0].shape)
     with jax.enable_x64():
@@ -190,7 +190,7 @@ def test_gradients_in_16_bits(dtype, backend):
     for name, a, b, c in zip("qkv", got, plain, want, strict=True):
         assert a.dtype == dtype
         error, plain_error = (np.abs(np.float64(x) - c).max() for x in (a, b))
-        # The reference rounds what it returns; ours weights and o, too, ahead of products.
+        # The reference rounds its results; ours also rounds weights and o before matmuls.
         rounded = float(jnp.finfo(dtype).eps) / 2 * np.abs(c).max()
         assert error <= 2 * plain_error + rounded, name
 
@@ -261,7 +261,7 @@ def test_vmap(options, backend):
     for i in range(3):
         np.testing.assert_allclose(shared_k[i], attend(q[i], k[0], v[i]), rtol=1e-5, atol=1e-6)
         for name, a, b in zip("qkv", slopes, jax.jit(slope)(q[i], k[i], v[i]), strict=True):
-            # XLA may sum rows of o * d_o in another order where there are more of them.
+            # XLA may sum o * d_o in another order if there are more rows.
             np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=4e-6, err_msg=name)
 
 
@@ -291,10 +291,11 @@ MASKED = [{}, {"is_causal": True}, {"local_window_size": (30, 2)}]
 
 @functools.lru_cache(maxsize=1)
 def biased_and_masked(shape, which):
-    """Of one shape and MASKED[which]: operands, options, and what every backend gives for them.
+    """Operands and options of one shape and MASKED[which], and the results for all backends.
 
-    Every broadcast shape of a bias, of a mask, of both with lengths. The two dtypes have them in
-    turns: each has every pair of axes that broadcast or do not, and all of them over MASKED.
+    Covers every broadcast shape of a bias, of a mask, and of both with lengths. The two dtypes
+    alternate: each has every pair of axes that broadcast or not, and MASKED together has all of
+    them.
     """
     calls = []
     for dtype, axes in itertools.product(
@@ -349,8 +350,8 @@ def test_bias_and_mask_that_do_not_fit(backend):
             ja.dot_product_attention(q, k, v, **{name: value})
 
 
-# What jax.nn's own tests and Flax's layers ask for, beside those above: (arguments of the call,
-# names of those that are traced, or None: all are).
+# Further calls of jax.nn's own tests and of Flax's layers: (arguments of the call, names of traced
+# arguments, or None: all are).
 BIASES = {
     "full": (2, 8, 40, 40),
     "of_heads": (8, 40, 40),
@@ -360,7 +361,7 @@ BIASES = {
 
 
 def asked(shape=None, *, seed=0, **options):
-    """Arguments by name: a bias of the shape, and what else is asked for."""
+    """Arguments by name: a bias of the given shape, and the options."""
     rng = np.random.default_rng(seed)
     given = {} if shape is None else {"bias": rng.normal(size=shape).astype(np.float32)}
     return given | options
@@ -400,8 +401,10 @@ STATIC = ("is_causal", "local_window_size")
 
 
 def asked_for(name):
-    """q, k, v, arguments that may be traced, static ones, and weights of the rows that jax.nn
-    gives the same values of."""
+    """q, k, v, traced arguments, static ones, and weights of the rows.
+
+    The weights are 0 for rows for which jax.nn has other values.
+    """
     q, k, v = (jnp.asarray(x) for x in arrays(SHAPES["gqa"], "float32", seed=1))
     given = ASKED[name]
     static = {n: x for n, x in given.items() if n in STATIC}
@@ -419,7 +422,7 @@ def varying(traced):
 @on_every_platform
 @pytest.mark.parametrize("name", ASKED)
 def test_what_jax_nn_takes(name, backend, monkeypatch):
-    """Traced: values and gradients of all that have some."""
+    """Traced: values, and gradients of all differentiable arguments."""
     monkeypatch.setattr(blocks_jnp, "_BLOCK", 24)
     qkv, traced, static, weights = asked_for(name)
 
@@ -446,8 +449,8 @@ def test_what_jax_nn_takes(name, backend, monkeypatch):
         a, b = np.float32(a), np.float32(b)
         largest = max(1, np.abs(b).max())
         if path[-1] == jax.tree_util.DictKey("scale"):
-            # A sum of products q * dq / scale that nearly cancel: half a unit in the last place
-            # of their magnitudes.
+            # Products q * dq / scale nearly cancel in the sum: half a unit in the last place of
+            # their magnitudes.
             (dq, *_), _ = want[1]
             terms = np.abs(np.float32(qkv[0]) * np.float32(dq) / np.float32(traced["scale"]))
             largest = max(largest, terms.sum() * 2**-24 / tolerance)
@@ -488,7 +491,7 @@ def test_tangents(backend, monkeypatch):
     "of_bias,batch", [(None, 1), (None, 2), (0, 1)], ids=["bias_of_all", "bias", "bias_of_each"]
 )
 def test_vmap_of_bias_mask_lengths_and_scale(of_bias, batch, backend):
-    """Inside and outside of gradients. A bias that all have in common is not repeated."""
+    """Inside and outside of gradients. A bias that the whole batch shares is not repeated."""
     q, k, v = (np.stack([x, 2 * x, x - 1]) for x in arrays((2, 9, 20, 4, 2, 16), "float32"))
     rng = np.random.default_rng(0)
     bias = rng.normal(size=(3, batch, 4, 9, 20)).astype(np.float32)
@@ -529,7 +532,7 @@ def test_checkpoint(backend):
     got, want = (
         jax.jit(jax.grad(f, of))(*qkv, traced["bias"]) for f in (jax.checkpoint(loss), loss)
     )
-    # On a GPU XLA takes the products that it times as the fastest, not the same ones each time.
+    # On a GPU XLA times matmul algorithms and may pick another one each time.
     atol = 1e-6 if backend == "cuda" else 0
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
@@ -585,8 +588,91 @@ def test_implementations_of_jax_nn():
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(RuntimeError, match="cuDNN"):  # as jax.nn says it where there is none
+    with pytest.raises(RuntimeError, match="cuDNN"):  # jax.nn's message without cuDNN
         ja.dot_product_attention(*operands, implementation="cudnn")
+
+
+@on_every_platform
+def test_lse_in_another_dtype(backend):
+    """In that of query, as jax.nn's, or not rounded; its cotangents have that dtype."""
+    operands = [jnp.asarray(x) for x in arrays(SHAPES["gqa"], "bfloat16")]
+    attend = functools.partial(ja.dot_product_attention, return_residual=True)
+    (o, lse), pull = jax.vjp(attend, *operands)
+    exact, pull_exact = jax.vjp(lambda *x: attend(*x, residual_dtype="float32"), *operands)
+    assert (o.dtype, lse.dtype, exact[1].dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(lse, exact[1].astype(jnp.bfloat16))
+    along = jnp.asarray(np.random.default_rng(5).normal(size=lse.shape), jnp.bfloat16)
+    got, want = pull((o, along)), pull_exact((o, along.astype(jnp.float32)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def capped(q, k, v, bias=None, scale=0.3, soft_cap=2.0):
+    """Attention as Gemma 2 has it: the soft cap, then the bias and the mask."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    logits = scale * jnp.einsum("btnd,bsnd->bnts", q, k)
+    logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = logits if bias is None else logits + bias
+    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])
+    logits = jnp.where((j <= i) & (j >= i - 9), logits, -jnp.inf)
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(logits, axis=-1), v)
+
+
+@on_every_platform
+@pytest.mark.parametrize("more", [(), ("bias",), ("scale",), ("bias", "scale")], ids=str)
+def test_soft_cap(more, backend, monkeypatch):
+    """Values, gradients and tangents of a layer with a soft cap and a window."""
+    monkeypatch.setattr(blocks_jnp, "_BLOCK", 16)
+    q, k, v = (jnp.asarray(3 * x) for x in arrays(SHAPES["gqa"], "float32"))
+    given = {"bias": jnp.asarray(asked((1, 8, 1, 40))["bias"]), "scale": jnp.float32(0.3)}
+    given = {name: given[name] for name in more}
+
+    def ours(q, k, v, given):
+        options = {"scale": 0.3} | given
+        return ja.dot_product_attention(
+            q, k, v, **options, is_causal=True, local_window_size=(9, 0), logits_soft_cap=2.0
+        )
+
+    def run(attend):
+        def loss(q, k, v, given):
+            o = attend(q, k, v, given)
+            return jnp.sum(jnp.sin(o)), o
+
+        at = (q, k, v, given)
+        found = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*at)
+        return found, jax.jvp(lambda *x: loss(*x)[0], at, at)[1]
+
+    got = jax.jit(run, static_argnums=0)(ours)
+    want = jax.jit(run, static_argnums=0)(lambda q, k, v, given: capped(q, k, v, **given))
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        largest = max(1, float(np.abs(b).max()))
+        # The loss and its tangent are sums over all of o. Their errors add up as a random walk.
+        terms = q.size if np.ndim(b) == 0 else 1
+        atol = 2e-5 * largest * terms**0.5
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol, err_msg=str(path))
+
+
+def test_a_program_may_put_it_in_the_place_of_jax_nn(monkeypatch):
+    operands = [jnp.asarray(x) for x in arrays(SHAPES["gqa"], "float32")]
+    want = jax.nn.dot_product_attention(*operands)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", ja.dot_product_attention)
+    got = jax.nn.dot_product_attention(*operands, implementation="xla")
+    np.testing.assert_array_equal(got, want)
+
+
+def test_constants_at_compile_time():
+    operands = [jnp.asarray(x) for x in arrays(SHAPES["gqa"], "float32")]
+
+    @jax.jit
+    def program(x):
+        with jax.ensure_compile_time_eval():
+            o = ja.dot_product_attention(*operands, is_causal=True)
+            merged = ja.merge_state(o[0], o[0, ..., 0], o[1], o[1, ..., 0])[0]
+        assert not isinstance(merged, jax.core.Tracer)
+        return x + o
+
+    want = 1 + ja.dot_product_attention(*operands, is_causal=True)
+    np.testing.assert_allclose(program(jnp.float32(1)), want, rtol=1e-6)
 
 
 def test_memory_with_a_bias_of_keys_is_linear():
@@ -609,6 +695,11 @@ def test_what_is_not_supported_says_so(backend):
             r"key_value_seq_lengths: expected 2 whole numbers in \[0, 40\]",
         ),
         (lambda: jax.jit(lambda x: attend(q, k, v, scale=x))(np.ones(2)), "scale: expected a num"),
+        (lambda: attend(q, k, v, logits_soft_cap=-1), "logits_soft_cap: expected None or a finite"),
+        (
+            lambda: attend(q, k, v, logits_soft_cap=1, implementation="xla"),
+            "logits_soft_cap: expected None with implementation",
+        ),
     ):
         with pytest.raises(ValueError, match=f"dot_product_attention: {match}"):
             call()

@@ -1,4 +1,4 @@
-"""examples/train_tiny_llama.py: training through our kernels beside jax.nn's attention."""
+"""examples/train_tiny_llama.py: training with our kernels beside jax.nn's attention."""
 
 import importlib.util
 import sys
@@ -25,7 +25,7 @@ def example():
 
 
 def losses_of(example, steps=12):
-    """Of each step, on the same windows of tokens of which half follow from those before them."""
+    """Loss of each step on the same windows of tokens; half the tokens follow from earlier ones."""
     recipe = example.Recipe(batch=4, warmup_steps=4)
     params = example.init_params(example.TINY, jax.random.key(0))
     state = params, *(jax.tree.map(jnp.zeros_like, params) for _ in range(2))

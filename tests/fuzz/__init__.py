@@ -1,7 +1,7 @@
-"""Inputs that nobody would write by hand: `make fuzz`, and some seconds of it in the tests.
+"""Fuzzing: inputs that nobody would write by hand (`make fuzz`, and some seconds of it in tests).
 
-Each part makes cases from a seed, looks for one that fails, makes it smaller, and writes it to a
-file under tests/data/fuzz/, which a test then replays for ever.
+Each part makes cases from a seed, looks for one that fails, shrinks it, and writes it to a file
+under tests/data/fuzz/. A test then replays that file in every later run.
 """
 
 import sys

@@ -3,6 +3,7 @@
 --part routes     requests made up from the server's own openapi.json, in this process
 --part http       the same over HTTP, to the command with the bundled model and an encoder
 --part sockets    bytes on the socket
+--part calls      tool calls with random arguments, written and read, through tokenizers
 --part batches    batches at and beyond every limit, through the planners (C++)
 --part damaged    plans with flipped words (C++)
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from . import plans
 from .search import Failure, search
 
-PARTS = ("routes", "http", "sockets", "batches", "damaged")
+PARTS = ("routes", "http", "sockets", "calls", "batches", "damaged")
 
 
 def main() -> int:
@@ -90,10 +91,19 @@ def _sockets(seed: int, cases: int | None, seconds: float | None) -> str:
         return f"{number} conversations, {dict(sorted(part.statuses.items()))}"
 
 
+def _calls(seed: int, cases: int | None, seconds: float | None) -> str:
+    from .tool_calls import ToolCalls
+
+    part = ToolCalls()
+    number = search(part, seed, cases, seconds)
+    return f"{number} answers, {dict(sorted(part.done.items()))}"
+
+
 _RUNS: dict[str, Callable[[int, int | None, float | None], str]] = {
     "routes": _routes,
     "http": _http,
     "sockets": _sockets,
+    "calls": _calls,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The C++ fuzzer of planners and plans, tests/csrc/fuzz/fuzz_plan.cc."""
+"""Runs the C++ fuzzer of planners and plans, tests/csrc/fuzz/fuzz_plan.cc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def find_binary() -> Path | None:
-    """The one that was built last, under sanitizers or not."""
+    """The fuzzer that was built last, with sanitizers or without."""
     found = [*ROOT.glob("build/*/fuzz_plan"), *ROOT.glob("build/sanitize/*/fuzz_plan")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -20,7 +20,9 @@ def find_binary() -> Path | None:
 def run(
     part: str, seed: int, cases: int | None, seconds: float | None, binary: Path | None = None
 ) -> str:
-    """What it reports in its last line. A case that fails goes to tests/data/fuzz, for ctest.
+    """Returns what the fuzzer reports in its last line.
+
+    A case that fails is written to tests/data/fuzz, where ctest finds it.
 
     Raises:
       AssertionError: a case failed, or there is no fuzzer.

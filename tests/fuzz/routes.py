@@ -1,8 +1,8 @@
-"""The server's routes under requests made up from its own description.
+"""The server's routes under requests made from its own description.
 
-No answer is a 5xx, none is missing, each is what the description says of its status, and in the end
-nothing is left of any. Either in this process, the application without a socket, a fake engine
-behind it: a thousand a second. Or over HTTP, to a server with a model.
+No answer is a 5xx and none is missing. Each fits the description of its status, and at the end
+nothing is left of any request. The requests run in this process, against the application without a
+socket and with a fake engine (a thousand a second), or over HTTP against a server with a model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .bodies import Request
 
 EMBEDDING_CASE = "bert mean"
 START_SECONDS = 240.0
-ANSWER_SECONDS = 240.0  # a hang, on any machine
+ANSWER_SECONDS = 240.0  # longer is a hang on any machine
 LONGEST_ERROR = 2000  # bytes
 ERROR_KEYS = {"message", "type", "param", "code", "reason"}
 
@@ -74,7 +74,7 @@ def check(case: Request, answer: Answer) -> None:
     if content_type.startswith("text/event-stream"):
         *events, end = answer.body.split(b"\n\n")
         assert events and not end, where
-        has_names = case.path == "/v1/responses"
+        has_names = case.path in ("/v1/responses", "/v1/messages")
         assert has_names or events.pop() == b"data: [DONE]", where
         for event in events:
             if not event.startswith(b":"):  # a comment
@@ -84,25 +84,35 @@ def check(case: Request, answer: Answer) -> None:
                     b"event: %b\n" % data["type"].encode() if has_names else b""
                 )
                 error = data.get("response", data).get("error") or {}
-                assert "server_error" not in (error.get("type"), error.get("code")), where
-        assert not has_names or data["response"]["status"] != "in_progress", where
+                kinds = error.get("type"), error.get("code")
+                assert not {"server_error", "api_error"} & {*kinds}, where
+        if case.path == "/v1/responses":
+            assert data["response"]["status"] != "in_progress", where
+        if case.path == "/v1/messages":
+            assert data["type"] in ("message_stop", "error"), where
+    elif content_type.startswith("application/x-ndjson"):
+        *_, last = map(json.loads, answer.body.splitlines())
+        assert last.get("done") or last.get("error"), where
     elif content_type.startswith("application/json") and case.method != "HEAD":
         data = json.loads(answer.body)
-        if answer.status >= 400:
+        if answer.status >= 400 and case.path.startswith("/api/"):
+            assert data.keys() == {"error"} and isinstance(data["error"], str), where
+        elif answer.status >= 400:
             error = data["error"]
-            assert error.keys() == ERROR_KEYS and error["message"], where
+            keys = {"message", "type"} if case.path.startswith("/v1/messages") else ERROR_KEYS
+            assert error.keys() == keys and error["message"], where
             assert len(answer.body) < LONGEST_ERROR, where
     if answer.status >= 400:
         assert b"Traceback" not in answer.body, where
 
 
 def write_embedding_model(directory: Path) -> Path:
-    """A small random encoder, whose vectors may be cut to the size of the examples."""
+    """Writes a small random encoder whose vectors may be cut to the size in the examples."""
     return embedding_cases.write(directory, EMBEDDING_CASE, matryoshka_dimensions=[2])
 
 
 class RoutesInProcess(Routes):
-    """Of the ASGI application, with a real embedding model."""
+    """Sends requests to the ASGI application with a real embedding model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +171,7 @@ class RoutesInProcess(Routes):
 
 
 def scope_of(case: Request) -> dict[str, Any]:
-    """As uvicorn makes it."""
+    """The ASGI scope that uvicorn makes for the request."""
     path, _, query = case.path.partition("?")
     headers = [(name.encode(), value.encode("latin-1")) for name, value in case.headers]
     if not any(name == b"content-length" for name, _ in headers):
@@ -184,7 +194,7 @@ def scope_of(case: Request) -> dict[str, Any]:
 
 
 class RoutesOverHttp(Routes):
-    """Of a server, such as a live_server.ServerProcess."""
+    """Sends requests to a server, such as a live_server.ServerProcess."""
 
     def __init__(self, server: Any, key: str = ""):
         super().__init__()
@@ -198,7 +208,7 @@ class RoutesOverHttp(Routes):
         try:
             return self._exchange(case.method, path, case.body, headers)
         except (http.client.RemoteDisconnected, ConnectionError):
-            # The server may have closed a connection that was kept; but not a fresh one.
+            # The server may close a connection that was kept alive, but not a fresh one.
             self._close()
         try:
             return self._exchange(case.method, path, case.body, headers)

@@ -1,4 +1,4 @@
-"""The loop of all parts: make cases from a seed, shrink and keep the first that fails."""
+"""The loop of all parts: makes cases from a seed, shrinks and keeps the first that fails."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SHRINK_SECONDS = 60.0
 
 
 class Part(Protocol):
-    """One kind of input, and what must hold for it."""
+    """One kind of input, and the checks for it."""
 
     name: str
 
     def case(self, rng: random.Random) -> Any: ...
 
     def run(self, cases: list[Any]) -> None:
-        """Raises AssertionError where one of them fails."""
+        """Runs cases. Raises AssertionError if one of them fails."""
 
     def smaller(self, case: Any) -> Iterator[Any]: ...
 
     def check_at_end(self) -> None:
-        """Nothing is left of all that came. Raises AssertionError."""
+        """Raises AssertionError if anything is left of the cases that ran."""
 
     def to_json(self, case: Any) -> Any: ...
 
@@ -57,10 +57,10 @@ def search(
     at_once: int = 1,
     directory: Path = DATA,
 ) -> int:
-    """How many cases were run. Case i of a seed is the same whatever was asked for.
+    """Runs cases and returns their number. Case i of a seed never depends on the limits given.
 
     Raises:
-      Failure: of the first that fails, once it is shrunk and written.
+      Failure: the first case that fails, shrunk and written to a file.
     """
     end = time.monotonic() + (seconds if seconds is not None else float("inf"))
     done = 0
@@ -87,7 +87,7 @@ def failure_of(
     part: Part, seed: int, first: int, cases: list[Any], message: str, directory: Path
 ) -> Failure:
     index = first
-    for i, case in enumerate(cases):  # of those at once, the one that fails alone
+    for i, case in enumerate(cases):  # the case of this batch that fails alone
         if (alone := error_of(part, [case])) is not None:
             cases, message, index = [shrunk(part, case)], alone, first + i
             break
@@ -99,7 +99,7 @@ def failure_of(
 
 
 def shrunk(part: Part, case: Any) -> Any:
-    """Greedily: the first simpler case that fails, too, and from there on."""
+    """Shrinks greedily: takes the first simpler case that also fails, and repeats."""
     end = time.monotonic() + SHRINK_SECONDS
     while time.monotonic() < end:
         for simpler in part.smaller(case):
@@ -114,5 +114,5 @@ def shrunk(part: Part, case: Any) -> Any:
 
 
 def replay(part: Part, path: Path) -> None:
-    """Raises AssertionError where what is in the file still fails."""
+    """Raises AssertionError if the case in the file still fails."""
     part.run([part.from_json(data) for data in json.loads(path.read_text())])

@@ -1,8 +1,8 @@
-"""Bytes on the socket: HTTP that is broken, cut, doubled, slow, or no HTTP at all.
+"""Bytes on the socket: HTTP that is broken, cut, doubled or slow, or no HTTP at all.
 
-Many conversations at once, against uvicorn with a fake engine. No answer is a 5xx, no answer is no
-HTTP, nothing is logged with a traceback, whoever asks properly meanwhile is answered, what hides in
-the body of another request is never taken for a request, and in the end no connection is left.
+Many conversations run at once against uvicorn with a fake engine. No answer is a 5xx, every answer
+is HTTP, nothing is logged with a traceback, and proper requests are answered meanwhile. Bytes
+hidden in another request's body are never taken for a request. At the end no connection is left.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from helpers.serve.live_server import eventually, serving
 
 from . import bodies
 
-HIDDEN = b"/hidden-in-a-body"  # a request for it, seen by the application, was smuggled
+HIDDEN = b"/hidden-in-a-body"  # if the application sees a request for it, it was smuggled
 CANARY_SECONDS = 0.02  # between two proper requests
-MAX_WAIT = 240.0  # seconds for an answer: a hang, on any machine
+MAX_WAIT = 240.0  # seconds; longer is a hang on any machine
 READ_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Steps: ("send", bytes), or pause, read, eof, reset without bytes. Then the client goes."""
+    """Steps ("send", bytes), or pause, read, eof, reset without bytes; then the client leaves."""
 
     steps: tuple[tuple[str, bytes], ...]
 
@@ -39,7 +39,7 @@ class Sockets:
     name = "sockets"
 
     def __init__(self, server: Any = None):
-        """server: a live_server.LiveServer. Without one it starts one, until `close`."""
+        """server: a live_server.LiveServer. None: starts one, which `close` stops."""
         self._stack = contextlib.ExitStack()
         self.server = server or self._stack.enter_context(serving())
         self.statuses: collections.Counter[int] = collections.Counter()
@@ -50,7 +50,7 @@ class Sockets:
         self._watch_paths()
 
     def _watch_paths(self) -> None:
-        """What the application is asked for."""
+        """Records the paths that the application is asked for."""
         inner = self.server.app.build_middleware_stack()
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
@@ -67,7 +67,7 @@ class Sockets:
         self._log.records.clear()
         self._paths.clear()
         asyncio.run(self._run(cases))
-        eventually(lambda: not self.server.is_busy)  # what goes wrong may do so after the answer
+        eventually(lambda: not self.server.is_busy)  # errors may follow an answer
         assert HIDDEN.decode() not in self._paths, "a request was smuggled in another"
         assert not self._log.records, self._log.records[0]
 
@@ -79,7 +79,7 @@ class Sockets:
             canary.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await canary
-        await self._converse(_PROPER)  # the server has come to all who were before
+        await self._converse(_PROPER)  # the server has handled all earlier conversations
         for case, raw in zip(cases, answers, strict=True):
             self._check(case, raw)
 
@@ -140,7 +140,7 @@ class Sockets:
         hides = HIDDEN in b"".join(data for _, data in steps)
         for i, (action, data) in enumerate(steps):
             yield Conversation(steps[:i] + steps[i + 1 :])
-            # A request that is hidden would be one of its own without what is before it.
+            # A hidden request would be a request of its own without the bytes before it.
             if action == "send" and not hides:
                 for part in bodies.smaller_bytes(data):
                     yield Conversation((*steps[:i], ("send", part), *steps[i + 1 :]))
@@ -158,7 +158,7 @@ class Sockets:
 
 
 class _Tracebacks(logging.Handler):
-    """What is logged as an error, or with an exception."""
+    """Collects log records of errors or with an exception."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def conversation(rng: random.Random) -> Conversation:
         for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
             steps.append(("send", raw[begin:end]))
             steps += [("pause", b"")] * (rng.random() < 0.3)
-    if style > 0.8:  # goes in the middle
+    if style > 0.8:  # leaves in the middle
         steps = steps[: rng.randrange(1, len(steps) + 1)]
     end = rng.random()
     steps += [("read", b"")] * (end < 0.5)
@@ -203,7 +203,7 @@ def conversation(rng: random.Random) -> Conversation:
 
 
 def post(head: bytes, body: bytes, version: bytes = b"HTTP/1.1") -> bytes:
-    """head: lines beside the usual ones, ended."""
+    """A POST request. head: additional header lines, each with its line end."""
     return b"POST /v1/completions %b\r\nHost: localhost\r\n%b%b\r\n%b" % (
         version,
         _JSON,
@@ -289,8 +289,11 @@ _CODINGS = [
 
 
 def framing(rng: random.Random) -> bytes:
-    """Two ways to tell where the body ends, or one that is none. What one takes for the body, and
-    the other for the next request, is never to be answered."""
+    """Two contradicting or invalid body lengths.
+
+    Bytes that one length puts into the body, and the other into a next request, must never be
+    answered.
+    """
     lengths = [rng.choice(_LENGTHS) for _ in range(rng.choice((0, 1, 2)))]
     codings = [rng.choice(_CODINGS) for _ in range(rng.choice((0, 1, 1)))]
     colon = rng.choice([b": "] * 6 + [b" : ", b":", b"\t: "])
@@ -311,7 +314,7 @@ _SIZES = [
 
 
 def chunked(rng: random.Random) -> bytes:
-    """Chunks whose sizes are wrong, or no numbers; what follows is in the body, or nothing."""
+    """Chunks whose sizes are wrong or no numbers, followed by more bytes or none."""
     raw = b""
     for _ in range(rng.randrange(1, 4)):
         size = rng.choice(_SIZES) if rng.random() < 0.5 else b"5"
@@ -340,7 +343,7 @@ def no_http(rng: random.Random) -> bytes:
 
 
 def mutated(rng: random.Random) -> bytes:
-    """A few bytes of a good one are others."""
+    """A valid request with a few bytes changed."""
     raw = bytearray(proper(rng))
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(len(raw))
@@ -360,6 +363,6 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def pipeline(rng: random.Random) -> bytes:
-    """Several at once, good ones and others."""
+    """Several requests at once, valid and invalid."""
     makers: list[Callable[[random.Random], bytes]] = [proper, proper, proper, mutated, broken_head]
     return b"".join(rng.choice(makers)(rng) for _ in range(rng.choice((2, 3, 30))))

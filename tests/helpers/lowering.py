@@ -1,4 +1,4 @@
-"""A shorter way through JAX for the many small programs of tests, and of processes they start."""
+"""Faster lowering of the many small programs of tests and of the processes they start."""
 
 import threading
 
@@ -6,13 +6,14 @@ from jax._src.interpreters import mlir
 
 
 def lower_quickly() -> None:
-    """Has JAX lower the main thread's programs in one MLIR context.
+    """Lowers the main thread's programs in a shared MLIR context.
 
-    It makes one for each program, with all dialects, which takes longer than to lower most of the
-    programs that tests have, and ever longer, as it keeps what it has lowered, and each context
-    has caches in each thread. A context keeps its constants: after so many programs comes another.
+    JAX makes a context with all dialects for each program. That takes longer than lowering most
+    programs of tests, and gets slower: each context keeps what it has lowered and has caches in
+    each thread. A context also keeps its constants, so it is replaced after a number of programs.
 
-    Other threads are left alone: of XLA's, which call back into Python, nothing may stay behind.
+    Other threads are left alone: nothing may stay behind in XLA's threads that call back into
+    Python.
     """
     make, programs_of_a_context = mlir.make_ir_context, 256
     context, left = None, 0

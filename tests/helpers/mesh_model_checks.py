@@ -16,11 +16,11 @@ from jax_attn import parallel
 
 
 def check_models(
-    num_devices: int, first: int = 0, step: int = 1, num_stripes: int = 1, **sizes: int
+    num_devices: int, first: int = 0, step: int = 1, num_kv_shards: int = 1, **sizes: int
 ) -> None:
-    """Of families first, first + step, ...: logits of one device, collectives, and memory.
+    """Checks families first, first + step, ...: logits of one device, collectives, and memory.
 
-    sizes: take the place of a family's own, so that the devices divide them.
+    sizes: replace a family's own sizes, so that the devices divide them.
     """
     from helpers import model_cases
     from jax_attn import models
@@ -28,9 +28,11 @@ def check_models(
     checked = []
     for name, raw in list(model_cases.CONFIGS.items())[first::step]:
         config = models.parse_config(model_cases._COMMON | raw | sizes)
-        mesh = make_mesh(num_devices, num_stripes)
+        mesh = make_mesh(num_devices, num_kv_shards)
         try:
-            split = models.TensorParallel(config, mesh, "heads", "kv" if num_stripes > 1 else None)
+            split = models.TensorParallel(
+                config, mesh, "heads", "kv" if num_kv_shards > 1 else None
+            )
         except ValueError as error:
             assert "use fewer devices" in str(error) and "\n" not in str(error)
             continue
@@ -42,10 +44,10 @@ def check_models(
         lengths = np.array([0, 23]), np.array([23]), np.array([0, 6]), np.array([5, 2, 9, 1, 0, 7])
         everywhere = plan_spec = jax.sharding.PartitionSpec()
         plans = tuple(ja.plan(spec, *lengths) for spec in specs)
-        if num_stripes > 1:
-            stripes = [split.stripes(spec) for spec in specs]
-            plans = tuple(parallel.plan_stripes(x, *lengths) for x in stripes)
-            plan_spec = stripes[0].plan_spec
+        if num_kv_shards > 1:
+            kv_shards = [split.kv_shards(spec) for spec in specs]
+            plans = tuple(parallel.plan_kv_shards(x, *lengths) for x in kv_shards)
+            plan_spec = kv_shards[0].plan_spec
         parts, pages = split.split_params(params), split.init_pages(specs, 11)
         param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
         forward = jax.jit(
@@ -63,39 +65,42 @@ def check_models(
         arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
                      np.arange(23, dtype=np.int32))  # fmt: skip
         found = Counter(collectives(forward.lower(*arguments).compile().as_text()))
-        expected = bytes_of_model(split, num_stripes, num_rows=24, num_logits=23)
+        expected = bytes_of_model(split, num_kv_shards, num_rows=24, num_logits=23)
         assert found == expected, (name, found, expected)
-        check_shares(name, split, params, parts, pages, num_stripes)
+        check_shares(name, split, params, parts, pages, num_kv_shards)
         logits = forward(*arguments)[0]
         want = models.reference_forward(params, config, tokens)
         np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4, err_msg=name)
         checked.append(name)
     assert checked, "all families were refused"
-    print(f"{num_devices} x {num_stripes} devices: {len(checked)} families: {', '.join(checked)}")
+    print(f"{num_devices} x {num_kv_shards} devices: {len(checked)} families: {', '.join(checked)}")
 
 
-def bytes_of_model(split, num_stripes, *, num_rows: int, num_logits: int) -> Counter:
-    """Of a step in f32: (kind, bytes of the results on one device), and how often."""
+def bytes_of_model(split, num_kv_shards, *, num_rows: int, num_logits: int) -> Counter:
+    """Collectives of an f32 step: (kind, bytes of the results on one device) -> count."""
     whole, own, layers = split.whole, split.config, split.whole.num_layers
     expected = Counter()
-    expected["all-reduce", 4 * num_rows * whole.hidden_size] += 2 * layers
-    if whole.qk_norm == "all_heads":  # of q and of k a number for each token
+    if whole.parallel:  # XLA makes one of the sums of attention and MLP
+        expected["all-reduce", 2 * 4 * num_rows * whole.hidden_size] += layers
+    else:
+        expected["all-reduce", 4 * num_rows * whole.hidden_size] += 2 * layers
+    if whole.qk_norm == "all_heads":  # one number a token for each of q and k
         expected["all-reduce", 4 * 2 * num_rows] += layers
-    if own.splits_vocabulary:  # the embedding, and the logits
+    if own.splits_vocabulary:  # one for the embedding, one for the logits
         expected["all-reduce", 4 * num_rows * whole.hidden_size] += 1
         expected["all-gather", 4 * num_logits * whole.vocab_size] += 1
-    if on_gpu() and split.size == 1:  # XLA leaves out what one device sends to itself
+    if on_gpu() and split.size == 1:  # XLA leaves out transfers of a device to itself
         expected.clear()
-    if num_stripes > 1:
+    if num_kv_shards > 1:
         head_dim_vo = whole.latent.kv_rank if whole.latent else whole.head_dim
         states = num_rows * own.num_qo_heads * (head_dim_vo + 1)
-        expected["all-gather", 4 * num_stripes * states] += layers
+        expected["all-gather", 4 * num_kv_shards * states] += layers
     return expected
 
 
-def check_shares(name, split, params, parts, pages, num_stripes) -> None:
-    """Each device holds 1/N of all but norms, router, latent projections and repeated heads."""
-    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "final_norm")
+def check_shares(name, split, params, parts, pages, num_kv_shards) -> None:
+    """Checks shares of 1/N; norms, router, latent projections and repeated heads are whole."""
+    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "down_bias", "xielu")
     for (path, part), whole in zip(
         jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(params), strict=True
     ):
@@ -103,7 +108,7 @@ def check_shares(name, split, params, parts, pages, num_stripes) -> None:
         held = [shard.data.nbytes for shard in part.addressable_shards]
         assert len(set(held)) == 1, (name, key)
         is_repeated = key.startswith("qkv") and split.whole.num_kv_heads < split.size
-        if any(word in key for word in whole_names):
+        if key == "shared_gate" or any(word in key for word in whole_names):
             assert held[0] <= whole.nbytes, (name, key)
         elif not is_repeated:
             assert held[0] * split.size == whole.nbytes, (name, key, held, whole.nbytes)
@@ -112,28 +117,31 @@ def check_shares(name, split, params, parts, pages, num_stripes) -> None:
         if x is not None and not split.whole.latent:
             shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
             held = x.addressable_shards[0].data.nbytes
-            assert held * split.size * num_stripes == 4 * prod(shape) * repeats, (name, held)
+            assert held * split.size * num_kv_shards == 4 * prod(shape) * repeats, (name, held)
 
 
 def check_engine(*splits: tuple[int, int]) -> None:
-    """Greedy tokens in f32 are those of one device; each device holds its share of the memory.
+    """Checks greedy f32 tokens against one device, and each device's share of the memory.
 
     splits: (tensor_parallel, context_parallel).
     """
 
+    from helpers.model_cases import shallow
     from jax_attn import models
     from jax_attn.serve._engine.engine import Engine
     from jax_attn.serve._engine.engine_config import EngineConfig
     from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
-    bundled = models.BUNDLED
     prompts = [[5, 9, 200, 31, 7, 7, 12, 90, 4] * 3, [5, 9, 200, 31, 1], [77]]
     answers, held, live = {}, {}, {}
     for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=60, page_size=4, max_running=3, max_step_tokens=16,
                               tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
-        earlier = jax.live_arrays()  # kept, so that nobody gets their memory
-        engine = Engine(models.load(bundled, "float32"), limits)
+        earlier = jax.live_arrays()  # kept alive, so that no new array reuses their memory
+        model = shallow(models.load(models.BUNDLED, "float32"))
+        config = model.config
+        engine = Engine(model, limits)
+        del model  # an engine of several devices keeps only their shares
         engine.warm_up()
         greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         drawn = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
@@ -147,12 +155,11 @@ def check_engine(*splits: tuple[int, int]) -> None:
         answers[split], held[split] = tokens, engine.device.bytes_held()
         live[split] = live_bytes(besides=earlier)
         del engine, earlier
-        gc.collect()  # its cycles, which hold arrays
+        gc.collect()  # frees cycles that hold arrays
     assert all(len(x) == 12 for x in answers[1, 1])
-    config = models.load(bundled, "float32").config
     pages = config.num_layers * 60 * 4 * config.num_kv_heads * config.head_dim * 2 * 4
     weights = held[1, 1][0] - pages
-    # What else is there on one device, all of it on each: the sampler's state, tables, results.
+    # Everything else on one device is whole on each: the sampler's state, tables, results.
     others = live[1, 1][0] - weights - pages
     assert others < 0.1 * (weights + pages), (others, weights, pages)
     for split in splits:
@@ -166,7 +173,7 @@ def check_engine(*splits: tuple[int, int]) -> None:
 
 
 def live_bytes(besides: list[jax.Array]) -> Counter:
-    """Of each device: the buffers of all arrays that are alive, but those of `besides`."""
+    """Bytes of the buffers of all live arrays by device, without those of `besides`."""
     buffers = buffers_of(jax.live_arrays())
     total = Counter()
     for place in buffers.keys() - buffers_of(besides).keys():
@@ -175,7 +182,7 @@ def live_bytes(besides: list[jax.Array]) -> Counter:
 
 
 def buffers_of(arrays: list[jax.Array]) -> dict[tuple[int, int], int]:
-    """Bytes by device and address. A shard's data is an array of its own over the same memory."""
+    """Bytes by device and address. A shard's data is another array over the same memory."""
     return {
         (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
         for array in arrays
@@ -184,7 +191,7 @@ def buffers_of(arrays: list[jax.Array]) -> dict[tuple[int, int], int]:
 
 
 def check_features(*splits: tuple[int, int]) -> None:
-    """All that a server offers, mixed, on too few pages: what one device answers."""
+    """Checks all features of a server, mixed and short of pages, against one device."""
     from jax_attn import models
     from jax_attn.serve._engine.engine import Engine
     from jax_attn.serve._engine.engine_config import EngineConfig
@@ -207,12 +214,14 @@ def check_features(*splits: tuple[int, int]) -> None:
     answers = {}
     for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=30, page_size=8, max_running=4, max_step_tokens=24,
-                              max_drafts=4, tensor_parallel=split[0],
+                              max_drafts=4, num_host_pages=40, tensor_parallel=split[0],
                               context_parallel=split[1])  # fmt: skip
         engine = Engine(model, limits)
         engine.warm_up()
+        host = engine.scheduler.memory.host
+        host.call_tokens = host.page_tokens = 0.0  # pages come back on any machine
         told = [([], []) for _ in requests]
-        for turn in range(2):  # the second one has the first one's prefixes
+        for turn in range(2):  # the second pass finds the first one's prefixes
             common = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
             engine.submit(
                 [
@@ -228,10 +237,12 @@ def check_features(*splits: tuple[int, int]) -> None:
                     for entry in event.logprobs or ():
                         logprobs += [entry.logprob or 0.0, *(x for _, x in entry.top)]
                 engine.scheduler.check_integrity()
+            engine.scheduler.cache.evict(limits.num_pages)  # to the host
         stats = engine.stats()
         assert engine.device.num_compiles_after_warm_up == 0
         for name in ("preemptions", "prefix_hit_tokens", "draft_tokens_taken"):
             assert stats[name] > 0, (split, name, stats)
+        assert stats["host"]["returned"] > 0, (split, stats)
         answers[split] = told
         del engine
         gc.collect()
@@ -243,7 +254,7 @@ def check_features(*splits: tuple[int, int]) -> None:
 
 
 def check_family(name: str, *splits: tuple[int, int]) -> None:
-    """Experts, sinks, latent attention: an engine of two devices answers as one of one."""
+    """Checks experts, sinks and latent attention: two devices answer as one does."""
     from helpers import model_cases
     from jax_attn import models
     from jax_attn.serve._engine.engine import Engine
@@ -255,13 +266,14 @@ def check_family(name: str, *splits: tuple[int, int]) -> None:
     more = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
     raw = model_cases._COMMON | model_cases.CONFIGS[name] | more
     if "num_local_experts" in raw:
-        raw["num_local_experts"] = 4  # which two devices divide
+        raw["num_local_experts"] = 4  # divisible by two devices
     config = models.parse_config(raw)
     params = models.random_params(config, jax.random.key(0), "float32")
     answers = {}
     for split in ((1, 1), *splits):
-        limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8,
-                              tensor_parallel=split[0], context_parallel=split[1])  # fmt: skip
+        limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=3,
+                              num_host_pages=4, tensor_parallel=split[0],
+                              context_parallel=split[1])  # fmt: skip
         engine = Engine(models.Model(config, params, tokenizer), limits)
         engine.warm_up()
         sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -1,10 +1,12 @@
 """Small models of every family, with weights that any machine can make again.
 
-tests/data/model_logits.npz holds what transformers computes for them (make_model_logits.py).
+tests/data/model_logits.npz holds the logits that transformers computes for them
+(make_model_logits.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from pathlib import Path
@@ -13,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from helpers.paths import DATA
+from jax_attn import models
 from jax_attn.models._config.config import ModelConfig
-from jax_attn.models._config.families import load_config
+from jax_attn.models._families.parse import load_config
 from jax_attn.models._weights.tensors import file_shapes
 
 LOGITS = DATA / "model_logits.npz"
 NUM_TOKENS = 44
-LOGITS_EVERY = 6  # rows of the logits that LOGITS holds
+LOGITS_EVERY = 6  # LOGITS holds every 6th row of the logits
 
 _COMMON = {
     "vocab_size": 48,
@@ -59,10 +62,58 @@ _LATENT = {
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
 }
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "pad_token_id": 0,
+}
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "layer_norm_epsilon": 1e-5,
+}
+_GRANITE = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.7,
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
+_QWEN2_EXPERTS = {"num_hidden_layers": 2} | _SHARED_EXPERT
+_SHARED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.6,
+}
+_ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "sliding_window": 7}
 
 # config.json of each, mostly as transformers 5 writes it; "4" marks the keys of transformers 4.
-# Soft caps and windows are small: what they do must show within NUM_TOKENS.
+# Soft caps and windows are small, so that their effect shows within NUM_TOKENS.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 10000.0},
     "llama bias tied, llama3 rope": {
@@ -184,6 +235,289 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 9,
         "rope_parameters": _YARN_ROPE,
+    },
+    "qwen3 next": {
+        "model_type": "qwen3_next",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "mlp_only_layers": [1],
+    },
+    "qwen3 next bias, few linear": {
+        "model_type": "qwen3_next",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "rope_parameters": _YARN_ROPE | {"partial_rotary_factor": 0.5},
+    },
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        **_DELTA,
+        "full_attention_interval": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": _DELTA["rope_parameters"]
+        | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    },
+    "qwen3.5 moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "mrope_section": [1, 1, 2],
+        },
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "full_attn_idxs": [1, 3],
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.5,
+        "rope_theta": 1000.0,
+    },
+    "lfm2 bias": {
+        "model_type": "lfm2",
+        "norm_eps": 0.01,
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "olmo hybrid": {
+        "model_type": "olmo_hybrid",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": None,
+        # transformers saves convolutions of q, k and v with as many channels each.
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rms_norm_eps": 0.01,
+        "rope_parameters": {"rope_theta": None},
+        "pad_token_id": 0,
+    },
+    "olmo hybrid bias, rope": {
+        "model_type": "olmo_hybrid",
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+        "pad_token_id": 0,
+    },
+    "bamba": {
+        "model_type": "bamba",
+        **_MAMBA,
+        "attn_layer_indices": [1],
+        "rope_theta": 1000.0,
+    },
+    "bamba bias": {
+        "model_type": "bamba",
+        **_MAMBA,
+        "head_dim": 16,
+        "attn_layer_indices": [0, 2],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "mamba_n_groups": 1,
+        "mamba_d_head": 16,
+        "mamba_n_heads": 4,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": [0.3, 1.2],
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+    },
+    "falcon h1": {
+        "model_type": "falcon_h1",
+        **_MAMBA,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.8, 1.1, 1.4, 0.7, 1.2],
+        "mlp_multipliers": [1.2, 0.7],
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+        "rope_theta": 1e5,
+    },
+    "falcon h1 norms, bias": {
+        "model_type": "falcon_h1",
+        **_MAMBA,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "mamba_d_ssm": None,
+        "mamba_rms_norm": True,
+        "attention_bias": True,
+        "projectors_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "falcon h1 gate before the norm": {
+        "model_type": "falcon_h1",
+        **_MAMBA,
+        "num_hidden_layers": 1,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 2,
+        "mamba_n_groups": 1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "time_step_limit": [0.4, 1.5],
+    },
+    "granite 4": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        **_GRANITE,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "granite 4 dense, rope": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 56,
+        "attention_bias": True,
+        "mamba_proj_bias": True,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "rope_theta": 100.0,
+    },
+    "granite 4 attention alone": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        **_GRANITE,
+        "num_hidden_layers": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": ["attention"],
+        "position_embedding_type": "rope",
+    },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        **_NEMOTRON,
+        "hybrid_override_pattern": "M-*-",
+        "num_hidden_layers": 4,
+        "n_groups": 2,
+        "time_step_min": 0.5,
+    },
+    "nemotron-h moe": {
+        "model_type": "nemotron_h",
+        **_NEMOTRON,
+        "layers_block_type": ["moe", "mamba", "moe", "attention", "mlp"],
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_latent_size": 20,
+        "routed_scaling_factor": 1.7,
+    },
+    "kimi linear": {
+        "model_type": "kimi_linear",
+        **_LATENT,
+        "num_hidden_layers": 4,
+        "q_lora_rank": None,
+        "num_local_experts": 6,
+        "n_shared_experts": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 16,
+            "num_heads": 2,
+            "short_conv_kernel_size": 3,
+        },
+        "pad_token_id": 0,
+    },
+    "kimi linear groups": {
+        "model_type": "kimi_linear",
+        **_LATENT,
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 0.8,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "sparse", "dense"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "rms_norm_eps": 0.01,
+        "pad_token_id": 0,
+    },
+    "minimax": {
+        "model_type": "minimax",
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.4,
+        "mlp_alpha_factor": 1.1,
+        "mlp_beta_factor": 0.6,
+        "rms_norm_eps": 0.01,
+    },
+    "minimax window": {
+        "model_type": "minimax",
+        **_EXPERTS,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "tie_word_embeddings": True,
+        "rope_theta": 100.0,
+    },
+    "lfm2 moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "rope_theta": 1000.0,
+    },
+    "lfm2 moe bias": {
+        "model_type": "lfm2_moe",
+        "norm_eps": 0.01,
+        "num_dense_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "gpt-oss": {
         "model_type": "gpt_oss",
@@ -308,8 +642,515 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "pad_token_id": 0,
     },
+    "qwen2 moe": {
+        "model_type": "qwen2_moe",
+        **_QWEN2_EXPERTS,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "qwen2 moe, some dense": {
+        "model_type": "qwen2_moe",
+        **_QWEN2_EXPERTS,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "qkv_bias": False,
+        "rope_theta": 10000.0,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**_YARN_ROPE, "rope_theta": 200.0, "attention_factor": 1.2},
+    },
+    "olmo3 bias, layer_types": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        "pad_token_id": 0,
+    },
+    "glm4 whole heads": {
+        "model_type": "glm4",
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "attention_bias": False,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_theta": 500.0,
+        "pad_token_id": 0,
+    },
+    "glm4 moe": {
+        "model_type": "glm4_moe",
+        **_SHARED_EXPERTS,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 1000.0,
+    },
+    "glm4 moe, groups": {
+        "model_type": "glm4_moe",
+        **_SHARED_EXPERTS,
+        "num_hidden_layers": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE | {"partial_rotary_factor": 0.75, "rope_theta": 100.0},
+        "head_dim": 16,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        **_SHARED_EXPERTS,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "rope_theta": 1000.0,
+    },
+    "dots1 full": {
+        "model_type": "dots1",
+        **_SHARED_EXPERTS,
+        "num_hidden_layers": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "exaone4 full": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "layer_types": ["full_attention"] * 2,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000.0,
+    },
+    "ernie4.5": {
+        "model_type": "ernie4_5",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "rope_theta": 500.0,
+    },
+    "ernie4.5 moe": {
+        "model_type": "ernie4_5_moe",
+        **_ERNIE_EXPERTS,
+        "num_hidden_layers": 3,
+        "rope_theta": 500.0,
+    },
+    "ernie4.5 moe, untied": {
+        "model_type": "ernie4_5_moe",
+        **_ERNIE_EXPERTS,
+        "num_hidden_layers": 4,
+        "moe_num_shared_experts": 0,
+        "moe_layer_interval": 2,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "seed oss": {"model_type": "seed_oss", "num_hidden_layers": 2, "head_dim": 16},
+    "seed oss, other biases": {
+        "model_type": "seed_oss",
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "arcee": {"model_type": "arcee", "num_hidden_layers": 2, "rope_theta": 1000.0},
+    "arcee bias, yarn": {
+        "model_type": "arcee",
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_scaling": _YARN_ROPE,
+    },
+    "minimax m2": {
+        "model_type": "minimax_m2",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+    },
+    "minimax m2 whole heads": {
+        "model_type": "minimax_m2",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "rope_theta": 500.0,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "rope_parameters": _YARN_ROPE
+        | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.7},
+        "pad_token_id": 0,
+    },
+    "ministral3 window": {
+        "model_type": "ministral3",
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "sliding_window": 19,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3_ROPE
+        | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        "pad_token_id": 0,
+    },
+    "glm4 moe lite": {
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "rope_parameters": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm4 moe lite, all experts": {
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 6,
+        "mlp_layer_types": ["sparse", "dense"],
+        "routed_scaling_factor": 0.8,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 100.0,
+    },
+    "nemotron": {"model_type": "nemotron", "num_hidden_layers": 2, "norm_eps": 0.01},
+    "nemotron bias, gelu": {
+        "model_type": "nemotron",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3_ROPE | {"partial_rotary_factor": 0.75},
+    },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "norm_epsilon": 0.01,
+        "rope_theta": 1000.0,
+    },
+    "starcoder2 without biases": {
+        "model_type": "starcoder2",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "hidden_act": "gelu",
+        "use_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "stablelm": {
+        "model_type": "stablelm",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "layer_norm_eps": 0.01,
+        "use_qkv_bias": True,
+        "rope_theta": 1000.0,
+    },
+    "stablelm parallel": {
+        "model_type": "stablelm",
+        "num_hidden_layers": 2,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE | {"partial_rotary_factor": 0.5},
+    },
+    "gpt-neox": {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "layer_norm_eps": 0.01,
+        "rotary_emb_base": 1000,
+    },
+    "granite moe": {
+        "model_type": "granitemoe",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+    },
+    "granite moe bias": {
+        "model_type": "granitemoe",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "mscale": 1.0},
+        "rope_theta": 100.0,
+    },
+    "hunyuan moe": {
+        "model_type": "hunyuan_v1_moe",
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_topk": [2, 2],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "apertus": {"model_type": "apertus", "num_hidden_layers": 2, "rope_theta": 1000.0},
+    "apertus bias, yarn": {
+        "model_type": "apertus",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.3,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "rms_norm_eps": 0.01,
+        "sliding_window": 9,
+    },
+    "phimoe longrope": {
+        "model_type": "phimoe",
+        **_EXPERTS,
+        "num_hidden_layers": 2,
+        "router_jitter_noise": 0.1,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.2, 1.4, 1.6],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "short_mscale": 1.3,
+            "long_mscale": 1.7,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "cohere": {
+        "model_type": "cohere",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "layer_norm_eps": 0.01,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "logit_scale": 0.3,
+        "rope_theta": 100.0,
+    },
+    "cohere untied": {
+        "model_type": "cohere",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "rope_parameters": _YARN_ROPE,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "sliding_window_pattern": 3,
+        "layer_norm_eps": 0.01,
+        "rope_theta": 100.0,
+    },
+    "cohere2 bias, layer_types": {
+        "model_type": "cohere2",
+        "num_hidden_layers": 2,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "logit_scale": 0.3,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 56,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 7,
+        "floor_scale": 16,
+        "attn_scale": 0.7,
+        "rope_theta": 100.0,
+    },
+    "llama4 bias, few chunks": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "intermediate_size_mlp": 56,
+        "num_local_experts": 3,
+        "moe_layers": [0, 2],
+        "no_rope_layers": [0, 1, 1],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "attention_chunk_size": 12,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3_ROPE | {"high_freq_factor": 1.0},
+    },
+    "gpt-neox in turn": {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": 2,
+        "hidden_act": "gelu_fast",
+        "attention_bias": False,
+        "rotary_pct": 1.0,
+        "use_parallel_residual": False,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **_GEMMA,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e3,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "pad_token_id": 0,
+    },
+    "gemma4 per-layer inputs, shared keys": {
+        "model_type": "gemma4_text",
+        **_GEMMA,
+        "num_hidden_layers": 6,
+        "layer_types": [
+            *("sliding_attention", "full_attention", "full_attention", "sliding_attention"),
+            *("sliding_attention", "full_attention"),
+        ],
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 50,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+    "gemma4 experts": {
+        "model_type": "gemma4_text",
+        **_GEMMA,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "per_layer_config": {
+            "1": {"head_dim": 8, "num_key_value_heads": 4},
+            "2": {"head_dim": 8, "num_key_value_heads": 4},
+        },
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+        "pad_token_id": 0,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        **_GEMMA,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            *("full_attention", "sliding_attention", "sliding_attention"),
+            *("full_attention", "sliding_attention"),
+        ],
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [40, 24, 40, 56, 40],
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.7, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 40,
+        "laurel_rank": 6,
+        "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "pad_token_id": 0,
+    },
+    "gemma3n, another active state": {
+        "model_type": "gemma3n_text",
+        **_GEMMA,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 48,
+        "altup_num_inputs": 3,
+        "altup_active_idx": 1,
+        "altup_correct_scale": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 50.0,
+        "pad_token_id": 0,
+    },
 }
 CONFIGS = {name: _COMMON | config for name, config in CONFIGS.items()}
+
+
+_NORMS = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight")
+_SCALES = ("layer_scalar", "correct_output_scale", "router.scale", "per_expert_scale")
 
 
 def tokens() -> np.ndarray:
@@ -317,25 +1158,32 @@ def tokens() -> np.ndarray:
 
 
 def random_tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """All tensors of the files. The legacy generator: its numbers never change."""
+    """Random tensors for all files, from numpy's legacy generator, which never changes."""
     tensors = {}
     for name, shape in file_shapes(config).items():
         random = np.random.RandomState(zlib.crc32(name.encode()))
-        if name.endswith(("_blocks", "_scales")):  # of MXFP4; scales of 2 ** -4 and around it
+        if name.endswith(("_blocks", "_scales")):  # of MXFP4; the scales are around 2 ** -4
             low, high = (0, 256) if name.endswith("_blocks") else (122, 125)
             tensors[name] = random.randint(low, high, shape).astype(np.uint8)
             continue
         normal = random.standard_normal(shape)
-        is_norm = name.endswith("norm.weight")
-        tensors[name] = ((1 - config.norm_offset if is_norm else 0) + 0.3 * normal).astype(dtype)
+        mean = 1 - config.norm_offset if name.endswith(_NORMS) else float(name.endswith(_SCALES))
+        tensors[name] = np.asarray(mean + 0.3 * normal, dtype)
     return tensors
 
 
 def write(directory: Path, raw: dict[str, Any], dtype: Any = np.float32) -> ModelConfig:
-    """Writes config.json and model.safetensors; returns what the former says."""
+    """Writes config.json and model.safetensors; returns the config."""
     from safetensors.numpy import save_file
 
     (directory / "config.json").write_text(json.dumps(raw))
     config = load_config(directory)
     save_file(random_tensors(config, dtype), directory / "model.safetensors")
     return config
+
+
+def shallow(model: models.Model, num_layers: int = 2) -> models.Model:
+    """The first layers of a model, which compile and run in less time than all of them."""
+    config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
+    params = model.params | {"layers": model.params["layers"][:num_layers]}
+    return model._replace(config=config, params=params)

@@ -10,10 +10,10 @@ from jax_attn import masks
 
 @dataclass
 class Told:
-    """A batch and its levels. Pages get their ids in the order of requests."""
+    """A batch and its prefix levels. Page ids follow the order of requests."""
 
-    fields: dict  # of the AttentionSpec
-    lengths: dict  # of plan
+    fields: dict  # arguments of AttentionSpec
+    lengths: dict  # arguments of plan
     levels: tuple
 
     def plan(self, target="cpu", **more):
@@ -22,7 +22,7 @@ class Told:
 
 
 def one_document(**fields):
-    """16 questions about 2048 tokens, the first four of them in the same 512 tokens more."""
+    """16 questions about 2048 tokens; the first four share 512 more."""
     lens = np.r_[np.full(4, 2048 + 512 + 100), np.full(12, 2048 + 100)]
     pages = -(-lens // 16)
     tables, at = [], 128 + 32
@@ -72,7 +72,7 @@ class SharedPrompts:
         return self.qo_indptr, self.kv_lens, self.page_indptr, self.page_indices
 
     def spec(self, mask, num_qo_heads, num_kv_heads):
-        """Of plans on a CPU with lists and shared prefixes: f32, head_dim 64."""
+        """Spec for plans on a CPU with step lists and shared prefixes: f32, head_dim 64."""
         return ja.AttentionSpec(
             num_qo_heads, num_kv_heads, 64, dtype="float32", page_size=self.PAGE, causal=False,
             max_batch=self.NUM_REQUESTS, max_qo_tokens=int(self.qo_indptr[-1]),
@@ -81,7 +81,7 @@ class SharedPrompts:
         )  # fmt: skip
 
     def pages(self, rng, num_heads, head_dim):
-        """NaN where no request has a token."""
+        """Random k and v pages, NaN where no request has a token."""
         pages = np.full((self.num_pages, self.PAGE, num_heads, head_dim), np.nan, np.float32)
         for r, kv_len in enumerate(self.kv_lens):
             at = np.arange(kv_len)
@@ -94,7 +94,7 @@ class SharedPrompts:
         if name == "tree":
             draft = np.arange(self.num_drafts * self.NUM_REQUESTS) % self.num_drafts
             return masks.tree([rng.integers(-1, n) if n else -1 for n in draft], self.qo_indptr)
-        # The first 700 tokens are of everybody's document, others are not.
+        # All requests see the first 700 tokens' document; the others differ.
         q_ids = rng.integers(1, 3, self.qo_indptr[-1]).astype(np.int32)
         kv_ids = rng.integers(1, 3, (self.NUM_REQUESTS, self.kv_lens.max())).astype(np.int32)
         return masks.Mask(

@@ -1,6 +1,6 @@
-"""Directories with quantised matrices, and the numbers that they stand for.
+"""Directories with quantized matrices, and the numbers that they stand for.
 
-Packed and widened here element by element, by what each format's own description says.
+The helpers pack and widen element by element, following each format's own description.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers import model_cases
-from jax_attn.models._config.families import parse_config
+from jax_attn.models._families.parse import parse_config
 from jax_attn.models._weights.tensors import file_shapes
 
 Tensors = dict[str, np.ndarray]
@@ -23,13 +23,13 @@ Tensors = dict[str, np.ndarray]
 
 class Format(NamedTuple):
     config: dict[str, Any]  # quantization_config
-    # (random, out, in) -> tensors by what their names end in, and the matrix [out, in] f32.
+    # (random, out, in) -> tensors by the ends of their names, and the matrix [out, in] f32.
     make: Callable[[np.random.RandomState, int, int], tuple[Tensors, np.ndarray]]
     bits: int
 
 
 def e4m3(random, outer, inner) -> np.ndarray:
-    """u8, no NaN, zeros and subnormals among them."""
+    """Random e4m3 bytes, u8, without NaN; some are zeros and subnormals."""
     codes = random.randint(0, 256, (outer, inner)).astype(np.uint8)
     codes[(codes & 0x7F) == 0x7F] = 1
     return codes
@@ -77,7 +77,7 @@ def llm_int8(random, outer, inner):
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
-    """i32 [..., n / 8] of numbers below 16 [..., n], the first in the lowest bits."""
+    """Packs numbers below 16 [..., n] to i32 [..., n / 8], the first in the lowest bits."""
     words = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.uint32)
     for i in range(codes.shape[-1]):
         words[..., i // 8] |= codes[..., i].astype(np.uint32) << np.uint32(4 * (i % 8))
@@ -85,7 +85,7 @@ def packed(codes: np.ndarray) -> np.ndarray:
 
 
 def gptq(size: int, offset: int = 1, sort: bool = False):
-    """sort: desc_act, whose groups are of elements that need not be neighbours."""
+    """GPTQ's format. sort: desc_act, whose groups hold elements that need not be neighbours."""
 
     def make(random, outer, inner):
         size_here = inner if size < 0 else size
@@ -94,7 +94,7 @@ def gptq(size: int, offset: int = 1, sort: bool = False):
         zeros = random.randint(offset, 16, (groups, outer))
         scales = (scales_of(random, (groups, outer)) / 20).astype(np.float16)
         index = np.arange(inner) // size_here
-        if sort:  # that of the input: matrices that multiply the same have the same
+        if sort:  # the input's order: matrices that multiply the same input share it
             np.random.RandomState(inner).shuffle(index)
         wide = (codes - zeros[index].T) * scales[index].T.astype(np.float32)
         return {
@@ -113,7 +113,7 @@ def awq(random, outer, inner, size=16):
     zeros = random.randint(0, 16, (-(-inner // size), outer))
     scales = (scales_of(random, zeros.shape) / 20).astype(np.float16)
     index = np.arange(inner) // size
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of AutoAWQ's WQLinear_GEMM
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # from AutoAWQ's WQLinear_GEMM
 
     def pack(array):
         words = np.zeros((len(array), array.shape[1] // 8), np.uint32)
@@ -143,6 +143,35 @@ def pack_quantized(size: int, symmetric: bool):
         scales = tensors["weight_scale"].astype(np.float32)
         wide = (codes - zeros[:, index]) * scales[:, index]
         return tensors, wide.astype(np.float32)
+
+    return make
+
+
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def nvfp4(codes_name: str, whole_name: str, divides: bool):
+    """NVFP4: a byte has two values, the first in its low bits; scales in e4m3 for 16 of them, and
+    one for all, which multiplies or divides."""
+
+    def make(random, outer, inner):
+        codes = random.randint(0, 16, (outer, inner))
+        scales = (1 + random.randint(0, 8, (outer, inner // 16)) / 8).astype(jnp.float8_e4m3fn)
+        whole = np.float32(random.uniform(0.02, 0.04))
+        wide = np.empty((outer, inner), np.float32)
+        octets = np.zeros((outer, inner // 2), np.uint8)
+        for o in range(outer):
+            for i in range(inner):
+                sign = -1 if codes[o, i] & 8 else 1
+                wide[o, i] = sign * _E2M1[codes[o, i] & 7] * np.float32(scales[o, i // 16]) * whole
+                octets[o, i // 2] |= codes[o, i] << (4 * (i % 2))
+        stored = np.full((1,) if divides else (), 1 / whole if divides else whole, np.float32)
+        return {
+            codes_name: octets,
+            "weight_scale": scales,
+            whole_name: stored,
+            "input_global_scale" if divides else "input_scale": np.ones((), np.float32),
+        }, wide
 
     return make
 
@@ -208,6 +237,23 @@ FORMATS = {
         pack_quantized(32, False),
         4,
     ),
+    "compressed nvfp4": Format(
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group",
+                   group_size=16),
+        nvfp4("weight_packed", "weight_global_scale", True),
+        4,
+    ),
+    "modelopt nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
+         "kv_cache_scheme": {"num_bits": 8}, "producer": {"name": "modelopt"}},
+        nvfp4("weight", "weight_scale_2", False),
+        4,
+    ),
+    "modelopt fp8": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        fp8("weight_scale", "tensor"),
+        8,
+    ),
     "llm.int8": Format(
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False,
          "bnb_4bit_quant_type": "fp4", "llm_int8_threshold": 6.0},
@@ -229,7 +275,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-# Wide enough for several tiles of columns, and for what is left.
+# Wide enough for several tiles of columns and a partial one.
 LLAMA = model_cases.CONFIGS["llama"] | {
     "hidden_size": 64,
     "intermediate_size": 224,
@@ -248,7 +294,7 @@ def write(
 ) -> tuple[Any, Tensors]:
     """A directory of format `name`; its config, and all tensors as f32.
 
-    plain: of the matrices, those that are not quantised, by parts of their names.
+    plain: parts of the names of matrices that are not quantized.
     """
     from safetensors.numpy import save_file
 

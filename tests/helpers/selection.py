@@ -1,14 +1,15 @@
 """A covering selection of tests, for `make test`: --covering SECONDS.
 
-1. Every test function takes part, with one set of its parameters.
-2. Then sets of parameters are added that bring pairs of values which no selected test of their file
-   has, most pairs a second first, until the selected tests are expected to take SECONDS of
-   processor time. A value is that of an argument, of a field of a dataclass (a Case), or of a
-   tuple's element.
+1. Every test function of at most COSTLY seconds takes part, with one set of its parameters. The
+   dearer ones, most of which start servers or meshes, are a third of all functions' time.
+2. Then sets of parameters are added that have pairs of values which no selected test of their file
+   has yet, most pairs a second first, until the selected tests are expected to take SECONDS of
+   processor time. A value belongs to an argument, to a field of a dataclass (a Case) other
+   than its name, or to an element of a tuple.
 
 Costs are recorded, not measured, so every machine selects the same tests. costs.json has the
 seconds of one set of parameters of each function that takes a quarter of a second or more. To
-record it again: python -m pytest --record-costs, on an idle machine.
+record the functions of a run again: python -m pytest --record-costs ..., on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ from typing import Any
 
 import pytest
 
-from helpers.paths import DATA
+from helpers.paths import DATA, ROOT
 
 COSTS = DATA / "costs.json"
-_CHEAP = 0.05  # seconds of a test that costs.json does not have
+COSTLY = 3.0  # seconds
+_CHEAP = 0.05  # seconds of a test that is not in costs.json
 _RECORDED = 0.25
 
 Pair = tuple[Any, ...]
 
 
-def function_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def cost_of(item: pytest.Item, costs: dict[str, float]) -> float:
+    return costs.get(function_of(item.nodeid), _CHEAP)
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -50,7 +56,7 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 class _Pairs:
-    """The pairs of values of an item; those of an object are made once."""
+    """The pairs of values of an item; an object's pairs are made once."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], list[tuple[str, str]]] = {}
@@ -70,13 +76,14 @@ class _Pairs:
 
 
 def covering(items: list[pytest.Item], seconds: float, costs: dict[str, float]) -> set[pytest.Item]:
-    """The selected ones of `items`, by the rule above."""
+    """Selects tests of `items` by the rule above."""
     pairs_of, pairs = _Pairs(), {}
     by_function: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    items = [item for item in items if cost_of(item, costs) <= COSTLY]
     for item in items:
         pairs[item] = pairs_of.of(item)
-        by_function[function_of(item)].append(item)
-    seen: dict[str, set[Pair]] = collections.defaultdict(set)  # file -> pairs that are covered
+        by_function[function_of(item.nodeid)].append(item)
+    seen: dict[str, set[Pair]] = collections.defaultdict(set)  # file -> covered pairs
     selected: set[pytest.Item] = set()
     spent = 0.0
 
@@ -87,17 +94,16 @@ def covering(items: list[pytest.Item], seconds: float, costs: dict[str, float]) 
         nonlocal spent
         selected.add(item)
         seen[file_of(item)] |= pairs[item]
-        spent += costs.get(function_of(item), _CHEAP)
+        spent += cost_of(item, costs)
 
-    # Functions with few sets first: those with many can make up for what these leave out.
+    # Functions with few sets first: functions with many can still add the missing pairs.
     for tests in sorted(by_function.values(), key=len):
         take(max(tests, key=lambda item: len(pairs[item] - seen[file_of(item)])))
 
     def gain(item: pytest.Item) -> float:
-        new = len(pairs[item] - seen[file_of(item)])
-        return new / costs.get(function_of(item), _CHEAP)
+        return len(pairs[item] - seen[file_of(item)]) / cost_of(item, costs)
 
-    # What an item brings only shrinks, so the best one is known once it has been looked at again.
+    # The gain of an item only shrinks, so a recomputed best item stays the best one.
     heap = [(-gain(item), i) for i, item in enumerate(items) if item not in selected]
     heapq.heapify(heap)
     while heap and spent < seconds:
@@ -113,20 +119,30 @@ def covering(items: list[pytest.Item], seconds: float, costs: dict[str, float]) 
 
 
 def read_costs() -> dict[str, float]:
-    return json.loads(COSTS.read_text()) if COSTS.is_file() else {}
+    return json.loads(COSTS.read_text())
 
 
 def processor_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Processor time of this process and of its ended children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def _exists(function: str) -> bool:
+    file, _, name = function.partition("::")
+    path = ROOT / file
+    return path.exists() and f"def {name.rpartition('::')[2]}(" in path.read_text()
+
+
 def write_costs(seconds: Iterable[tuple[str, float]]) -> None:
-    """seconds: of each test, by its id. A function costs what its median set of parameters does."""
+    """Writes costs.json. Functions that did not run keep their costs as long as they exist.
+
+    seconds: (id, seconds) of each test that ran; a function costs its median.
+    """
     by_function = collections.defaultdict(list)
     for nodeid, cost in seconds:
-        by_function[nodeid.partition("[")[0]].append(cost)
-    medians = {name: sorted(costs)[len(costs) // 2] for name, costs in by_function.items()}
-    kept = {name: round(cost, 2) for name, cost in sorted(medians.items()) if cost >= _RECORDED}
+        by_function[function_of(nodeid)].append(cost)
+    costs = {name: cost for name, cost in read_costs().items() if _exists(name)}
+    costs |= {name: sorted(each)[len(each) // 2] for name, each in by_function.items()}
+    kept = {name: round(cost, 2) for name, cost in sorted(costs.items()) if cost >= _RECORDED}
     COSTS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -23,7 +23,7 @@ NO_VARIANT = (None, None, "softmax")
 
 
 class Element:
-    """An operand of the oracle: indices are clamped."""
+    """An operand of the oracle; indices are clamped."""
 
     def __init__(self, array):
         self.array, self.shape = array, array.shape
@@ -76,7 +76,7 @@ def oracle(case, batch, functions, q, k, v, sinks, operands):
         if mask_of is not None:
             seen = seen & jax.vmap(lambda at: call(mask_of, at))(at)
         if logits_of is not None:
-            # Not where hidden: 0 times what is not finite there would be NaN.
+            # Hidden pairs are left out: 0 times a non-finite logit would be NaN.
             logits = jax.vmap(lambda s, at: call(logits_of, s, at))(logits, at)
         logits, seen = logits.reshape(shape), seen.reshape(shape)
         if normalize == "none":
@@ -103,7 +103,7 @@ def plain_plan(case, variant, target):
 
 
 def gradients_of(case, functions, operands, target="cpu", make_plan=plain_plan):
-    """Of q, k, v, the operands that are floats, and sinks, by the kernels."""
+    """Gradients of q, k, v, the float operands, and sinks, by the kernels."""
     variant = None if functions == NO_VARIANT else ja.Variant(*functions, operands)
     plan = make_plan(case, variant, target)
     batch, (d_o, d_lse) = built(case, "normal"), cotangents(case)
@@ -127,13 +127,13 @@ def gradients_of(case, functions, operands, target="cpu", make_plan=plain_plan):
 
 @functools.lru_cache(maxsize=4)
 def gradients_of_oracle(case, functions, operands):
-    """The same for each backend. operands: as `frozen` makes them."""
+    """The same gradients by the oracle, cached for all backends. operands: made by `frozen`."""
     batch = built(case, "normal")
     floats, others = split({n: np.frombuffer(b, t).reshape(s) for n, t, s, b in operands})
     live = sum(case.qo_lens)
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         inputs = batch.q, batch.k, batch.v, floats, batch.sinks
-        # What nobody reads holds NaN.
+        # Elements that no row sees hold NaN.
         wide = jax.tree.map(lambda x: np.nan_to_num(np.float64(x)), inputs)
         wants = tuple(np.float64(x[:live]) for x in cotangents(case))
 
@@ -146,20 +146,20 @@ def gradients_of_oracle(case, functions, operands):
 
 
 def split(operands):
-    """Operands with gradients, and the others."""
+    """Splits operands into those with gradients and the others."""
     floats = {n: x for n, x in operands.items() if np.asarray(x).dtype.name in FLOATS}
     return floats, {n: x for n, x in operands.items() if n not in floats}
 
 
 def frozen(operands):
-    """(name, dtype, shape, bytes) of each."""
+    """Hashable operands: (name, dtype, shape, bytes) of each."""
     arrays = {n: np.asarray(x) for n, x in operands.items()}
     return tuple((n, x.dtype, x.shape, x.tobytes()) for n, x in arrays.items())
 
 
 @functools.lru_cache(maxsize=4)
 def cotangents(case):
-    """Of o and lse, 0 in padding rows."""
+    """Cotangents of o and lse, 0 in padding rows."""
     rng = np.random.default_rng(3)
     shape = (case.spec_fields()["max_qo_tokens"], case.num_qo_heads)
     d_o = rng.normal(size=(*shape, case.head_dim_vo or case.head_dim_qk))
@@ -179,7 +179,7 @@ def check(case, logits=None, mask=None, normalize="softmax", operands=None, targ
 
 def compare(case, got, want, target="cpu"):
     eps = 2e-5 if case.dtype == "float32" else 3 * float(jnp.finfo(case.dtype).eps)
-    if target != "cpu":  # functions within 2^-21, and products rounded to 16 bits
+    if target != "cpu":  # functions are within 2^-21; factors of matmuls have 16 bits
         eps *= 2
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         name = jax.tree_util.keystr(path)
@@ -219,6 +219,22 @@ OPERATIONS = {
     "ties": lambda x, y: jnp.maximum(jnp.minimum(x, x), jnp.abs(x)) + 0.0 * y,
     "select": lambda x, y: jnp.where(x < y, x * x, y) + jnp.clip(x, -0.5, 0.5),
     "power": lambda x, y: (1 + x * x) ** -2 + x**3 * 0.1,
+    "pow": lambda x, y: (1 + x * x) ** (0.3 * y) + (0.5 + y * y) ** 1.3 + (x - y) ** 2.0,
+    "pow_of_int": lambda x, y: (1.5 + jnp.tanh(x)) ** (2 * y).astype(jnp.int32) * y,
+    "sin": lambda x, y: jnp.sin(x * y) + jnp.cos(x - y) + jnp.tan(0.3 * jnp.tanh(x)),
+    "atan": lambda x, y: jnp.arctan(x * 2) + jnp.arctan2(y, 1.5 + x * x),
+    "asin": lambda x, y: jnp.arcsin(0.9 * jnp.tanh(x)) - jnp.arccos(0.8 * jnp.tanh(y)),
+    "erf": lambda x, y: (
+        jax.lax.erf(x) * y + jax.lax.erfc(y - x) + jax.nn.gelu(x, approximate=False)
+    ),
+    "expm1": lambda x, y: (
+        jnp.expm1(0.3 * x) + jax.nn.elu(y) + jnp.sinh(0.5 * y) - jnp.cosh(0.4 * x)
+    ),
+    "cbrt": lambda x, y: jnp.cbrt(2 + jnp.tanh(x)) + jnp.cbrt(-1 - y * y),
+    "select_n": lambda x, y: (
+        jax.lax.select_n(jnp.clip(x, 0, 2.5).astype(jnp.int32), x * y, x * x, jnp.sin(y))
+        + jnp.select([x < y, y > 1.0], [x * x, y], 0.5 * x)
+    ),
     "softplus": lambda x, y: jax.nn.softplus(x) + jax.nn.relu(y) + jax.nn.silu(x),
     "stop_gradient": lambda x, y: x * jax.lax.stop_gradient(x + y) + y,
     "nothing": lambda x, y: y,
@@ -239,8 +255,10 @@ def plan_of(case, batch, variant, **fields):
 
 
 def gradients_beside_nan(dtype, target):
-    """Of documents 0 and 2 of three, with NaN in row or key 60, which is of document 1, and
-    without."""
+    """Gradients of documents 0 and 2 of three, with and without NaN in row or key 60.
+
+    Row and key 60 are of document 1.
+    """
     variant, _ = variant_of(None, documents)
     case = Case("", (150,), (150,), page_size=None, dtype=dtype)
     batch = build(case)

@@ -1,4 +1,4 @@
-"""Variants that several tests run, and how they compare them."""
+"""Variants that several tests run, and how tests compare them."""
 
 import functools
 

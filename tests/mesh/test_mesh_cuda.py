@@ -1,4 +1,4 @@
-"""The checks of meshes on GPUs: as many of the meshes as there are devices for."""
+"""The checks of meshes on GPUs: those meshes for which there are enough devices."""
 
 import jax
 import pytest
@@ -21,8 +21,8 @@ def gpus():
 @pytest.mark.parametrize(
     "call",
     [
-        "check_stripes('1x2', 0, 16)",
-        "check_stripes('2x1', 1, 16)",
+        "check_kv_shards('1x2', 0, 16)",
+        "check_kv_shards('2x1', 1, 16)",
         "check_bytes()",
         "check_loops('1x2')",
         "check_plans()",

@@ -1,4 +1,4 @@
-"""Sequences that are split over a mesh axis: the truth of one device, bytes, balance."""
+"""Sequences split over a mesh axis: one device's results, bytes sent, balance."""
 
 import re
 
@@ -11,7 +11,7 @@ from helpers.mesh_checks import MESHES, run_in_processes, run_on_cpus
 from jax_attn import parallel
 from jax_attn.parallel import sequence
 
-_STEP = 9  # of the cases: a test takes every ninth, the slow tests all
+_STEP = 9  # a test takes every ninth case, the slow tests take all
 
 
 def test_cases():
@@ -44,8 +44,9 @@ def test(what):
     run_on_cpus(4, f"import mesh_checks as m; m.check_{what}()")
 
 
-def test_dense_batches():
-    run_on_cpus(8, "import mesh_checks as m; m.check_dense_sequences()")
+@pytest.mark.parametrize("first", range(3))
+def test_dense_batches(first):
+    run_on_cpus(8, f"import mesh_checks as m; m.check_dense_sequences({first}, 3)")
 
 
 def test_processes():
@@ -58,7 +59,7 @@ def _spec(tokens=960, **fields):
 
 
 def _logits(monkeypatch, shards, indptr):
-    """[steps, devices]: visible pairs of a query and a key, of one head."""
+    """[steps, devices]: visible (query, key) pairs of one head."""
     counts = []
 
     def count(spec, rows, kv_lens, *, kv_indptr, q_offsets):
@@ -79,7 +80,7 @@ def _logits(monkeypatch, shards, indptr):
 @pytest.mark.parametrize("indptr", [[0, 960], [0, 700, 701, 960], [0, 320, 640, 900]])
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 8])
 def test_stripes_share_causal_work(monkeypatch, indptr, num_devices):
-    """Of every step each device has the same, but for a key of each query."""
+    """In every step devices have equal work, except for one key a query."""
     shards = parallel.SequenceShards(_spec(), "kv", num_devices, exchange="ring")
     count = _logits(monkeypatch, shards, indptr)
     lens = np.diff(indptr)

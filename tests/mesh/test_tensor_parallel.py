@@ -1,4 +1,4 @@
-"""Models and engine over the heads of a mesh axis: one device's tokens, and shares of memory."""
+"""Models and engine with heads over a mesh axis: one device's tokens, and shares of memory."""
 
 import re
 
@@ -14,7 +14,9 @@ from jax_attn import models
 from jax_attn.serve._engine.engine_config import EngineConfig
 
 
-@pytest.mark.parametrize(("num_devices", "first", "step"), [(2, 5, 10), (4, 4, 17)])
+@pytest.mark.parametrize(
+    ("num_devices", "first", "step"), [(2, 5, 20), (2, 15, 20), (4, 4, 34), (4, 21, 34)]
+)
 def test_models(num_devices, first, step):
     run_on_cpus(
         4,
@@ -22,14 +24,15 @@ def test_models(num_devices, first, step):
     )
 
 
-def test_models_with_striped_pages():
-    run_on_cpus(4, "import mesh_model_checks as m; m.check_models(2, 17, 5, 2)")
+@pytest.mark.parametrize(("first", "step"), [(17, 10), (22, 20)])
+def test_models_with_kv_shards(first, step):
+    run_on_cpus(4, f"import mesh_model_checks as m; m.check_models(2, {first}, {step}, 2)")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-def test_all_models_with_striped_pages():
-    program = "import mesh_model_checks as m; m.check_models(2, num_stripes=2)"
+def test_all_models_with_kv_shards():
+    program = "import mesh_model_checks as m; m.check_models(2, num_kv_shards=2)"
     run_on_cpus(4, program, timeout=1900)
 
 
@@ -58,8 +61,9 @@ def test_all_models_over_three_devices():
     )
 
 
-def test_engine():
-    run_on_cpus(4, "import mesh_model_checks as m; m.check_engine((2, 1), (2, 2))")
+@pytest.mark.parametrize("split", [(2, 2), (2, 1)])
+def test_engine(split):
+    run_on_cpus(4, f"import mesh_model_checks as m; m.check_engine({split})")
 
 
 @pytest.mark.timeout(900)
@@ -85,7 +89,7 @@ def test_an_engine_of_another_family(name):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "qwen3 moe, some dense"])
-def test_a_striped_engine_of_another_family(name):
+def test_an_engine_of_another_family_with_kv_shards(name):
     run_on_cpus(
         4,
         f"import mesh_model_checks as m; m.check_family({name!r}, (1, 2), (2, 2))",
@@ -147,6 +151,6 @@ def test_fewer_than_one_device(name, count):
         ({"page_size": 24, "batch_invariant": True}, "batch_invariant: expected False with"),
     ],
 )
-def test_what_stripes_do_not_fit(fields, sentence):
+def test_what_kv_shards_do_not_fit(fields, sentence):
     with pytest.raises(ValueError, match=f"EngineConfig: {sentence}"):
         EngineConfig(num_pages=10, context_parallel=3, **fields)

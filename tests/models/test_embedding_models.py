@@ -1,4 +1,4 @@
-"""Embedding models: against transformers and sentence-transformers, and what is refused of them."""
+"""Embedding models against transformers and sentence-transformers, and refused models."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def test_agrees_with_transformers(name, tmp_path):
 
 
 def test_a_published_model():
-    """Against sentence-transformers; from texts on."""
+    """Embeds texts and compares with sentence-transformers."""
     if (directory := embedding_cases.minilm()) is None:
         pytest.skip(f"{embedding_cases.MINILM_PACKAGE} is not installed, with 90 MB of weights")
     model = models.load_embedding(directory, "float32")
@@ -83,7 +83,7 @@ def pooled(**changes):
 
 
 def without(*names):
-    """A weight of each layer, or of none, as if it were zeros."""
+    """Sets the named weights of every layer or of the top level to zero."""
 
     def change(model):
         params = model.params

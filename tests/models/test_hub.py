@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, by a server that stands for it."""
+"""Models of the Hugging Face Hub, with a local server in its place."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ FILES = {
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Has org/model at main, and org/gated for nobody."""
+    """A hub that has org/model at main, and org/gated, to which nobody has access."""
 
     asked: list[tuple[str, str, str | None]] = []
 
@@ -85,13 +85,15 @@ def hub():
 
 
 def fetch(home, endpoint: str, *args: str, **env: str) -> str:
-    """The path, or the sentence that says why there is none."""
+    """The path of the model, or the sentence that says why there is none."""
     return fetch_each(home, endpoint, [args], **env)[0]
 
 
 def fetch_each(home, endpoint: str, calls: Sequence[tuple[str, ...]], **env: str) -> list[str]:
-    """Of each call, what `fetch` gives. The library reads its environment when it is imported,
-    hence the process."""
+    """Results of `fetch` for each call, from one new process.
+
+    The library reads its environment when it is imported.
+    """
     code = """
 import json, sys
 from jax_attn import models
@@ -111,7 +113,7 @@ for args in json.loads(sys.argv[1]):
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    assert len(told) == len(calls), done.stdout  # each is one line
+    assert len(told) == len(calls), done.stdout  # one line each
     return told
 
 
@@ -129,7 +131,7 @@ def test_a_model_is_loaded_once_and_then_served_without_network(tmp_path):
         }
         again = fetch(tmp_path, endpoint, "org/model", COMMIT)
         assert again == path
-    # Nobody listens there any more.
+    # The server has stopped listening.
     assert fetch(tmp_path, endpoint, "org/model") == path
     assert fetch(tmp_path, endpoint, "org/model", HF_HUB_OFFLINE="1") == path
     assert models.load(path, "float32").config.vocab_size == 4096

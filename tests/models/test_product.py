@@ -1,4 +1,4 @@
-"""Products of weights in panels, on every instruction set of this machine."""
+"""Matmuls with weights in panels, on every instruction set of this machine."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,15 @@ import numpy as np
 import pytest
 
 from helpers import model_cases
-from jax_attn import _core, _environment, models
+from jax_attn import _environment, models
 from jax_attn._xla import ffi
 from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._products.quantized import product
 
 DTYPES = ("float32", "bfloat16", "float16")
-# in, out: of one element, of parts of panels, of whole ones, of depths that a tile does not divide.
+# in, out: one element, partial and whole panels, and depths that a tile does not divide.
 SHAPES = [(1, 1), (33, 40), (64, 32), (100, 257), (1024, 130)]
 ROWS = (1, 2, 3, 4, 6, 7, 12, 13, 16, 17, 32, 33, 70)
-
-
-@pytest.fixture(params=_core.supported_cpu_isas())
-def isa(request):
-    before = _core.cpu_isa()
-    _core.set_cpu_isa(request.param)
-    yield request.param
-    _core.set_cpu_isa(before)
 
 
 def operands(dtype, depth, columns, num_rows):
@@ -99,14 +91,17 @@ def test_operands_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("name", sorted(model_cases.CONFIGS))
 def test_models_of_weights_in_panels(name):
-    """The same logits, of every family; what is multiplied as it is, is in panels."""
+    """Every family has the same logits; matrices that are multiplied as stored are in panels."""
     config = models.parse_config(model_cases.CONFIGS[name])
     params = models.random_params(config, jax.random.key(0), "float32")
     packed = models.pack_params(params, config)
     assert isinstance(packed["embed"], Panels) == config.tie_embeddings
-    assert isinstance(packed["layers"][0]["o"], Panels)
+    first = packed["layers"][0]
+    # mixed_o: of a layer with a state. Layers of experts alone have a shared expert.
+    name = next(each for each in ("o", "mixed_o", "down", "shared_down") if each in first)
+    assert isinstance(first[name], Panels)
     again = models.pack_params(packed, config)
-    assert again["layers"][0]["o"] is packed["layers"][0]["o"]
+    assert again["layers"][0][name] is first[name]
     tokens = np.arange(11) % config.vocab_size
     expected, got = (models.reference_forward(p, config, tokens) for p in (params, packed))
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)

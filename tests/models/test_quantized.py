@@ -1,4 +1,4 @@
-"""Quantised weights: the numbers that their format says, in the bits that the files have."""
+"""Quantized weights: the numbers that their format defines, in the bits of the files."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ reference = jax.jit(
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Of machines with few cores: matrices here have several of them, and a rest."""
+    """Small tiles, as with few cores: matrices here have several tiles and a rest."""
     monkeypatch.setattr(quantized, "_TILE", TILE)
 
 
@@ -40,7 +40,7 @@ def is_quantized(x) -> bool:
 
 
 def load_both(directory, raw, name, **kwargs):
-    """The quantised model, and the plain one of the same numbers."""
+    """The quantized model, and the plain one of the same numbers."""
     config, wide = quantized_cases.write(directory, raw, name, **kwargs)
     params = models.load_params(directory, config, "float32")
     plain_dir = directory / "plain"
@@ -95,12 +95,12 @@ def test_experts_and_latent_attention(raw, name, tmp_path):
 def test_a_quantised_head_and_parts_that_are_not(tmp_path):
     config, params, plain = load_both(tmp_path, LLAMA, "gptq sorted", plain=("0.self_attn.k_proj",))
     assert is_quantized(params["head"]) and is_quantized(params["layers"][1]["qkv"])
-    assert not is_quantized(params["layers"][0]["qkv"])  # as of its three parts one is not
+    assert not is_quantized(params["layers"][0]["qkv"])  # one of its three parts is not
     assert difference(logits_of(params, config), logits_of(plain, config)) < TOLERANCE
 
 
 def test_parts_of_a_head_that_rotate(tmp_path):
-    """Rows of q and k move in memory, and their scales with them."""
+    """Rows of q and k move in memory together with their scales."""
     raw = model_cases.CONFIGS["phi3 long, partial"] | {"num_hidden_layers": 1}
     for name in ("fp8 block", "gptq sorted"):
         (tmp_path / name).mkdir()
@@ -163,7 +163,7 @@ def test_products(kind, columns):
 
 
 def test_widening_is_bounded():
-    """On CPU a product has a tile of the matrix wide, not the matrix, let alone all matrices."""
+    """On CPU a matmul widens one tile of the matrix, not the whole matrix or all matrices."""
     rows, columns = 512, 4096
     codes, scales = jnp.zeros((rows, columns), jnp.uint8), jnp.ones((4, columns))
     layers = [Quantized(codes, scales, None, None, "e4m3", 128) for _ in range(3)]
@@ -221,7 +221,7 @@ def check_tensor_parallel(name: str) -> None:
             )
         )(part, x)
         assert difference(got, mlp(config)(whole, x)) < TOLERANCE
-        # Each device's heads of q, then those of k, then those of v.
+        # Each device's heads of q, then of k, then of v.
         whole_qkv, part_qkv = (np.asarray(quantized.product(x, w["qkv"])) for w in (whole, part))
         order = np.concatenate([split._columns("qkv", d) for d in range(2)])
         assert difference(part_qkv, whole_qkv[:, order]) < TOLERANCE
@@ -253,7 +253,7 @@ CONFIGS = {
     "another method": (
         {"quant_method": "hqq"},
         "quant_method: expected 'fp8', 'fbgemm_fp8', 'bitsandbytes', 'gptq', 'awq', "
-        "'compressed-tensors' or 'mxfp4', got 'hqq'",
+        "'compressed-tensors', 'modelopt' or 'mxfp4', got 'hqq'",
     ),
     "no method": ({"bits": 4}, "key 'quant_method' is missing"),
     "no object": (["fp8"], "quantization_config: expected an object, got ['fp8']"),
@@ -287,10 +287,17 @@ CONFIGS = {
         changed("compressed int8", kv_cache_scheme={"num_bits": 8}),
         "key 'kv_cache_scheme' is not supported",
     ),
-    "nvfp4": (
+    "int8 as nvfp4": (
         changed("compressed int8", format="nvfp4-pack-quantized"),
-        "format: expected 'float-quantized', 'int-quantized', 'naive-quantized' or "
-        "'pack-quantized', got 'nvfp4-pack-quantized'",
+        "strategy: expected 'tensor_group', got 'channel'",
+    ),
+    "mixed precision": (
+        changed("modelopt fp8", quant_algo="MIXED_PRECISION"),
+        "quant_algo: expected 'FP8' or 'NVFP4', got 'MIXED_PRECISION'",
+    ),
+    "wider groups of nvfp4": (
+        changed("modelopt nvfp4", group_size=32),
+        "group_size: expected 16 or None, got 32",
     ),
     "4 bits not packed": (of_weights(num_bits=4), "num_bits: expected 8, got 4"),
     "dynamic weights": (of_weights(dynamic=True), "dynamic: expected False or None, got True"),
@@ -306,6 +313,49 @@ def test_what_is_not_done_is_refused(name):
     assert message in str(error.value), str(error.value)
     assert str(error.value).startswith("x/config.json: quantization_config")
     assert "\n" not in str(error.value)
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
+    config, _ = quantized_cases.write(tmp_path, LLAMA, "modelopt nvfp4")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    of_modelopt = {
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        },
+    }
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps(of_modelopt))
+    assert models.load_config(tmp_path) == config
+    of_modelopt["quantization"]["quant_algo"] = "W4A8_AWQ"
+    path.write_text(json.dumps(of_modelopt))
+    message = "hf_quant_config.json: quantization: quant_algo: expected 'FP8' or 'NVFP4', got"
+    with pytest.raises(models.ModelDirectoryError, match=message):
+        models.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight_scale", 0x7F), ("weight_scale_2", 0.0), ("weight_scale_2", np.nan)]
+)
+def test_scales_of_nvfp4_that_are_no_numbers(name, value, tmp_path):
+    config, _ = quantized_cases.write(tmp_path, LLAMA, "modelopt nvfp4")
+    path = tmp_path / "model.safetensors"
+    tensors = read_all(path)
+    scales = tensors[f"{Q_PROJ}.{name}"]
+    if name == "weight_scale":
+        scales = scales.view(np.uint8).copy()
+        scales[0, 0] = value
+        tensors[f"{Q_PROJ}.{name}"] = scales.view(jnp.float8_e4m3fn)
+    else:
+        tensors[f"{Q_PROJ}.{name}"] = np.full_like(scales, value)
+    safetensors_numpy.save_file(tensors, path)
+    with pytest.raises(
+        models.ModelDirectoryError, match=f"tensor '{Q_PROJ}.*expected .* as {name}"
+    ):
+        models.load_params(tmp_path, config, "float32")
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -413,7 +463,7 @@ def test_scales_of_mxfp4_that_are_no_numbers(tmp_path):
 
 
 def read_all(path) -> dict[str, np.ndarray]:
-    """Of FP8, too, which safetensors does not give numpy."""
+    """Reads all tensors, FP8 too, which safetensors does not load into numpy."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     dtypes = {"F8_E4M3": jnp.float8_e4m3fn, "BF16": jnp.bfloat16, "F16": np.float16}

@@ -1,6 +1,6 @@
-"""Products with matrices of codes on CUDA: when the kernel is taken, and what it computes.
+"""Matmuls with quantized matrices on CUDA: when the kernel is used, and its results.
 
-Without a GPU a sum over parts of the depth in jnp stands in for the kernel, which
+Without a GPU a sum over parts of the depth in jnp replaces the kernel, which
 tests/csrc/cuda/quantized_product_cuda_test.cc runs in emulation.
 """
 
@@ -20,7 +20,7 @@ GROUPS = {"int4": 128, "e2m1": 32, "e4m3": 128}
 
 
 def operands(kind, num_rows, depth, columns, group_size=None, dtype="bfloat16", zeros=True):
-    """x of order 1 and a matrix with which x has products of order 1."""
+    """x of order 1 and a matrix whose dot products with x are of order 1."""
     random = np.random.RandomState(depth + columns)
     size = group_size or GROUPS[kind]
     groups = -(-depth // size)
@@ -39,8 +39,10 @@ def operands(kind, num_rows, depth, columns, group_size=None, dtype="bfloat16", 
 
 
 def check(got, x, weight):
-    """Weights are rounded to 16 bits as XLA's product has them, sums are of f32, and the result is
-    rounded. Bounds are of the sums of magnitudes."""
+    """Compares with float64. Bounds are relative to the sums of magnitudes.
+
+    Weights are rounded to 16 bits, as in XLA's matmul, sums are f32, and the result is rounded.
+    """
     wide = np.asarray(quantized.widen(weight, jnp.float32), np.float64)
     wide_x = np.asarray(x, np.float64)
     want, size = wide_x @ wide, np.abs(wide_x) @ np.abs(wide)
@@ -60,7 +62,7 @@ def lowered(x, weight, **options):
 
 
 def stand_in(x, codes, scales, zeros, *, num_splits, dtype, x_dtype, arch, **attributes):
-    assert codes.shape[1] % 16 == 0 and x.shape[1] % 8 == 0  # as the handler wants it
+    assert codes.shape[1] % 16 == 0 and x.shape[1] % 8 == 0  # the handler needs this
     kind = {code: kind for kind, code in quantized_cuda.FORMATS.items()}[attributes["format"]]
     zeros = zeros if zeros.size else None
     weight = Quantized(codes, scales, zeros, None, kind, attributes["group_size"])
@@ -80,7 +82,7 @@ def with_stand_in(monkeypatch):
     jax.clear_caches()
 
 
-# ---- when it is taken --------------------------------------------------------------------------
+# ---- when the kernel is used -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -101,7 +103,7 @@ def test_it_is_taken_for_cuda_alone(kind):
         ("e4m3", 8, 252, 512, 128, "bfloat16"),  # depth
         ("int4", 8, 256, 512, 16, "bfloat16"),  # groups
         ("e2m1", 8, 288, 512, 96, "bfloat16"),
-        ("e4m3", 8, 256, 512, 256, "bfloat16"),  # one group, which is XLA's
+        ("e4m3", 8, 256, 512, 256, "bfloat16"),  # one group: XLA's matmul
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
@@ -128,7 +130,7 @@ def test_tiles_cover_every_shape():
                 tiles = quantized_cuda.choose_tiles(num_rows, depth, columns, 4, processors)
                 assert tiles.rows in (8, 16, 32, 64) and tiles.columns in (224, 256)
                 assert 1 <= tiles.num_splits <= -(-depth // 64)
-    # A wave that fills the device, with sums of few parts.
+    # One wave fills the device, and each sum has few parts.
     assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132) == (64, 224, 1)
     assert quantized_cuda.choose_tiles(64, 4096, 4096, 4, 132) == (64, 256, 8)
 
@@ -177,7 +179,7 @@ def check_mesh() -> None:
             (P("a"), P(None, "b"), P("a", "b")),
             (P(), P(None, "a"), P(None, "a")),
             (P(), P(None, ("a", "b")), None),  # 24 columns of a device: no whole vectors
-            (P(None, "a"), P("a"), None),  # parts of the depth are brought together
+            (P(None, "a"), P("a"), None),  # parts of the depth are gathered
         ):
             split_x = jax.device_put(x, NamedSharding(mesh, of_x))
             split = jax.tree.map(
@@ -192,7 +194,7 @@ def check_mesh() -> None:
             if want is not None:
                 assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
 
-        # Inside shard_map it is the device's own product.
+        # Inside shard_map it is the device's own matmul.
         mapped = jax.shard_map(
             lambda *a: quantized._cuda_product(*a, "float32"),
             mesh=mesh,

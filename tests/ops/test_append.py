@@ -13,7 +13,7 @@ from jax_attn import reference
 
 append = jax.jit(ja.append_kv)
 
-# Appending needs a position for every query token: kv_len >= qo_len.
+# append_kv needs a position for every query token: kv_len >= qo_len.
 KV = tuple(max(q, k) for q, k in zip(MIXED_QO, MIXED_KV, strict=True))
 CASES = [
     Case("f32", kv_lens=KV),
@@ -28,7 +28,7 @@ CASES = [
 
 
 def new_tokens(case):
-    """Of the tokens of all requests, one request after the other: those that are new."""
+    """Selects the new tokens from the tokens of all requests, request by request."""
     starts = np.concatenate([[0], np.cumsum(case.kv_lens)]).astype(int)
     new = [
         np.arange(starts[r + 1] - qo_len, starts[r + 1]) for r, qo_len in enumerate(case.qo_lens)
@@ -76,7 +76,7 @@ def test_append_fills_the_new_slots_and_no_other(case, backend):
 
 @on_every_platform
 def test_every_bit_pattern_survives(backend):
-    """Signalling NaNs, -0 and subnormals are moved, not computed with."""
+    """Signalling NaNs, -0 and subnormals are copied without arithmetic."""
     case = Case("", (16,), (16,), num_qo_heads=1, num_kv_heads=1, head_dim_qk=256, dtype="float16")
     plan_lengths = build(case).lengths
     plan = ja.plan(backend.spec(**case.spec_fields()), **plan_lengths.plan_arguments())
@@ -164,8 +164,10 @@ rotated = jax.jit(ja.append_rotated)
 
 
 def rotated_case(case, batch, backend):
-    """Operands of append_rotated for the case: qkv, cos, sin and a plan. What is new has NaN behind
-    the plan's tokens, and angles are those of no position in particular."""
+    """Operands of append_rotated for the case: qkv, cos, sin and a plan.
+
+    qkv is NaN after the plan's tokens. The angles are random, not those of positions.
+    """
     spec = backend.spec(**case.spec_fields())
     rows, nnz = spec.max_qo_tokens, sum(case.qo_lens)
     head_dim, rng = spec.head_dim_qk, np.random.default_rng(5)
@@ -179,8 +181,10 @@ def rotated_case(case, batch, backend):
 
 
 def assert_rotated(name, got, want):
-    """Equal but for the last bit of the dtype: products may be added with one rounding or two. NaN
-    is what nobody wrote."""
+    """Checks equality up to the last bit of the dtype.
+
+    Sums of products may be rounded once or twice. NaN marks rows that must not be written.
+    """
     got, want = np.asarray(got), np.asarray(want)
     eps = float(jnp.finfo(want.dtype).eps)
     got, want = got.astype(np.float64), want.astype(np.float64)
@@ -204,7 +208,7 @@ def test_append_rotated_is_rotation_and_append(case, backend):
 @on_every_platform
 @pytest.mark.parametrize("scaled", [False, True])
 def test_append_rotated_rounds_before_it_quantizes(scaled, backend):
-    """Pages of e4m3 have what append_kv makes of the keys in pages of the spec's dtype."""
+    """Pages of e4m3 hold what append_kv makes of the keys in pages of the spec's dtype."""
     case = Case("", kv_lens=KV, dtype="bfloat16", num_kv_heads=2, num_qo_heads=4)
     batch = build(case)
     qkv, cos, sin, plan = rotated_case(case, batch, backend)
@@ -231,13 +235,13 @@ def test_append_rotated_rounds_before_it_quantizes(scaled, backend):
 
 @on_every_platform
 def test_append_rotated_drops_tokens_before_position_zero(backend):
-    """They have no slot, but queries like any others."""
+    """These tokens have no slot, but their queries are rotated like all others."""
     case = Case("", (5, 2), (2, 2), num_qo_heads=1, num_kv_heads=1, head_dim_qk=8, page_size=2)
     batch = build(case)
     qkv, cos, sin, plan = rotated_case(case, batch, backend)
     pages = np.full(batch.k.shape, np.nan, np.float32)
     got = rotated(qkv, cos, sin, pages, pages, plan)
-    # The last two tokens of either request, as they would be in requests of two.
+    # The last two tokens of each request, as in requests of two tokens.
     kept = np.array([3, 4, 5, 6])
     want = reference.append_rotated(
         *(x[kept] for x in (qkv, cos, sin)),

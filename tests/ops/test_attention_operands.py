@@ -1,4 +1,4 @@
-"""The record of a call's operands: what must agree with it, and what may not change."""
+"""The record of a call's operands: what must agree with it, and what must not change."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ import pytest
 import jax_attn as ja
 from jax_attn._xla.attention_operands import AttentionOperands
 
-# By the names of the call; the plan's buffer and the variant's operands have others in the record.
+# Names in the call; the record has other names for the plan's buffer and variant's operands.
 CALLED = {"plan_buffer": "plan", "variant": "variant_operands"}
 
 
@@ -23,7 +23,7 @@ def test_every_operand_is_in_every_signature(signed):
 
 
 def test_the_order_of_the_custom_call_stays():
-    """Executables that were exported or cached have operands by position, so none may move."""
+    """Exported and cached executables have operands by position, so none may move."""
     names = [f.name for f in dataclasses.fields(AttentionOperands)]
     operands = AttentionOperands(**dict(zip(names, names, strict=True)) | {"variant": ("a", "b")})
     assert names[:11] == [

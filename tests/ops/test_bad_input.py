@@ -1,6 +1,6 @@
 """Bad input is refused before anything runs, in one sentence: op, argument, expected, got.
 
-A table: what is called, the exact exception type, and words the sentence must hold.
+Each table row has a call, the exact exception type, and words that the sentence must hold.
 """
 
 import copy
@@ -55,19 +55,33 @@ _EG = ("expected", "got")
     ("heads_ratio", {"num_qo_heads": 5}, ValueError, "num_qo_heads", "num_kv_heads", *_EG, "5"),
     ("no_heads", {"num_qo_heads": 0}, ValueError, "num_qo_heads", *_EG),
     ("negative_kv_heads", {"num_kv_heads": -2}, ValueError, "num_kv_heads", *_EG),
-    ("group", {"num_qo_heads": 34}, NotImplementedError, "num_qo_heads", "16", "17"),
-    ("head_dim", {"head_dim_qk": 20}, NotImplementedError, "head_dim_qk", "8", "512", "20"),
+    ("group", {"num_qo_heads": 258}, NotImplementedError, "num_qo_heads", "128", "129"),
+    (
+        "group_cuda",
+        {"num_qo_heads": 130, "head_dim_qk": 256, "dtype": "bfloat16", "target": "sm_89:142"},
+        *(NotImplementedError, "num_qo_heads", "1 to 64", "bfloat16", "sm_89:142", "65"),
+    ),
+    ("head_dim", {"head_dim_qk": 513}, NotImplementedError, "head_dim_qk", "512", "513"),
     ("head_dim_mla", {"head_dim_qk": 576, "head_dim_vo": 512}, NotImplementedError, "576", "512"),
     ("head_dim_vo", {"head_dim_vo": 520}, NotImplementedError, "head_dim_vo", "512", "520"),
     (
         "head_dim_cuda",
-        {"head_dim_qk": 264, "target": "sm_90a:132"},
-        *(NotImplementedError, "head_dim_qk", "256 are supported on CUDA", "264"),
+        {
+            **{"head_dim_qk": 264, "dtype": "bfloat16", "target": "sm_90a:132"},
+            **{"kv_dtype": "int8", "page_size": 16, "max_kv_pages": 4, "max_kv_tokens": None},
+        },
+        *(NotImplementedError, "head_dim_qk", "256 are supported on CUDA with kv_dtype='int8'"),
     ),
     (
-        "head_dim_coded",
-        {"head_dim_qk": 264, "kv_dtype": "int8", "page_size": 16, "max_kv_pages": 4},
-        *(NotImplementedError, "head_dim_qk", "256 are supported with kv_dtype='int8'", "264"),
+        "head_dim_cuda_q",
+        {
+            "head_dim_vo": 264,
+            "q_dtype": E4M3,
+            "kv_dtype": E4M3,
+            "dtype": "float16",
+            "target": "sm_80",
+        },
+        *(NotImplementedError, "head_dim_vo", "256 are supported on CUDA", "q_dtype=", "264"),
     ),
     ("head_dim_0", {"head_dim_qk": 0}, ValueError, "head_dim_qk", *_EG),
     ("head_dim_float", {"head_dim_qk": 64.0}, ValueError, "head_dim_qk", "integer", "64.0"),
@@ -128,8 +142,6 @@ _EG = ("expected", "got")
         *(NotImplementedError, "kv_dtype", "mla", "int8"),
     ),
     ("e4m3_f32", _CUDA | {"dtype": "float32"}, NotImplementedError, "dtype", E4M3, "float32"),
-    ("e4m3_72", _CUDA | {"head_dim_qk": 72}, NotImplementedError, "head_dim_qk", "16", E4M3, "72"),
-    ("e4m3_vo", _CUDA | {"head_dim_vo": 24}, NotImplementedError, "head_dim_vo", "16", E4M3, "24"),
 )
 def test_spec(row):
     changed, exception, *words = row
@@ -149,13 +161,13 @@ _MOST = 2**31 - 1
     ("batch", {"max_batch": _MOST, "max_qo_tokens": _MOST}, "lower max_batch", *_EG),
     ("chunks", {"schedule": "fixed_split", "max_kv_pages": _MOST}, "max_kv_pages", *_EG),
     (
-        "tokens",  # 2^62 of them
+        "tokens",  # 2^62 tokens
         {"schedule": "fixed_split", "max_kv_pages": _MOST, "page_size": _MOST},
         *("lower", *_EG),
     ),
 )
 def test_capacities_that_no_plan_has(row):
-    """Nothing that is computed of them overflows, and nobody asks the system for them."""
+    """Computing with such capacities does not overflow, and no memory of that size is allocated."""
     changed, *words = row
     make = functools.partial(ja.AttentionSpec, **(FIELDS | changed))
     check(lambda: make().plan_words, ValueError, "AttentionSpec: ", *words)
@@ -176,7 +188,7 @@ def test_a_traced_scale():
 
 
 def test_numbers_of_numpy_and_jax_make_the_same_spec():
-    """A spec is hashed, and written to files."""
+    """A spec is hashed and written to files, so its numbers become Python's."""
     plain = ja.AttentionSpec(**FIELDS, sm_scale=0.125, causal=True)
     fields = {n: np.int64(x) if isinstance(x, int) else x for n, x in FIELDS.items()}
     for scale in (np.float32(0.125), np.array(0.125), jnp.float32(0.125)):
@@ -265,7 +277,7 @@ def test_ragged_plan(row):
 
 
 def test_fixed_split_names_the_capacity_that_a_prefill_needs():
-    """The default holds any decode batch; a prefill is told what to raise, until it fits."""
+    """The default fits any decode batch; the error tells a prefill what to raise, until it fits."""
     fields = FIELDS | {"schedule": "fixed_split", "kv_split": 128, "max_qo_tokens": 400}
     fields |= {"max_kv_pages": 40, "num_qo_heads": 16}
     batch = [0, 400], [600], [0, 38], list(range(38))
@@ -463,11 +475,11 @@ def test_item_times_inside_jit():
     check(lambda: jax.jit(ja.item_times)(**given), ValueError, "item_times", "jit", *_EG)
 
 
-# Data that only a run sees: refused by the CPU handlers always, with the words of a value error.
+# Data that only a run sees: the CPU handlers always refuse it, in a value error's words.
 
 
 def run_time(call, *words):
-    """XLA turns an error of a handler into one of these, depending on where it ran."""
+    """Checks a handler's error, which XLA turns into one of two types, by where it ran."""
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
         jax.block_until_ready(call())
     for word in ("INVALID_ARGUMENT", *words):
@@ -499,7 +511,7 @@ def test_traced_layer_out_of_range(op):
 
 
 def test_traced_integers_of_64_bits_do_not_wrap():
-    """2^32 + 1 would be 1."""
+    """2^32 + 1 would become 1."""
     spec = ja.AttentionSpec(**FIELDS)
     with jax.enable_x64(True):
         for wide in (2**32 + 1, -(2**32) + 1, np.uint64(2**63 + 1), 2**31 + 1):
@@ -529,7 +541,7 @@ def test_a_buffer_that_is_no_plan(op):
 @on_every_platform
 @CPU
 def test_check_looks_at_data_on_every_device(op, backend, monkeypatch):
-    """JAX_ATTN_CHECK=1, for platforms whose handlers never read device data."""
+    """JAX_ATTN_CHECK=1 is for platforms whose handlers never read device data."""
     monkeypatch.setattr(_environment, "check", True)
     spec = backend.spec(**{n: x for n, x in FIELDS.items() if n != "target"})
     good = ja.plan(spec, **BATCH)
@@ -620,3 +632,90 @@ def test_environment(name, value):
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ValueError: {name}: expected ") and value in last
+
+
+# ---- query tokens without keys, or without a slot of their own -----------------------------------
+
+FORGOTTEN = (
+    r"plan: kv_lens\[1\]: expected at least 5, the number of query tokens of the request, got {};"
+    " kv_lens count the new tokens, too: add them, or pass q_offsets"
+)
+
+
+def batch_of(qo_lens, kv_lens):
+    """Arguments of plan, two pages a request."""
+    n, arrays = len(kv_lens), {"qo_indptr": np.append(0, np.cumsum(qo_lens)), "kv_lens": kv_lens}
+    arrays |= {"page_indptr": 2 * np.arange(n + 1), "page_indices": np.arange(2 * n)}
+    return {name: np.asarray(x, np.int32) for name, x in arrays.items()}
+
+
+def spec_of_rows(**more):
+    fields = {"max_batch": 3, "max_qo_tokens": 8, "page_size": 16, "target": "cpu"}
+    fields |= {"dtype": "float32", "max_kv_pages": 6}
+    return ja.AttentionSpec(2, 1, 16, **(fields | more))
+
+
+@pytest.mark.parametrize("kv_len", [0, 3, 4])
+@pytest.mark.parametrize("fields", [{}, {"fresh_kv": True}, {"window_left": 3}], ids=str)
+def test_new_tokens_that_kv_lens_do_not_count(fields, kv_len, monkeypatch):
+    spec, arrays = spec_of_rows(**fields), batch_of([1, 5], [20, kv_len])
+    with pytest.raises(ValueError, match=FORGOTTEN.format(kv_len)):
+        ja.plan(spec, **arrays)
+    traced = jax.jit(lambda arrays: ja.plan(spec, **arrays).buffer)(arrays)
+    on_purpose = ja.plan(spec, **arrays, q_offsets=arrays["kv_lens"] - [1, 5])
+    np.testing.assert_array_equal(traced, on_purpose.buffer)
+    monkeypatch.setattr(_environment, "check", True)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=FORGOTTEN.format(kv_len)):
+        jax.block_until_ready(jax.jit(lambda arrays: ja.plan(spec, **arrays).buffer)(arrays))
+
+
+def test_a_decode_without_its_own_key():
+    with pytest.raises(ValueError, match=r"plan: kv_lens\[0\]: expected at least 1, the number of"):
+        ja.plan(spec_of_rows(), **batch_of([1, 0], [0, 7]))
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_queries_that_may_see_no_key(is_checked, monkeypatch):
+    monkeypatch.setattr(_environment, "check", is_checked)
+    few = batch_of([0, 5, 2], [0, 3, 2])
+    full = spec_of_rows(causal=False)  # an encoder's keys
+    ragged = spec_of_rows(page_size=None, max_kv_pages=None, max_kv_tokens=5)
+    for make in (lambda f: f, jax.jit):
+        make(lambda: ja.plan(full, **few).buffer)()
+        make(lambda: ja.plan(ragged, few["qo_indptr"], few["kv_lens"]).buffer)()
+        make(lambda: ja.plan(spec_of_rows(), **batch_of([0, 5], [0, 5])).buffer)()
+        make(lambda: ja.plan(spec_of_rows(), **few, q_offsets=np.int32([0, -2, 0])).buffer)()
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("op", ["append_kv", "append_rotated"])
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (
+            {"page_indices": [4, 1, 2, 3, 4, 5]},
+            "page_indices: expected a slot of its own for each query token, got slot 15 of page 4"
+            " for tokens of requests 0 and 2; give one of them a copy",
+        ),
+        ({"kv_lens": [16, 3, 16]}, r"kv_lens\[1\]: expected at least 5, the number .* got 3;"),
+    ],
+    ids=["one slot for two", "no slot"],
+)
+def test_slots_are_checked(changed, words, op, is_jitted, monkeypatch):
+    spec = spec_of_rows(causal=False)
+    arrays = batch_of([1, 5, 2], [16, 20, 16])
+    pages = jnp.zeros((6, 16, 1, 16))
+    rows, angles = jnp.ones((8, 1, 16)), jnp.ones((8, 8))
+
+    def call(plan):
+        if op == "append_kv":
+            return ja.append_kv(pages, pages, rows, rows, plan)
+        return ja.append_rotated(jnp.ones((8, 64)), angles, angles, pages, pages, plan)
+
+    bad = arrays | {name: np.int32(x) for name, x in changed.items()}
+    jax.block_until_ready(call(ja.plan(spec, **bad)))
+    monkeypatch.setattr(_environment, "check", True)
+    call = jax.jit(call) if is_jitted else call
+    jax.block_until_ready(call(ja.plan(spec, **arrays)))
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=f"{op}: plan: {words}"):
+        jax.block_until_ready(call(ja.plan(spec, **bad)))

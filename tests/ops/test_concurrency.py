@@ -1,4 +1,4 @@
-"""Many calls at once: no hang on a pool of any size, and the same bits as one call alone."""
+"""Many calls at once: no deadlock with a thread pool of any size, and the bits of a single call."""
 
 import os
 import subprocess
@@ -15,9 +15,9 @@ from helpers.attention_cases import Case, build
 from helpers.backends import on_every_platform
 from helpers.checking import assert_same_bits
 
-# Calls that do not depend on each other in one jit: XLA runs them on its pool, whose threads then
-# share work through the same pool. Attention calls take turns with their workspace, and so run one
-# by one; merges have none and run on all threads at once, beside the attention.
+# Independent calls in one jit: XLA runs them on its pool, and their threads share work through the
+# same pool. Attention calls take turns with their workspace, so they run one by one. Merges have
+# none and run on all threads at once, beside the attention.
 MANY_CALLS = textwrap.dedent(
     """
     import sys
@@ -89,7 +89,7 @@ def test_many_independent_calls_in_one_jit(threads):
 
 @on_every_platform
 def test_calls_from_many_python_threads(backend):
-    """One executable, one plan, several callers: nothing of a call is shared with another."""
+    """One executable, one plan, several callers: calls share no state."""
     cases = [
         Case("", kv_lens=tuple(n + 7 * i for n in (33, 0, 500)), qo_lens=(1, 0, 40))
         for i in range(4)

@@ -1,6 +1,6 @@
-"""float8_e4m3fn keys, values and queries: every code, every conversion, and scales of heads.
+"""float8_e4m3fn keys, values and queries: every e4m3 value, every conversion, scales of heads.
 
-The cases of attention_cases.py hold what is not about single numbers.
+The cases of attention_cases.py cover everything else.
 """
 
 import jax
@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"
 
 
 def one_key(backend, dtype, num_tokens, **fields):
-    """A spec and a plan of num_tokens queries over one key each, or over one key of them all."""
+    """A spec and a plan of num_tokens queries over one key each, or over one key for all."""
     spec = backend.spec(
         num_qo_heads=1,
         num_kv_heads=1,
@@ -43,7 +43,7 @@ def one_key(backend, dtype, num_tokens, **fields):
 @every_dtype
 @pytest.mark.parametrize("num_tokens", [1, 256], ids=["decode", "prefill"])
 def test_every_code_of_a_value(num_tokens, dtype, backend):
-    """Over one key o is its value, and e4m3 is exact in every dtype."""
+    """Over one key o is its value, and every dtype represents e4m3 exactly."""
     _, plan = one_key(backend, dtype, num_tokens)
     q = jnp.ones((num_tokens, 1, 256), dtype)
     k, v = np.zeros((1, 1, 1, 256), E4M3), CODES.reshape(1, 1, 1, 256)
@@ -63,11 +63,11 @@ def test_every_code_of_a_key(q_dtype, dtype, backend):
     codes = np.where(np.isnan(CODES), 0, CODES).astype(E4M3)
     k, v = codes.reshape(1, 1, 1, 256), np.zeros((1, 1, 1, 256), E4M3)
     _, lse = ja.attention(q, k, v, plan, return_lse=True)
-    # A reference of 0 instead of the maximum leaves the error of exp2 and log2 of numbers around 1.
+    # A running max of 0 instead of the true one leaves the error of exp2 and log2 near 1.
     np.testing.assert_allclose(lse[:, 0], codes.astype(np.float32), rtol=1e-6, atol=1e-6)
     if q_dtype is None:
         return
-    # The other way round; token by token, as NaN is in the products of its own row alone.
+    # With q and k exchanged; one token for each value, as NaN stays in its own row's products.
     q = np.zeros((256, 1, 256), E4M3)
     q[:, 0, 0] = CODES
     k = np.zeros((1, 1, 1, 256), E4M3)
@@ -80,7 +80,7 @@ def test_every_code_of_a_key(q_dtype, dtype, backend):
 @every_dtype
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 def test_append_converts_as_the_reference_does(scaled, dtype, backend):
-    """Every 16-bit number: ties, subnormals, what is too large, infinities, NaN; f32 near ties."""
+    """Every 16-bit number: ties, subnormals, numbers too large, infinities, NaN; f32 near ties."""
     case = Case("", (16,), (16,), num_qo_heads=2, num_kv_heads=2, head_dim_qk=256, kv_dtype=E4M3)
     lengths = build(case).lengths
     spec = backend.spec(**case.spec_fields() | {"dtype": dtype})
@@ -138,7 +138,7 @@ def test_append_and_attention_without_a_recompile(backend):
 
 @on_every_platform
 def test_a_scale_is_a_factor_of_its_head(backend):
-    """Powers of two, so that the bits are those of scaled operands."""
+    """Scales are powers of two, so that the bits are those of scaled operands."""
     case = Case("", dtype="bfloat16", kv_dtype=E4M3, q_dtype=E4M3, num_qo_heads=8, sinks=True)
     batch = build(case)
     spec = backend.spec(**case.spec_fields())
@@ -152,7 +152,7 @@ def test_a_scale_is_a_factor_of_its_head(backend):
     values = ones | {"v_scale": np.array([1, 4], np.float32)}
     want = plain * np.repeat(values["v_scale"], 4)[:, None].astype(plain.dtype)
     assert_same_bits("o with v_scale", attend(*arrays, sinks=batch.sinks, **values), want)
-    # Of q and of k: what one multiplies the other may divide.
+    # A factor of q's scale may move to k's.
     keys = ones | {"k_scale": np.array([2, 0.25], np.float32)}
     keys["q_scale"] = np.repeat(1 / keys["k_scale"], 4)
     assert_same_bits("o with both", attend(*arrays, sinks=batch.sinks, **keys), plain)
@@ -185,7 +185,7 @@ def test_quantize_of_numpy_and_of_jax_agree():
     x = np.concatenate([words, words + 1, words + 0xFFFF]).astype(np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):
         host = reference.quantize(x[:, None])
-    # XLA's emitters of conftest.py, which jax 0.10 has, round some least codes to 0.
+    # XLA's emitters of jax 0.10 (see conftest.py) round some of the smallest values to 0.
     own = {"xla_cpu_use_fusion_emitters": True} if jax.__version__.startswith("0.10.") else {}
     on_jax = jax.jit(reference.quantize, compiler_options=own)
     assert_same_bits("codes", on_jax(jnp.asarray(x)[:, None]), host)

@@ -1,6 +1,6 @@
-"""Products of e4m3 codes on sm_90: results on a GPU, and what has no kernel is refused.
+"""Matmuls of e4m3 values on sm_90: results on a GPU, and refusals where there is no kernel.
 
-tests/csrc/sm90/formats_sm90_test.cc runs the kernel without a GPU, whose sums are those of f32.
+tests/csrc/sm90/formats_sm90_test.cc runs the kernel without a GPU, with f32 sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ on_gpu = pytest.mark.parametrize(
 
 
 def rounded(q):
-    """[rows, head_dim] as codes with the largest magnitude of a row as 448, in float64."""
+    """Rounds [rows, head_dim] to e4m3, each row's largest magnitude to 448; float64."""
     most = np.maximum(np.abs(q).max(axis=-1, keepdims=True), 2.0**-100)
     codes = reference.quantize((q * (448 / most)).astype(np.float32), None)
     return codes.astype(np.float64) * (most / 448)
@@ -65,8 +65,10 @@ CASES = {
 @pytest.mark.parametrize("q_dtype", [None, E4M3], ids=["", "q"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_results_are_within_what_codes_may_change(case, q_dtype, backend):
-    """The bound is that of formats_sm90_test.cc, and 2^-13 of the largest addend for each of the 33
-    of an instruction: a GPU cuts them off there."""
+    """Results are within the bound of formats_sm90_test.cc plus the GPU's truncation.
+
+    A GPU truncates addends at 2^-13 of the largest one; an instruction has 33 of them.
+    """
     rng = np.random.default_rng(0)
     lens, (heads, kv_heads), (dim_qk, dim_vo) = case["lens"], case["heads"], case["dims"]
     page_size, left, cap = case.get("page_size"), case.get("left", -1), case.get("cap", 0.0)
@@ -132,13 +134,13 @@ def test_results_are_within_what_codes_may_change(case, q_dtype, backend):
                 q_row, k_rows, v_rows, kv - qo + i, left=left, cap=cap
             )
             count = kv - qo + i + 1 if left < 0 else min(left + 1, kv - qo + i + 1)
-            # Of logits: products, sums of 32 and what is added to these.
+            # Error of logits: products, sums of 32 and what is added to these.
             products = k_rows[: kv - qo + i + 1] * q_row / np.sqrt(dim_qk)
             sums = np.cumsum(products, axis=1)[:, 31::32]
             largest = max(abs(products).max(), abs(sums).max(initial=0))
             lse_bound = 33 * 2.0**-13 * -(-dim_qk // 32) * largest + 1e-3
             assert abs(lse[row, head] - want_lse) < lse_bound
-            # Of weights, and of o and its sum of weights in a step of 128 tokens.
+            # Error of softmax weights, of o and of its sum of weights in a step of 128 tokens.
             relative = 1 / 15 + 2 * lse_bound + 4 * 33 * 2.0**-13
             most = 0.875 * 128 * 15 / 16
             bound = (means + abs(want)) * relative
@@ -152,7 +154,7 @@ def test_results_are_within_what_codes_may_change(case, q_dtype, backend):
 
 @on_gpu
 def test_a_value_that_a_row_does_not_see(backend):
-    """NaN among the values reaches the rows that see it, and no other."""
+    """A NaN value reaches the rows that see it, and no other."""
     spec = backend.spec(
         num_qo_heads=4,
         num_kv_heads=2,

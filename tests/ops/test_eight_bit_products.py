@@ -1,4 +1,4 @@
-"""Products of 8-bit codes: what is refused; on CPUs, attention over int8."""
+"""Matmuls of 8-bit values: what is refused; on CPUs, attention over int8."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_it_is_true_or_false():
     ("field", "value"), [("kv_format", 0), ("kv_format", 1), ("arch", 90), ("arch", 80)]
 )
 def test_damaged_words_are_refused(field, value):
-    """Of an executable from outside: csrc/plan/check_problem.cc."""
+    """Attributes of a foreign executable are checked by csrc/plan/check_problem.cc."""
     spec = _spec(kv_dtype="int8")
     fields = spec.problem.spec | {field: value}
     with pytest.raises(ValueError, match="eight_bit_products: expected 0 to 0, got 1"):
@@ -86,7 +86,6 @@ INT8_CASES = [
     dataclasses.replace(case, kv_split=_SPLITS.get(case.kv_split, case.kv_split), **_BITS)
     for case in CASES
     if case.page_size is not None and not case.mla and case.kv_dtype is None
-    if max(case.head_dim_qk, case.head_dim_vo or 0) <= 256
 ]
 INT8_CASES = [dataclasses.replace(case, contents=case.contents[:2]) for case in INT8_CASES]
 MIXED = [
@@ -99,14 +98,14 @@ MIXED = [
 
 @pytest.mark.parametrize("case", INT8_CASES, ids=lambda case: case.name)
 def test_case(case):
-    """Against what the codes of q, k and v stand for, within what weights lose (weight_bound)."""
+    """Compares with dequantized q, k and v, within the rounding of weights (weight_bound)."""
     backend = Backend("cpu")
     with backend.active():
         check(case, backend)
 
 
 @pytest.mark.parametrize("case", INT8_CASES[::4], ids=lambda case: case.name)
-@on_every_isa  # one after the other: what is expected is computed once
+@on_every_isa  # in turn: the expected values are computed once
 def test_case_on_isa(case, backend):
     if "huge" in case.contents and backend.isa == "baseline":
         pytest.skip("without FMA the scaled logit is rounded at 0.06 before the subtraction")
@@ -117,7 +116,7 @@ def test_case_on_isa(case, backend):
 @pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
 @pytest.mark.parametrize("what", ["k", "v"])
 def test_nan_reaches_only_the_rows_that_see_it(case, what, backend):
-    """A NaN, or an infinity, of a row that append_kv encodes."""
+    """A NaN or infinity in a row that append_kv quantizes."""
     batch = build(case)
     plan = ja.plan(backend.spec(**case.spec_fields()), **batch.lengths.plan_arguments())
     clean_o, clean_lse = run(plan, batch)
@@ -160,7 +159,7 @@ def test_queries_that_are_not_finite_reach_their_rows_alone(backend):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dim", [64, 40, 200])
 def test_codes_of_queries(dim, dtype, backend):
-    """lse of one key tells the logit: of rows of all sizes, ties, zeros, and of one element."""
+    """lse of one key tells the logit: rows of all sizes, of ties, of zeros, of one element."""
     rng = np.random.default_rng(3)
     n = 64
     q = rng.normal(size=(n, 1, dim)) * 2.0 ** rng.integers(-12, 12, (n, 1, 1))
@@ -184,17 +183,17 @@ def test_codes_of_queries(dim, dtype, backend):
     keys, values = (reference.dequantize(x[:, 0], None, np.float64) for x in (k, v))
     want = -0.3 * (reference.quantize_queries(q.astype(np.float64), "int8") * keys).sum(-1)
     size = 0.3 * (np.abs(q.astype(np.float64)) * np.abs(keys)).sum(-1)
-    # Sums are exact. Three scales are multiplied with them, base 2 becomes natural, and the only
-    # weight is within 2^-22 of 1.
+    # Sums are exact. What is left: three factors for scales, the change of base from 2 to e, and
+    # the only weight, which is within 2^-22 of 1.
     assert np.all(np.abs(lse - want) <= 2.0**-21 * (size + 1))
-    # The weight of the only key is 255 of 255, and its value a code times its scale.
+    # The only key's weight is 255 of 255, and its value is a quantized value times its scale.
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.float64(o), values, rtol=eps / 2 + 2.0**-20, atol=1e-30)
 
 
 @on_every_isa
 def test_weights_are_rounded_to_multiples_of_the_largest(backend):
-    """Of two keys, by values that tell their weights apart."""
+    """Two keys whose values tell their softmax weights apart."""
     n, dim = 200, 8
     gap = np.linspace(0, 12, n)
     q = np.zeros((n, 1, dim), np.float32)
@@ -211,7 +210,7 @@ def test_weights_are_rounded_to_multiples_of_the_largest(backend):
     pages = (np.asarray(reference.quantize(x, None, "int8")) for x in (k, v))
     o = np.asarray(ja.attention(q, *pages, plan))[:, 0]
     total = 1 + np.exp(-gap)
-    # Scales of values are 1 and 3, so a code is worth 3 / 255.
+    # Scales of values are 1 and 3, so a unit of the quantized weight is worth 3 / 255.
     codes = np.rint(np.stack([np.full(n, 85.0), 255 * np.exp(-gap)], 1))
     want = codes * 3 / 255 * 127 / total[:, None]
     off = np.abs(o[:, :2] - want) > 1e-5 * 127
@@ -249,7 +248,7 @@ def test_fresh_kv_is_what_append_leaves(case, backend):
 @on_every_isa
 @pytest.mark.parametrize("lengths", [((1,) * 5, (0, 1, 129, 700, 17)), ((150, 3), (550, 140))])
 def test_variants(lengths, backend):
-    """A mask and a bias: the same as without products of codes, but for what these lose."""
+    """A mask and a bias: results as without int8 matmuls, within their rounding."""
     variant = ja.Variant(
         logits=lambda s, at: s - 0.01 * at.kv_pos.astype(s.dtype),
         mask=lambda at: (at.kv_pos % 7 != 3) | (at.kv_pos > at.q_pos - 4),
@@ -264,7 +263,7 @@ def test_variants(lengths, backend):
     (o, lse), (plain_o, plain_lse) = outs
     finite = np.isfinite(plain_lse)
     assert (np.isfinite(lse) == finite).all() and finite.any()
-    # q is off by 1/254 of its largest element: of a logit 1 % in 64 dims or so.
+    # q is off by 1/254 of its largest element: about 1 % of a logit with 64 dims.
     assert np.abs(lse[finite] - plain_lse[finite]).max() < 0.05
     error = np.linalg.norm(o - plain_o) / np.linalg.norm(plain_o)
     assert 1e-4 < error < 0.02, error

@@ -1,4 +1,4 @@
-"""k and v of the batch's query tokens from k_new and v_new, the tokens before them from pages."""
+"""k and v of the batch's query tokens from k_new and v_new, of earlier tokens from pages."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def attend(q, k, v, k_new, v_new, plan, layer, sinks):
 
 
 def split_off_new_tokens(case, batch):
-    """(k_new, v_new, pages without them): moved, what they leave behind is NaN."""
+    """Moves new tokens out of the pages, leaving NaN: (k_new, v_new, pages without them)."""
     places = np.stack(kv_places(batch.lengths, case.page_size))
     starts = np.concatenate([[0], np.cumsum(case.kv_lens)]).astype(int)
     moved = []
@@ -30,7 +30,7 @@ def split_off_new_tokens(case, batch):
         pages = pages.copy()
         new = np.full((len(batch.q), *pages.shape[-2:]), np.nan, pages.dtype)
         for r, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
-            n = min(qo_len, kv_len)  # of more queries than keys the first have none
+            n = min(qo_len, kv_len)  # if queries are more than keys, the first have none
             end = batch.lengths.qo_indptr[r + 1]
             new[end - n : end] = rows[r][kv_len - n :]
             at = tuple(places[:, starts[r] + kv_len - n : starts[r] + kv_len])
@@ -45,8 +45,8 @@ def run_fresh(plan, batch, k_new, v_new):
     return tuple(np.asarray(x) for x in attend(*operands))
 
 
-# Chunks that start on, before and behind a page's border, decodes, a prompt from nothing, requests
-# without new tokens, without any, and with more queries than keys.
+# Chunks that start at, before and after a page's border, decodes, a prompt from nothing, requests
+# without new tokens, without any token, and with more queries than keys.
 CASES = [
     Case("causal"),
     Case("page_1", page_size=1, dtype="bfloat16"),
@@ -83,7 +83,7 @@ def test_new_tokens_beside_the_pages(case, backend):
         k_new, v_new, rest = split_off_new_tokens(case, batch)
         o, lse = run_fresh(plan, rest, k_new, v_new)
         assert_close_state(o, lse, want.o, want.lse, want.o_bound, want.lse_bound)
-        # Where a token lies is not in the bits, nor whether the pages have it already.
+        # The bits do not depend on a token's page, nor on whether the pages hold it already.
         for name, got, other in zip(("o", "lse"), (o, lse), run(appended, batch), strict=True):
             assert_same_bits(f"{name} of appended tokens", got, other)
         again = run_fresh(plan, batch, k_new, v_new)
@@ -91,7 +91,7 @@ def test_new_tokens_beside_the_pages(case, backend):
             assert_same_bits(f"{name} beside appended tokens", got, other)
 
 
-# Tiles of float32 on CUDA have 16 rows: sharing pays with 16 tokens in one, not with 4 of 4 heads.
+# float32 tiles on CUDA have 16 rows: sharing pays with 16 tokens in one, not with 4 of 4 heads.
 BESIDE_A_PREFIX = pytest.mark.parametrize(
     "case",
     [
@@ -102,7 +102,7 @@ BESIDE_A_PREFIX = pytest.mark.parametrize(
             branches=("a",) * 8,
             branch_tokens=512,
             num_qo_heads=num_qo_heads,
-            num_ctas=3,  # few: where they are many, the prefix is better left apart
+            num_ctas=3,  # few: with many, sharing the prefix does not pay
             dtype=dtype,
         )
         for dtype, num_qo_heads in (("float32", 2), ("bfloat16", 8))
@@ -123,7 +123,7 @@ def test_a_prefix_is_shared_beside_new_tokens(case, target):
 @on_every_backend
 @BESIDE_A_PREFIX
 def test_new_tokens_after_a_shared_prefix(case, backend):
-    """One launch of shared spans, own pages and new tokens."""
+    """One launch covers shared spans, own pages and new tokens."""
     batch = build(case)
     spec = backend.spec(**case.spec_fields(), fresh_kv=True)
     plan = ja.plan(spec, **batch.lengths.plan_arguments())
@@ -134,8 +134,11 @@ def test_new_tokens_after_a_shared_prefix(case, backend):
 
 
 def test_shared_pages_end_before_new_tokens():
-    """Requests with equal page tables. All of a chunk sees its first token, but nobody else has it:
-    without fresh_kv what the rows of chunks of 2 see in common ends at 1024."""
+    """Sharing stops before new tokens, even if requests have equal page tables.
+
+    All rows of a chunk see its first token, but no other request has it: without fresh_kv the
+    common part of rows of 2-token chunks ends at 1024.
+    """
     n, tokens = 8, 1025
     ends = []
     for fresh_kv in (False, True):
@@ -199,7 +202,7 @@ def test_append_before_after_or_never(backend):
             assert_same_bits(f"{name} {order}", results[order][i], results["before"][i])
     for i in (2, 3):
         assert_same_bits("pages", results["after"][i], results["before"][i])
-    # More queries than keys leave rows of k_new that are nobody's; what was appended is the batch.
+    # With more queries than keys, some rows of k_new have no slot; append_kv skips them.
     for i, pages in ((2, batch.k), (3, batch.v)):
         assert_same_bits("pages", results["after"][i], pages)
 

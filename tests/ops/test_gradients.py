@@ -32,14 +32,14 @@ BEST_CPU = (Backend("cpu"),)
 
 
 def cpu_backends(case):
-    """Every instruction set for what is short, the best one for the rest."""
+    """Every instruction set for short cases, the best one for the others."""
     is_short = case.name.startswith(("mask_", "head_dim_", "group_", "prefix_mixed"))
     isas = ja._core.supported_cpu_isas()
     return [Backend("cpu", isa) for isa in isas] if is_short else BEST_CPU
 
 
 def cotangents(case, batch):
-    """Of o and lse, NaN in padding rows."""
+    """Cotangents of o and lse, NaN in padding rows."""
     rng = np.random.default_rng(3)
     spec = case.spec_fields()
     shape = (spec["max_qo_tokens"], case.num_qo_heads, case.head_dim_vo or case.head_dim_qk)
@@ -84,8 +84,8 @@ def check(case, backends=BEST_CPU, content=None):
         sinks=batch.sinks,
     )
     eps = 4e-6 if case.dtype == "float32" else 2.5 * float(jnp.finfo(case.dtype).eps)
-    if content == "huge":
-        eps += 0.1  # what float32 can hold of an lse of 5e5
+    if content.startswith("far_"):
+        eps += 4e-5  # rounding of an lse of up to 350 in float32
     want, sizes = expect(), expect(magnitudes=True)
     for backend in backends:
         with backend.active():
@@ -101,7 +101,7 @@ def check(case, backends=BEST_CPU, content=None):
                 f" {size[bad][0]}"
             )
             if name != "d_sinks":
-                assert not a[size == 0].any(), name  # where nothing is read: exactly 0
+                assert not a[size == 0].any(), name  # exactly 0 where nothing is read
             assert_same_bits(f"{backend}: {name}", a, same)
     return plan, batch, got
 
@@ -117,7 +117,7 @@ def test_case(case, backend):
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (5, 1)), (128, (4, 4))])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_ragged(dtype, head_dim, heads, mask, backend):
-    """On sm_90 the kernel on wgmma, with tiles and blocks that are whole, and that are not."""
+    """On sm_90 the WGMMA kernel, with whole and partial tiles and blocks."""
     for content in ("normal", "peaky", "count"):
         case = Case(
             f"hopper_{mask}-{content}", (200, 0, 64, 1, 130, 3), (200, 16, 400, 1, 300, 0),
@@ -138,8 +138,10 @@ def test_ragged(dtype, head_dim, heads, mask, backend):
     ],
 )
 def test_groups(head_dim, heads, page_size, dtype, mask, backend):
-    """On sm_90 the kernel on wgmma: prompts and answers behind their pages, in two groups, of which
-    one is a tree; prefixes that end within a block of keys; nobody's queries, and nobody's keys."""
+    """On sm_90 the WGMMA kernel, with prompts and answers in two groups, one of them a tree.
+
+    Some prefixes end within a block of keys; some queries see no key, some keys have no query.
+    """
     for content in ("normal", "peaky", "count"):
         case = Case(
             f"groups_{mask}-{content}", (300, 70, 130, 0, 64, 257, 1, 90, 3),
@@ -153,7 +155,7 @@ def test_groups(head_dim, heads, page_size, dtype, mask, backend):
 @on_every_platform
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_pages_that_nobody_shares_have_the_bits_of_rows(head_dim, backend):
-    """Of the same operands, lse included."""
+    """The same operands give the same bits, lse included."""
     lens, tokens = (200, 0, 64, 450, 1), 715
     rng = np.random.default_rng(4)
     heads = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": head_dim, "dtype": "bfloat16"}
@@ -230,14 +232,16 @@ def test_the_reference_has_the_gradients_of_itself():
             )
 
 
-# ---- what is not finite, and what is not there
+# ---- non-finite and missing values
 
 
 @on_every_backend
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_what_is_not_finite_reaches_who_sees_it(cap, backend):
-    """A row that is NaN reaches the keys it sees; a key that is, the rows that see it, and so all
-    keys that those see. Of an infinity a soft cap makes a finite logit, whose slope is 0."""
+    """A NaN row reaches the keys it sees. A NaN key reaches the rows that see it, and their keys.
+
+    With a soft cap an infinite key makes a finite logit, whose slope is 0.
+    """
     case = Case(
         "", (150, 40), (150, 40), 4, 2, 64, page_size=None, window_left=20, logits_soft_cap=cap
     )
@@ -256,7 +260,7 @@ def test_what_is_not_finite_reaches_who_sees_it(cap, backend):
         ("v", -np.inf),
     ):
         if name == "k" and bad == np.inf and not cap:
-            continue  # lse of a row is finite or not as the sign of its logit has it
+            continue  # the sign of its logit decides if a row's lse is finite
         arrays = {"q": clean.q, "k": clean.k, "v": clean.v, "d_o": d_o, "d_lse": d_lse}
         x = np.array(arrays[name])
         x[(row, 1) if x.ndim == 2 else (row, 1, 3) if name in ("q", "d_o") else (key, 0, 3)] = bad
@@ -277,7 +281,7 @@ def test_what_is_not_finite_reaches_who_sees_it(cap, backend):
         of_keys = np.zeros(d_k.shape[:2], bool)
         of_keys[keys, 0] = True
         as_clean = ~of_keys
-        if name in ("k", "v"):  # the key has another weight, if it has one
+        if name in ("k", "v"):  # the rows' weights of other keys change
             as_clean[key - 20 : key + 21, 0] = False
         for x, clean_x in ((d_k, want[1]), (d_v, want[2])):
             np.testing.assert_array_equal(np.isnan(x).all(-1), of_keys, err_msg=name)
@@ -285,7 +289,7 @@ def test_what_is_not_finite_reaches_who_sees_it(cap, backend):
 
 
 def test_gradients_never_cross_documents():
-    """Documents in one batch: what one holds has no part in another's gradients."""
+    """Documents in one batch: the data of one has no effect on another's gradients."""
     case = Case("", (33, 130, 64), (33, 130, 64), page_size=None)
     clean, other = build(case), build(case)
     plan = ja.plan(ja.AttentionSpec(**case.spec_fields()), **clean.lengths.plan_arguments())
@@ -298,7 +302,7 @@ def test_gradients_never_cross_documents():
         assert_same_bits("", np.delete(a, inside, 0), np.delete(b, inside, 0))
 
 
-# Requests that share pages, but not the work over them: many tasks write the same rows.
+# Requests that share pages, but not the work on them: many tasks write the same rows.
 THREADS = """
 import hashlib, sys, jax, numpy as np, jax_attn as ja
 rng = np.random.default_rng(0)
@@ -327,7 +331,7 @@ def test_the_bits_do_not_depend_on_threads(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_backward_pass_lowers_for_cuda(dtype):
-    """Without a GPU: what is called there, with memory that does not grow by tokens squared."""
+    """Without a GPU: checks the custom call, whose memory does not grow with tokens squared."""
     spec = ja.AttentionSpec(
         4, 2, 64, dtype=dtype, page_size=16, max_batch=3, max_qo_tokens=500, max_kv_pages=40,
         target="sm_90",
@@ -351,7 +355,7 @@ def test_the_backward_pass_lowers_for_cuda(dtype):
 
 @pytest.mark.parametrize("head_dim, rows", [(64, 128), (128, 64)])
 def test_the_workspace_of_sm_90_grows_with_tokens(head_dim, rows):
-    """Ragged: f32 sums of d_q in tiles of so many rows, and a count of turns each."""
+    """Ragged: f32 sums of d_q in tiles of `rows` rows, and a counter for each tile."""
 
     def words(tokens, batch=3, dtype="bfloat16", target="sm_90"):
         spec = ja.AttentionSpec(
@@ -372,7 +376,7 @@ def test_the_workspace_of_sm_90_grows_with_tokens(head_dim, rows):
     ("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 64)]
 )
 def test_the_same_bits_in_every_run(dtype, head_dim, runs, backend):
-    """Requests that share pages, whose rows many tasks write, in several queues."""
+    """Requests that share pages; many tasks in several queues write the same rows."""
     tables = [np.append(np.arange(8), 8 + r) for r in range(4)]
     spec = backend.spec(
         num_qo_heads=4, num_kv_heads=2, head_dim_qk=head_dim, dtype=dtype, page_size=16,
@@ -426,7 +430,7 @@ def test_a_plan_of_another_batch_is_refused():
 
 
 def test_checkpoint_can_save_what_the_backward_pass_needs():
-    """With a policy that saves o and lse, the forward pass runs once, else once more."""
+    """The forward pass runs once under a policy that saves o and lse, and twice otherwise."""
     case = Case("", (40,), (40,), page_size=None)
     batch = build(case)
     plan = ja.plan(ja.AttentionSpec(**case.spec_fields()), **batch.lengths.plan_arguments())
@@ -519,7 +523,7 @@ def launches_of_gradients(device, **options):
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
 def test_the_dense_entry_runs_the_backward_kernels_on_cuda(backend):
-    """With a bias or a mask it differentiates in jnp."""
+    """With a bias or a mask the dense entry differentiates in jnp."""
     mask = jnp.tril(jnp.ones((1, 1, 40, 40), bool))
     assert launches_of_gradients(backend.device, is_causal=True) > 0
     assert launches_of_gradients(backend.device, mask=mask) == 0
@@ -528,7 +532,7 @@ def test_the_dense_entry_runs_the_backward_kernels_on_cuda(backend):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_dense_entry_lowers_to_the_backward_kernels(target, monkeypatch):
-    """For CUDA without a GPU: one call of theirs, none with a mask."""
+    """Lowers for CUDA without a GPU: one backward call, none with a mask."""
     monkeypatch.setattr(dense, "AttentionSpec", functools.partial(ja.AttentionSpec, target=target))
 
     def num_calls(**options):
@@ -544,11 +548,11 @@ def test_the_dense_entry_lowers_to_the_backward_kernels(target, monkeypatch):
     assert num_calls(mask=jnp.ones((1, 1, 48, 48), bool)) == 0
 
 
-# ---- prefixes in common
+# ---- shared prefixes
 
 
 def test_a_group_has_the_gradients_of_whole_sequences():
-    """Answers to one prompt, whose keys are there once, beside each with a copy of its own."""
+    """Answers to one prompt stored once, compared with answers that each have a copy of it."""
     group, prefix, own, page = 5, 320, 48, 16
     rng = np.random.default_rng(2)
     tokens = prefix + group * own
@@ -583,7 +587,7 @@ def test_a_group_has_the_gradients_of_whole_sequences():
     rows = np.concatenate(
         [np.append(np.arange(prefix), prefix + i * own + np.arange(own)) for i in range(group)]
     )
-    # Each prompt row of a copy counts once in all.
+    # All copies of a prompt row together count once.
     weight = np.where(rows < prefix, 1 / group, 1).astype(np.float32)[:, None, None]
 
     def slopes(attend, d_o):
@@ -598,7 +602,7 @@ def test_a_group_has_the_gradients_of_whole_sequences():
 
 
 def test_prefix_levels_that_are_given_have_the_gradients_of_what_is_found():
-    """Levels that nest. With none the prompts are computed for each request; and the reference."""
+    """Compares nested levels with none (each request computes its prompt) and the reference."""
     told = one_document(head_dim_qk=32, dtype="float32")
     rng = np.random.default_rng(5)
     num_pages = 1 + int(told.lengths["page_indices"].max())

@@ -1,7 +1,7 @@
-"""Beyond 2^31 and 2^32: offsets are 64 bits wide, whatever indices are.
+"""Beyond 2^31 and 2^32: offsets are 64 bits wide, for indices of any width.
 
-Arrays are as large as they say, and memory is committed where something was written alone: what
-nobody wrote is one page of zeros, or of garbage, and a test takes megabytes.
+Arrays have their full virtual size, and memory is committed only where something is written.
+Unwritten pages are one page of zeros or of garbage, so a test takes megabytes.
 """
 
 import functools
@@ -17,18 +17,18 @@ from helpers.checking import assert_same_bits
 from jax_attn import _environment, reference
 
 HEAD_DIM, PAGE_SIZE = 64, 16
-MAP_NORESERVE = 0x4000  # of Linux; in mmap from Python 3.13 on
+MAP_NORESERVE = 0x4000  # Linux; in mmap from Python 3.13 on
 
 
 @pytest.fixture(autouse=True)
 def no_poison(monkeypatch):
-    """It would write to all of a result."""
+    """Poisoning would write to whole results."""
     monkeypatch.setattr(_environment, "poison", False)
 
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """A copy of anything large, or a pass over it, would show."""
+    """Fails if a large array is copied or passed over."""
     with open("/proc/self/status") as file:
         before = resident(file.read())
     yield
@@ -41,25 +41,27 @@ def resident(status):
 
 
 def zeros(shape, dtype=np.float16):
-    """Of numpy, not committed, and aligned as XLA wants what it shall not copy."""
+    """Zeros of numpy that are not committed, aligned so that XLA does not copy them."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def in_jax(array):
-    """The same memory."""
+    """The array in JAX, sharing its memory."""
     shared = jax.dlpack.from_dlpack(array, copy=False)
     assert shared.unsafe_buffer_pointer() == array.ctypes.data
     return shared
 
 
 def unwritten(shape):
-    """Float16 in memory of XLA's own, so that it can be donated: the rows of q that append_rotated
-    leaves undefined, which are all of them in a batch without tokens."""
+    """Float16 in memory of XLA's own, so that it can be donated.
+
+    It is the q that append_rotated leaves undefined, all of it in a batch without tokens.
+    """
     num_heads, head_dim = 16, 256
     num_tokens, rest = divmod(int(np.prod(shape)), num_heads * head_dim)
-    assert rest == 0  # or a slice of q would be a copy
+    assert rest == 0  # otherwise a slice of q would be a copy
     spec = ja.AttentionSpec(
         *(num_heads, 1, head_dim),
         dtype="float16",
@@ -101,8 +103,11 @@ def indptr(lens):
 
 @pytest.mark.parametrize("num_layers", [None, 3])
 def test_append_and_attention_in_a_pool_beyond_2_to_the_32(num_layers):
-    """The bits of a pool of the few pages in use. 2^32 elements of each pool, and of one layer or
-    the last; places on both sides of 2^31 and 2^32 elements, and of 2^32 bytes."""
+    """Attention over a large pool has the bits of a pool with only the pages in use.
+
+    Each pool, and the first or last layer, has 2^32 elements. Offsets lie on both sides of 2^31 and
+    2^32 elements, and of 2^32 bytes.
+    """
     row = 2 * HEAD_DIM  # elements of a slot
     num_pages = (2**32 // (num_layers or 1)) // (PAGE_SIZE * row) // 2 * 2 + 8
     borders = [x // (PAGE_SIZE * row) for x in (2**31, 2**32)]
@@ -116,7 +121,7 @@ def test_append_and_attention_in_a_pool_beyond_2_to_the_32(num_layers):
     layer = None if num_layers is None else num_layers - 1
 
     def run(pool, pages):
-        """Appends all tokens but the last two of each request's, two at a time."""
+        """Appends all tokens but the last two of each request, two at a time."""
         lead = () if num_layers is None else (num_layers,)
         shape = (*lead, pool, PAGE_SIZE, 2, HEAD_DIM)
         k, v = (
@@ -143,7 +148,7 @@ def test_append_and_attention_in_a_pool_beyond_2_to_the_32(num_layers):
 
 
 def test_a_context_of_four_million_tokens():
-    """Of pages that come again and again, so that the truth is a sum over few keys, by weight."""
+    """Pages repeat, so that the truth is a weighted sum over few keys."""
     num_pages, kv_len, qo_len = 50, 4 * 2**20 - 5, 3
     rng = np.random.default_rng(0)
     pages = rng.integers(0, num_pages, -(-kv_len // PAGE_SIZE)).astype(np.int32)
@@ -166,7 +171,7 @@ def test_a_context_of_four_million_tokens():
 
 @pytest.mark.parametrize("page_size", [PAGE_SIZE, None])
 def test_a_batch_of_70_000_requests(page_size):
-    """Decodes; every one against the reference, all at once."""
+    """Decodes; each is compared with the reference, all at once."""
     n, most, dim = 70_000, 20, 8
     rng = np.random.default_rng(0)
     kv_lens = rng.integers(0, most + 1, n).astype(np.int32)
@@ -185,7 +190,7 @@ def test_a_batch_of_70_000_requests(page_size):
         num_pages = int(starts[-1])
         spec = ja.AttentionSpec(**fields, max_kv_pages=num_pages, num_pages=num_pages)
         ids = rng.permutation(num_pages).astype(np.int32)
-        plan = ja.plan(spec, np.arange(n + 1), kv_lens, starts, ids)
+        plan = ja.plan(spec, np.arange(n + 1), kv_lens, starts, ids, q_offsets=kv_lens - 1)
         position = np.broadcast_to(np.arange(most), is_there.shape)[is_there]
         request = np.broadcast_to(np.arange(n)[:, None], is_there.shape)[is_there]
         slots = ids[starts[request] + position // page_size] * page_size + position % page_size

@@ -1,4 +1,4 @@
-"""merge_state and merge_states against the float64 reference, and the algebra they promise."""
+"""merge_state and merge_states against the float64 reference, and their algebraic laws."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ merge = jax.jit(ja.merge_states)
 
 
 def random_states(num_states, n, num_heads, head_dim, dtype, seed=0, spread=3.0, empty=0.25):
-    """States of which a share is the identity; some rows are empty in every state."""
+    """Random states, of which a share is the identity; some rows are empty in every state."""
     rng = np.random.default_rng(seed)
     o = rng.normal(size=(num_states, n, num_heads, head_dim)).astype(jnp.dtype(dtype))
     lse = (spread * rng.normal(size=o.shape[:-1])).astype(np.float32)
@@ -61,7 +61,7 @@ def test_merge_states(shape, dtype, backend):
     "shape", [(2, 3, 2, 520), (3, 2, 1, 1032), (2, 2, 1, 4096), (9, 1, 1, 100_000), (3000, 1, 1, 8)]
 )
 def test_any_head_dim_and_any_number_of_states(shape, dtype, backend):
-    """Columns know nothing of each other, so a wide row has the bits of the rows it is made of."""
+    """Columns are independent, so a wide row has the bits of its parts."""
     o, lse = random_states(*shape, dtype)
     got = merge(o, lse)
     check(got, o, lse)
@@ -145,7 +145,7 @@ def test_nan_stays_in_its_row(backend):
 
 @on_every_backend
 def test_states_that_are_not_finite(backend):
-    """o of a state without keys counts for nothing; an infinite lse makes NaN."""
+    """o of a state without keys is ignored; an infinite lse makes NaN."""
     o, lse = random_states(6, 12, 2, 64, "float32", empty=0)
     o[1, 3, 0, 5], o[5, 4, 1, 6] = np.inf, -np.inf
     o[2, 5], lse[2, 5] = np.nan, -np.inf
@@ -205,7 +205,7 @@ def test_gradients_match_finite_differences():
 
 @on_every_platform
 def test_attention_over_parts_merges_to_attention_over_all(backend):
-    """Two plans over the two halves of one cache, as prefix sharing and kv parallelism do."""
+    """Two plans over the two halves of one cache, as in prefix sharing and kv parallelism."""
     rng = np.random.default_rng(3)
     kv_len, cut = 300, 131
     shared = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "dtype": "float32"}
@@ -230,7 +230,7 @@ def test_attention_over_parts_merges_to_attention_over_all(backend):
 
 
 def direct_triplet(logits, v):
-    """(unnormalised o, max, sum) of rows that see a prefix of the keys, as engines have it."""
+    """(unnormalised o, max, sum) of rows that see a prefix of the keys, as engines keep it."""
     peak = logits.max(-1, initial=-np.inf)
     weights = np.exp(logits - np.where(np.isneginf(peak), 0, peak)[..., None])
     return weights @ v, peak, weights.sum(-1)
@@ -254,7 +254,7 @@ def test_states_from_triplets_and_back(size):
     want_o[0], want_lse[0] = 0, -np.inf
     np.testing.assert_allclose(state[0], want_o, rtol=1e-6)
     np.testing.assert_allclose(state[1], want_lse, rtol=1e-6, atol=1e-6)
-    # With its own references it is the same triplet again, with others the same state.
+    # With its own max the triplet is the same again, with another max the state is the same.
     for got, want in zip(ja.state_to_triplet(*state, peak), (o, peak, sums), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5 + size * 2.0**-22, atol=1e-6)
     unit = ja.state_to_triplet(*state)
@@ -297,3 +297,75 @@ def test_triplets_have_types_gradients_and_refusals():
         ja.state_to_triplet(o[0], lse[0, :3])
     with pytest.raises(ValueError, match=r"state_from_triplet: sums: expected float32\[8, 2\]"):
         ja.state_from_triplet(o[0], lse[0], np.zeros_like(lse[0], np.int32))
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 3, 4)])
+def test_triplets_of_any_rank(lead):
+    """[num_heads, head_dim_vo] is the smallest: the state of one row."""
+    rng = np.random.default_rng(0)
+    shape = (*lead, 3)
+    o, peak = (rng.normal(size=x).astype(np.float32) for x in ((*shape, 16), shape))
+    sums = rng.integers(0, 3, shape).astype(np.float32)
+    got_o, got_lse = ja.state_from_triplet(o, peak, sums)
+    assert got_o.shape == o.shape and got_lse.shape == shape
+    rows = ja.state_from_triplet(
+        *(x.reshape(-1, 1, *x.shape[len(shape) :]) for x in (o, peak, sums))
+    )
+    assert_same_bits("o", got_o.reshape(-1, 1, 16), rows[0])
+    assert_same_bits("lse", got_lse.reshape(-1, 1), rows[1])
+    again = ja.state_to_triplet(got_o, got_lse, peak)
+    for array, want in zip(again, (o, peak, sums), strict=True):
+        seen = np.broadcast_to(
+            (sums > 0).reshape(sums.shape + (1,) * (array.ndim - sums.ndim)), array.shape
+        )
+        np.testing.assert_allclose(np.asarray(array)[seen], want[seen], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_are_no_states():
+    for shape in ((), (16,)):
+        o, row = np.zeros(shape, np.float32), np.zeros(shape[:-1], np.float32)
+        for call in (ja.state_to_triplet, lambda o, x: ja.state_from_triplet(o, x, x)):
+            with pytest.raises(
+                ValueError, match=r"o: expected \[..., num_heads, head_dim_vo\], got"
+            ):
+                call(o, row)
+    for shape in ((16,), (2, 16), (1, 2, 16), (1, 1, 1, 2, 16), (2, 5, 3, 0)):
+        o, row = np.zeros(shape, np.float32), np.zeros(shape[:-1], np.float32)
+        with pytest.raises(ValueError, match=r"merge_states: o_parts: expected \[num_states, n,"):
+            ja.merge_states(o, row)
+        if len(shape) != 3:
+            with pytest.raises(ValueError, match=r"merge_state: o_a: expected \[n, num_heads"):
+                ja.merge_state(o, row, o, row)
+
+
+def test_forward_mode_and_second_derivatives():
+    """Derivatives of o and lse agree in any order of forward and reverse mode."""
+    rng = np.random.default_rng(0)
+    o, lse = rng.normal(size=(3, 5, 2, 8)), rng.normal(size=(3, 5, 2))
+    lse[1, 2] = lse[:, 3] = -np.inf
+    at = o.astype(np.float32), lse.astype(np.float32)
+    along = tuple(rng.normal(size=x.shape).astype(np.float32) for x in at)
+
+    def plain(o, lse):
+        top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
+        shares = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0, top)[None])
+        total = jnp.sum(shares, axis=0)
+        safe = jnp.where(total > 0, total, 1)
+        merged = jnp.sum(shares[..., None] * o, axis=0) / safe[..., None]
+        return merged, jnp.where(total > 0, top + jnp.log(safe), 0)
+
+    def ours(o, lse):
+        o, lse = ja.merge_states(o, lse)
+        return o, jnp.where(jnp.isneginf(lse), 0, lse)
+
+    def second(function):
+        def loss(*x):
+            return sum(jnp.sum(jnp.sin(y)) for y in function(*x))
+
+        return jax.jit(lambda: jax.jvp(jax.grad(loss, (0, 1)), at, along)[1])()
+
+    for got, want in (
+        (jax.jvp(ours, at, along)[1], jax.jvp(plain, at, along)[1]),
+        (second(ours), second(plain)),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), got, want)

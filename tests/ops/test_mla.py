@@ -1,4 +1,4 @@
-"""Multi-head latent attention: absorbed over a latent cache, and what leads into and out of it."""
+"""Multi-head latent attention: absorbed over a latent cache, and its projections in and out."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from helpers.checking import assert_close_state, assert_same_bits
 from jax_attn import reference
 from jax_attn.models import LinearScaling, Rope
 
-# DeepSeek-V2 and V3: 512 columns that are key and value, 64 that are key alone.
+# DeepSeek-V2 and V3: 512 columns are both key and value, 64 are key only.
 DEEPSEEK = {"mla": True, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
 SCALE = (128 + 64) ** -0.5
 DECODES = (0, 1, 15, 16, 17, 33, 96, 97, 1023)
@@ -95,7 +95,7 @@ CASES = tuple(_cases())
 
 FLOAT8 = (E4M3, "float8_e5m2")
 
-# What depends on the instruction set is the same code as everywhere else: a few cases for each.
+# Only the code specific to an instruction set differs: a few cases for each are enough.
 FEW = [case for case in CASES if case.name in ("heads_5-f16", "heads_100-bf16", "speculative_4x4")]
 
 
@@ -114,7 +114,7 @@ def test_few_cases(case, backend):
 @on_every_platform
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_of_e4m3(case, backend):
-    """The bounds are those of plain rows: the reference multiplies what the codes stand for."""
+    """The bounds are those of plain rows: the reference multiplies dequantized values."""
     check(dataclasses.replace(case, kv_dtype=E4M3), backend)
 
 
@@ -122,7 +122,7 @@ def test_case_of_e4m3(case, backend):
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_rows_of_codes_have_the_bits_of_plain_rows(case, kv_dtype, backend):
-    """Of what the codes stand for, and a power of two as k_scale changes no bit of it.
+    """Quantized rows have the bits of dequantized plain rows; k_scale is a power of two.
 
     On CUDA another kernel may run plain rows; csrc/mla_codes_*_test.cc compare the bits.
     """
@@ -153,7 +153,7 @@ def test_append_and_attention_over_codes(kv_dtype, backend):
     plan = ja.plan(spec, **lengths)
     rng = np.random.default_rng(2)
     new = (40 * rng.normal(size=(spec.max_qo_tokens, 1, 576))).astype(spec.dtype)
-    new[0, 0, 5], new[1, 0, 570], new[2, 0, 0] = np.inf, -np.inf, 1e6  # limited to the largest
+    new[0, 0, 5], new[1, 0, 570], new[2, 0, 0] = np.inf, -np.inf, 1e6  # saturates
     new[6:] = np.nan
 
     @jax.jit
@@ -201,7 +201,7 @@ def test_a_scale_of_codes_that_is_not_positive_shows(bad, backend):
 @on_every_platform
 @pytest.mark.parametrize("head_dims", [(24, 8), (40, 40), (576, 512)])
 def test_what_only_cpus_support(head_dims, backend):
-    """float32, and head dims that no CUDA tile has."""
+    """float32, and head dims without a CUDA tile."""
     d_qk, d_vo = head_dims
     case = latent("cpu", 12, head_dim_qk=d_qk, head_dim_vo=d_vo, dtype="float32")
     if backend.platform == "cpu":
@@ -220,7 +220,7 @@ def test_nan_in_a_visible_latent_row_reaches_only_the_rows_that_see_it(heads, dt
     clean_o, clean_lse = run(plan, batch)
     starts = np.concatenate([[0], np.cumsum(case.kv_lens)])
     places = np.stack(kv_places(batch.lengths, case.page_size))
-    # In a column that is key and value, and in one that is key alone.
+    # In a column that is key and value, and in one that is key only.
     for column in (7, 570):
         k = batch.k.copy()
         for request, position in ((2, 9), (5, 40), (6, 128)):
@@ -264,7 +264,7 @@ def test_a_request_has_the_same_bits_in_any_batch(heads, backend):
 @on_every_platform
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill_that_is_not_absorbed(causal, backend):
-    """Heads of 192 and 128: what `ja.mla.expand_kv` gives goes through the ordinary path."""
+    """Heads of 192 and 128: the result of `ja.mla.expand_kv` takes the ordinary path."""
     for heads in (5, 16):
         case = Case(
             "prefill",
@@ -281,7 +281,7 @@ def test_prefill_that_is_not_absorbed(causal, backend):
         check(case, backend)
 
 
-# ---- the projections, and a block of a model ----------------------------------------------------
+# ---- the projections, and a block of a model ---------------------------------------------------
 
 BLOCKS = {
     # DeepSeek-V2-Lite's and V3's shapes, made small.
@@ -341,8 +341,8 @@ def test_block_prefills_and_decodes_as_the_formulas_say(name, dtype, tolerance, 
     target = "cpu" if on_cpu else None
     step = jax.jit(deepseek.block, static_argnames="config", donate_argnames="latent_pages")
     max_tokens, page_size, pages_each = 32, 4, 8
-    cache = deepseek.cache_spec(
-        config,
+    cache = ja.AttentionSpec(
+        **deepseek.cache_fields(config),
         page_size=page_size,
         max_batch=3,
         max_qo_tokens=max_tokens,

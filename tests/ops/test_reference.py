@@ -168,7 +168,7 @@ def test_infinities_reach_the_rows_that_see_them_and_no_other():
 
 
 def test_infinite_logits():
-    """+inf makes NaN; -inf is no weight, and a row with nothing else sees no key."""
+    """+inf makes NaN; -inf has no weight, and a row with nothing else sees no key."""
     q, k, v = np.ones((3, 1, 8)), np.zeros((3, 1, 8)), np.ones((3, 1, 8))
     k[0, 0, 3], k[2, 0, 3] = -np.inf, np.inf
     spec = make_spec(causal=True)
@@ -258,7 +258,7 @@ def test_dot_product_attention_is_that_of_jax(options, batched):
         options = {n: x[:1] if n.endswith("lengths") else x for n, x in options.items()}
     want = jax.nn.dot_product_attention(q, k, v, bias, mask, **options)
     got = reference.dot_product_attention(q, k, v, bias, mask, **options)
-    # Rows that see no key differ on purpose: 0 here, a mean of values there.
+    # Rows that see no key differ on purpose: 0 here, a mean of values in jax.nn.
     some = np.asarray(jnp.abs(got).max(-1, keepdims=True) > 0)
     assert some.mean() > 0.4
     np.testing.assert_allclose(

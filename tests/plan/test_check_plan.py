@@ -1,4 +1,4 @@
-"""Plans are data from outside: whatever a kernel follows is checked, and what is accepted runs.
+"""Plans are data from outside: checks cover all that a kernel follows, and accepted plans run.
 
 `attention_cases.make_plan` shows that the checks accept every plan the tests make.
 """
@@ -42,9 +42,9 @@ CUDA = {"sm_90:132": ("mixed", "prefix"), "sm_80:108": ("fixed",)}
 EVERY_CASE = [("cpu", name) for name in CASES]
 EVERY_CASE += [(target, name) for target, names in CUDA.items() for name in names]
 
-# What a word may say besides, because it is as good as what it said: where one queue ends and the
-# next begins, a taller tile, positions from which an item's rows see all of it, too. And data that
-# nothing in a plan contradicts: other pages, and keys that no row sees.
+# Words that may change to an equally valid value: where one queue ends and the next begins, a
+# taller tile, positions from which an item's rows still see all of it. Also data that nothing in a
+# plan contradicts: other pages, and keys that no row sees.
 FREE = {
     ("queue_indptr", ""),
     ("kv_lens", ""),
@@ -60,7 +60,7 @@ def plan_of(target, name):
 
 
 def words_of(plan):
-    """(section, field, place in the buffer) of every live word."""
+    """(section, field, offset in the buffer) of every live word."""
     layout, header = plan.spec.layout, plan.header()
     for i, field in enumerate(HEADER_FIELDS[:11]):
         yield "header", field, layout["header"] + i
@@ -83,7 +83,7 @@ def words_of(plan):
 
 
 def refusal(plan, num_pages=-1):
-    """The sentence, or None."""
+    """The error message, or None."""
     try:
         plan.spec.problem.check_plan(plan.buffer, num_pages)
     except ValueError as error:
@@ -92,7 +92,7 @@ def refusal(plan, num_pages=-1):
 
 
 def damaged(plan, *changes):
-    """With words (place, value) changed."""
+    """A copy of the plan with words changed. changes: (offset, value)."""
     buffer = plan.buffer.copy()
     for at, value in changes:
         buffer[at] = value
@@ -101,7 +101,7 @@ def damaged(plan, *changes):
 
 @pytest.mark.parametrize("target, name", EVERY_CASE)
 def test_a_word_that_is_changed_is_refused_or_as_good(target, name):
-    """Every word, changed to what a flipped bit, an overflow or a stale buffer leaves there."""
+    """Changes every word as a flipped bit, an overflow or a stale buffer would."""
     plan = plan_of(target, name)
     plan = damaged(plan)  # a copy
     accepted, refused = collections.Counter(), collections.Counter()
@@ -134,8 +134,11 @@ def attend(case, plan):
 
 @pytest.mark.parametrize("name", ["mixed", "fixed", "prefix", "ragged", "offsets"])
 def test_what_is_accepted_has_the_same_bits(name):
-    """Of items and queues; other lengths and pages are another batch, and so would be the position
-    of a tile that has no other beside it, neither of its request nor of another head."""
+    """Accepted changes of items and queues leave the bits of the results.
+
+    Other lengths and pages are left out: they make another batch. So does another position of a
+    tile that has no neighbour, neither of its request nor of another head.
+    """
     case = CASES[name]
     plan = plan_of("cpu", name)
     want_o, want_lse = (np.asarray(x) for x in attend(case, plan))
@@ -186,7 +189,7 @@ def test_the_sentence_names_section_index_expected_and_got(section, index, field
 
 
 def test_groups_of_words():
-    """Damage that is consistent with itself word by word, but not as a whole."""
+    """Refuses damage that is consistent word by word but not as a whole."""
     plan = plan_of("cpu", "mixed")
     items, groups, rows = plan.items(), plan.merge_groups(), plan.partial_rows()
     split = np.flatnonzero(items["num_groups"] == 1)
@@ -195,18 +198,18 @@ def test_groups_of_words():
     at = functools.partial(place, plan)
 
     for changes, words in (
-        # Two items of one state, none of another: a merge group would wait for ever.
+        # Two items of one state, none of another: a merge group would wait forever.
         ([(at("items", a, "partial_row"), items["partial_row"][b])], ("partial_row",)),
         # States that overlap.
         ([(at("partial_rows", 1), rows[0])], ("partial_rows[1]", "apart")),
-        # A parent of itself, and two that are parents of each other.
+        # A group that is its own parent, and two that are each other's.
         ([(at("merge_groups", i, "parent"), 1 - i) for i in (0, 1)], ("parent",)),
         # Two items write the same rows.
         (
             [(at("items", final[1], f), items[f][final[0]]) for f in WORK_ITEM.names],
             ("query tokens that nobody else writes",),
         ),
-        # Keys that two states have, and keys that none has.
+        # Keys in two states, and keys in none.
         (
             [(at("items", a, "kv_end"), items["kv_end"][a] + 16)],
             ("where the state before it ends",),
@@ -215,7 +218,7 @@ def test_groups_of_words():
             [(at("items", a, "kv_end"), items["kv_end"][a] - 16)],
             ("where the state before it ends",),
         ),
-        # Counts that fit the capacities, beyond what there is.
+        # Counts that fit the capacities but exceed what exists.
         ([(at("header", 0, "num_items"), len(items) + 1)], ("queue_indptr", "num_items")),
         ([(at("header", 0, "num_merge_groups"), len(groups) + 1)], ("merge_groups[2]",)),
     ):
@@ -226,7 +229,7 @@ def test_groups_of_words():
 
 
 def test_random_groups_of_words_never_pass_for_another_plan():
-    """Two to six words at once, among them words of other places."""
+    """Changes two to six words at once, partly to words from other offsets."""
     rng = np.random.default_rng(0)
     for name in CASES:
         plan = plan_of("cpu", name)
@@ -269,7 +272,7 @@ def call_of(op, plan):
 
 @OPS
 def test_a_damaged_plan_is_refused_on_cpu_whatever_made_it(op):
-    """Without JAX_ATTN_CHECK: it costs less than a hundredth of the kernel."""
+    """The check runs without JAX_ATTN_CHECK: it costs less than a hundredth of the kernel."""
     plan = make_plan(SMALL)
     call = jax.jit(call_of(op, plan))
     jax.block_until_ready(call(plan))
@@ -289,13 +292,13 @@ def test_a_damaged_plan_is_refused_on_cpu_whatever_made_it(op):
 @OPS
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_check_looks_at_every_word(op, is_jitted, monkeypatch):
-    """JAX_ATTN_CHECK=1, on any device: also what append does not follow."""
+    """JAX_ATTN_CHECK=1 on any device also checks words that append does not follow."""
     monkeypatch.setattr(_environment, "check", True)
     plan = make_plan(SMALL)
     call = jax.jit(call_of(op, plan)) if is_jitted else call_of(op, plan)
     jax.block_until_ready(call(plan))
     bad = damaged(plan, (place(plan, "items", 1, "kv_head"), 7))
-    # XLA makes one of these of the callback's.
+    # XLA turns the callback's error into one of these.
     errors = (jax.errors.JaxRuntimeError, ValueError) if is_jitted else ValueError
     with pytest.raises(errors, match=rf"{op}: plan: items\[1\].kv_head: expected 0 to 1, got 7"):
         jax.block_until_ready(call(bad))
@@ -303,7 +306,7 @@ def test_check_looks_at_every_word(op, is_jitted, monkeypatch):
 
 @OPS
 def test_the_kernel_waits_for_the_check(op, monkeypatch):
-    """Its layer comes out of the callback, so that no runtime starts it before."""
+    """The callback returns the kernel's layer, so that no runtime starts the kernel before it."""
     monkeypatch.setattr(_environment, "check", True)
     plan = make_plan(SMALL)
     equations = jax.make_jaxpr(call_of(op, plan))(plan).jaxpr.eqns

@@ -1,4 +1,4 @@
-"""Named masks and their block maps: what a map says of a block is so for each of its pairs."""
+"""Named masks and their block maps: the class of a block must hold for each of its pairs."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ class Lengths:
         )  # fmt: skip
 
     def facts(self):
-        """`At` of all pairs, [nnz_qo, largest kv_len], and which of these there are."""
+        """`At` of all pairs, [nnz_qo, largest kv_len], and which of the pairs exist."""
         request = np.repeat(np.arange(len(self.lens)), self.qo_lens)
         row, position = np.arange(self.qo[-1]), np.arange(max(self.kv_lens))
         fields = {
@@ -46,7 +46,7 @@ class Lengths:
         return at, position[None] < self.lens[request][:, None]
 
     def dense(self, mask):
-        """[nnz_qo, largest kv_len], bool, by the mask's Python function."""
+        """[nnz_qo, largest kv_len], bool, from the mask's Python function."""
         at, _ = self.facts()
         operands = {name: np.asarray(x) for name, x in mask.operands.items()}
         _, visible = mask.variant().apply(np.zeros(at.q_pos.shape, np.float32), at, operands)
@@ -58,7 +58,7 @@ class Lengths:
 
 
 def check(lengths, mask, is_exact=False, **more):
-    """The map is sound; returns the share of blocks that are not MIXED."""
+    """Checks that the map is sound; returns the share of blocks that are not MIXED."""
     found = lengths.block_map(mask, **more)
     dense, (_, there) = lengths.dense(mask), lengths.facts()
     known = total = 0
@@ -78,8 +78,11 @@ def check(lengths, mask, is_exact=False, **more):
     return known / total
 
 
-def documents(lengths, rng, num=6):
+def documents(lengths, rng, num=6, stretch=None):
+    """Ids that ascend; with `stretch`, that change to any other every so many tokens."""
     ids = np.sort(rng.integers(0, num, lengths.kv[-1])).astype(np.int32)
+    if stretch is not None:
+        ids = rng.permutation(ids)[np.arange(len(ids)) // stretch]
     q_ids = np.zeros(lengths.spec.max_qo_tokens, np.int32)
     for r, n in enumerate(lengths.qo_lens):
         end = lengths.kv[r] + lengths.lens[r]
@@ -98,6 +101,7 @@ def helpers(lengths):
     counts = rng.integers(0, 9, num_rows)
     columns = np.concatenate([rng.choice(num_columns, n, False) for n in counts])
     indptr = np.concatenate([[0], np.cumsum(counts)])
+    parts, shuffled = (documents(lengths, np.random.default_rng(1), stretch=n) for n in (25, 1))
     return {
         "documents": masks.document_ids(q_ids, ids),
         "documents by position": masks.document_ids(q_ids, by_position),
@@ -105,22 +109,36 @@ def helpers(lengths):
         "tree": masks.tree(parents, lengths.qo),
         "bits": masks.custom_mask(bits, lengths.qo, lengths.lens),
         "blocks": masks.block_sparse(indptr, columns, 8, 24, num_columns),
+        "documents in parts": masks.document_ids(*parts),
+        "shuffled documents": masks.document_ids(*shuffled),
     }
 
 
-NAMES = ("documents", "documents by position", "prefix", "tree", "bits", "blocks")
+# Shares of the blocks that are not MIXED, in blocks of SIZES, rounded down: what is proved today.
+SIZES = ((16, 32), (7, 50), (4, 8))
+SHARES = {
+    "documents": (0.583, 0.647, 0.868),
+    "documents by position": (0.491, 0.218, 0.847),
+    "prefix": (0.391, 0.415, 0.594),
+    "tree": (0.216, 0.239, 0.288),
+    "bits": (0.008, 0.0, 0.003),
+    "blocks": (0.683, 0.647, 1.0),
+    "documents in parts": (0.108, 0.133, 0.68),
+    "shuffled documents": (0.0, 0.0, 0.004),
+}
+NAMES = tuple(SHARES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("q_block, kv_block", ((16, 32), (1, 1), (7, 50), (1000, 1000)))
+@pytest.mark.parametrize("q_block, kv_block", (*SIZES, (1, 1), (1000, 1000)))
 def test_maps_are_sound(name, q_block, kv_block):
     lengths = Lengths()
     mask = helpers(lengths)[name]
     is_exact = name in ("bits", "blocks") or q_block == 1
     more = {"q_block": q_block, "kv_block": kv_block}
     share = check(lengths, mask, is_exact, **more)
-    if q_block == 16 and name != "bits":
-        assert share > 0.2, share
+    if (q_block, kv_block) in SIZES:
+        assert share >= SHARES[name][SIZES.index((q_block, kv_block))]
 
 
 @pytest.mark.parametrize("name", NAMES[:4])
@@ -141,7 +159,7 @@ def test_inside_jit_the_classes_are_the_same(name, lengths):
 
     inside = make(dict(mask.operands), lengths.qo, lengths.lens, lengths.kv)
     worse = (np.asarray(inside) != on_host.classes) & (np.asarray(inside) != MIXED)
-    assert not worse.any()  # the host knows how long ranges are
+    assert not worse.any()  # the host knows the lengths of ranges
     if len(lengths.lens) == 1:
         np.testing.assert_array_equal(inside, on_host.classes)
 
@@ -165,7 +183,7 @@ def test_and_or_not():
 
 
 def test_what_the_helpers_see():
-    """Against masks that are written down here, not made by the same code."""
+    """Compares with masks that are written out here, not made by the same code."""
     lengths = Lengths()
     of, (at, there) = helpers(lengths), lengths.facts()
     rng = np.random.default_rng(0)
@@ -212,6 +230,9 @@ def test_bad_arguments_are_refused():
         masks.tree([-1, 0, 2], [0, 3])
     with pytest.raises(ValueError, match="visible: expected a host array, got a traced one"):
         jax.jit(lambda visible: masks.custom_mask(visible, [0, 2], [3]))(np.ones(6, bool))
+    most = np.zeros(2**28, np.uint8)  # never touched, so it takes no memory
+    with pytest.raises(NotImplementedError, match=r"fewer than 2\^31 bits .* got 2147483648"):
+        masks.custom_mask(most, [0, 2**15], [2**16])
     with pytest.raises(ValueError, match=r"masks.custom_mask: visible: expected bool\[6\]"):
         masks.custom_mask(np.ones(5, bool), [0, 2], [3])
     with pytest.raises(ValueError, match=r"block_sparse: indices\[1\]: expected a block column in"):
@@ -224,12 +245,14 @@ def test_bad_arguments_are_refused():
         masks.block_sparse([0, 1], [0, 1, 2], 1, 1, 4)
 
 
-# ---- through the kernels -------------------------------------------------------------------------
+# ---- through the kernels ----------------------------------------------------------------------
 
 
 def attend(q, k, v, dense, there, logits=lambda score, row, keys, head: score):
-    """o, lse of float64; o = 0 and lse = -inf where a row sees nothing. logits: fn(score, row of q,
-    which positions these are of, head)."""
+    """Returns o, lse, float64; o = 0 and lse = -inf where a row sees nothing.
+
+    logits: fn(score, row of q, its key positions, head).
+    """
     o = np.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = np.full(q.shape[:2], -np.inf)
     visible = dense & there
@@ -246,10 +269,10 @@ def attend(q, k, v, dense, there, logits=lambda score, row, keys, head: score):
     return o, lse
 
 
-@pytest.mark.parametrize("name", (*NAMES, "and", "or", "not"))
+@pytest.mark.parametrize("name", (*NAMES[:6], "and", "or", "not"))
 @pytest.mark.parametrize("lengths", (Lengths(), Lengths((700,), (1100,))), ids=("batch", "one"))
 def test_attention_sees_what_the_mask_shows(name, lengths):
-    """NaN where nobody sees it, and the same with and without lists."""
+    """With NaN in all hidden keys; results are the same with and without lists."""
     if len(lengths.lens) == 1 and name == "prefix":
         mask = masks.prefix_lm(np.array([500], np.int32))
     elif len(lengths.lens) == 1 and "position" in name:
@@ -301,7 +324,7 @@ def test_attention_sees_what_the_mask_shows(name, lengths):
     ),
 )
 def test_mla_on_a_cpu_sees_what_the_mask_shows(name, page_size, has_logits, schedule):
-    """With lists, beside logits of the user's. Latent rows that nobody sees are NaN."""
+    """With lists, and with logits of the user. Latent rows that no row sees are NaN."""
     lengths, rng = Lengths(), np.random.default_rng(0)
     mask, slopes = helpers(lengths)[name], rng.random(16).astype(np.float32) / 100
 
@@ -345,7 +368,7 @@ def test_mla_on_a_cpu_sees_what_the_mask_shows(name, page_size, has_logits, sche
     plan = ja.plan(spec, lengths.qo, lengths.lens, **where, block_map=block_map)
     spec.problem.check_plan(plan.buffer, -1)
     most = plan._steps_without_mask()
-    if name != "bits":  # whose blocks are all mixed
+    if name != "bits":  # all its blocks are mixed
         assert len(plan.steps()) < most or (plan.steps() & 1).sum() < most
     o, lse = ja.attention(q, rows, None, plan, variant_operands=operands, return_lse=True)
     o, lse = np.asarray(o)[: lengths.qo[-1]], np.asarray(lse)[: lengths.qo[-1]]
@@ -376,11 +399,11 @@ def test_a_hundred_contents_are_one_executable():
     assert step._cache_size() == 1 and np.isfinite(o).all()
 
 
-# ---- random programs -----------------------------------------------------------------------------
+# ---- random programs --------------------------------------------------------------------------
 
 
 def random_function(rng):
-    """An expression over the facts and two operands, whatever it means."""
+    """A random expression over the facts and two operands."""
 
     def number(depth):
         kind = rng.integers(12 if depth else 5)
@@ -425,7 +448,7 @@ def random_function(rng):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_on_intervals(seed):
-    """An interval holds every value, also where i32 wraps and indices are clamped."""
+    """An interval holds every value, even if i32 wraps and indices are clamped."""
     rng = np.random.default_rng(seed)
     lengths = Lengths((40, 3, 0, 70), (60, 3, 9, 170)) if seed % 2 else Lengths((130,), (200,))
     a = np.sort(rng.integers(-50, 200, 300)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What every plan must be, whoever wrote it: complete, consistent, balanced."""
+"""Properties of every plan from any planner: complete, consistent, balanced."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ PATHS = ("aa", "aab", "aaba", "aabab", "aac", "aacc", "b", "bb", "bba", "")
 
 
 def random_forest(seed):
-    """Requests with prefixes in common, and few queues, so that sharing pays."""
+    """Requests with common prefixes and few queues, so that sharing pays."""
     rng = np.random.default_rng(seed)
     num_requests = rng.integers(2, 14)
     num_kv_heads, group = ((1, 1), (1, 16), (2, 4), (3, 5))[rng.integers(4)]
@@ -91,7 +91,7 @@ forests = st.builds(random_forest, st.integers(0, 2**32 - 1))
 
 
 def tokens_of(plan, item):
-    """Rows of q of the item's tokens."""
+    """Rows of q that hold the item's tokens."""
     tokens = slice(item["first_token"], item["first_token"] + item["qo_len"])
     if item["num_groups"] > 1:
         return plan.qo_indices()[tokens]
@@ -133,9 +133,7 @@ def test_every_visible_pair_is_in_exactly_one_item(case, target):
             assert (
                 item["q_pos"] == q_offset_of(case, requests[0]) + tokens[0] - qo_indptr[requests[0]]
             )
-        if (
-            item["num_groups"] > 1
-        ):  # all of it is seen by all, as the kernel computes it and in fact
+        if item["num_groups"] > 1:  # every row sees all of it, by the kernel's rule and in fact
             seen = reference.visible_keys(
                 item["qo_len"], span.stop, item["q_pos"], case.window_left, window_right
             )
@@ -153,12 +151,12 @@ def test_every_visible_pair_is_in_exactly_one_item(case, target):
         )
         assert (covered[r] <= 1).all()
         assert (covered[r] >= visible).all()
-    # Rows are final or split, never both; the split ones are checked by the next test.
+    # Each row is final or split, never both; the next test checks the split ones.
     assert (written <= 1).all()
 
 
 def check_merge_groups(plan):
-    """Every state of an item is folded once, in kv order, and every row has one writer."""
+    """Checks that every item's state is merged once, in kv order, and every row has one writer."""
     config, header = plan.spec.kernel_config, plan.header()
     items, groups, partial_rows = plan.items(), plan.merge_groups(), plan.partial_rows()
     group_size = plan.spec.heads_per_item
@@ -187,7 +185,7 @@ def check_merge_groups(plan):
         firsts = firsts[: group["num_partials"]]
         assert group["num_partials"] == len(firsts) == len(members) + len(children) >= 2
         assert (members["kv_head"] == group["kv_head"]).all()
-        if len(children):  # all of them before the last item, if one arrives here
+        if len(children):  # all children come before the last item, if an item arrives here
             assert group["parent"] == -1 and len(members) <= 1  # two levels
             assert (np.diff(groups["partials_begin"][children]) == FOLD_BATCH).all()
             for name in ("qo_begin", "qo_len", "kv_head"):
@@ -201,7 +199,7 @@ def check_merge_groups(plan):
         for item, first in zip(members, firsts[len(children) :], strict=True):
             spans.append(span_of_item(g, item, first))
         ends = [end for _, end in spans]
-        assert ends[:-1] == [begin for begin, _ in spans[1:]]  # in kv order, no gap
+        assert ends[:-1] == [begin for begin, _ in spans[1:]]  # in kv order, without a gap
         return spans[0][0], ends[-1]
 
     final = np.flatnonzero(groups["parent"] < 0)
@@ -232,7 +230,7 @@ def test_merge_groups_are_complete_ordered_and_apart(case, target):
 
 
 def long_context(target, num_qo_tokens, kv_len, heads, **options):
-    """One request, of which little is new."""
+    """A plan of one request with few new tokens."""
     spec = ja.AttentionSpec(
         *heads, page_size=64, max_qo_tokens=num_qo_tokens, max_kv_pages=-(-kv_len // 64),
         target=target, **options,
@@ -246,7 +244,7 @@ MLA = {"head_dim_qk": 576, "head_dim_vo": 512, "mla": True, "sm_scale": 0.07}
 
 @pytest.mark.parametrize("num_ctas", (34, 46, 66, 132, 264))
 def test_large_states_of_mla_have_one_level(num_ctas):
-    """128 heads over a long context, 131 KB a state: CTAs share the rows of a group."""
+    """128 heads over a long context, 131 KB a state: the CTAs share the rows of a group."""
     plan = long_context("sm_90:132", 1, 65536, (128, 1), num_ctas=num_ctas, **MLA)
     check_merge_groups(plan)
     groups, splits = plan.merge_groups(), plan.header()["num_partials"] // 2
@@ -255,13 +253,13 @@ def test_large_states_of_mla_have_one_level(num_ctas):
 
 
 def test_small_states_are_folded_by_one():
-    """Decodes of a few rows wait for answers of memory, of which a second level needs more."""
+    """Decodes of a few rows wait on memory latency, and a second level would wait more often."""
     for heads in ((32, 8), (4, 1)):
         plan = long_context("sm_90:132", 1, 131072, heads, head_dim_qk=128)
         groups = plan.merge_groups()
         assert len(groups) == heads[1] and groups["num_partials"].min() > 8
         assert (groups["parent"] == -1).all() and (groups["partials_step"] == 1).all()
-    # Few large ones, too.
+    # Few large states have one level, too.
     groups = long_context("sm_90:24", 1, 65536, (128, 1), **MLA).merge_groups()
     assert (groups["num_partials"] == 12).all() and (groups["parent"] == -1).all()
 
@@ -270,8 +268,8 @@ def test_a_chunk_of_a_long_context_is_folded_by_several():
     plan = long_context("sm_90:132", 100, 60000, (8, 2), head_dim_qk=128, window_left=50000)
     check_merge_groups(plan)
     assert (plan.merge_groups()["parent"] >= 0).any()
-    # fixed_split: a state's place in a batch is that of its chunk, wherever a window begins (here
-    # 48 tokens before a batch), and what does not begin with a full batch has one level.
+    # fixed_split: a state's index in its merge batch is that of its chunk, wherever a window begins
+    # (here 48 tokens before a batch). States that do not begin with a full batch have one level.
     plan = long_context(
         "sm_90:132", 100, 60000, (8, 2), head_dim_qk=128, window_left=47660,
         schedule="fixed_split", kv_split=512, max_items=4000, max_partial_rows=1 << 19,
@@ -311,8 +309,8 @@ def test_items_fit_their_tiles_and_the_queues_hold_them_all(case, target):
 def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
     """Heaviest first to the least loaded: no queue exceeds the mean by more than one unit of work.
 
-    A unit is what goes to a queue at once: an item for heads_per_unit kv heads. Queues and heads
-    fall into equal partitions, which all get the same schedule, so the mean of all is that of each.
+    A unit goes to a queue as a whole: an item for heads_per_unit kv heads. Queues and heads fall
+    into equal partitions with the same schedule, so the mean over all is the mean of each.
     """
     plan = make_plan(case, target, share_prefixes=False)
     config, items = plan.spec.kernel_config, plan.items()
@@ -329,9 +327,35 @@ def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
     assert costs.max() <= costs.mean() + largest_unit * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("num_requests", [2, 6, 20])
+@pytest.mark.parametrize("target", ["cpu", "sm_80:3", "sm_90:3"])
+def test_costs_of_shared_items(num_requests, target):
+    """On a CPU a shared item costs by its rows, at least as many as the smallest tile has."""
+    spec = ja.AttentionSpec(
+        8, 2, 64, dtype="bfloat16", max_batch=num_requests, max_qo_tokens=num_requests,
+        max_kv_pages=num_requests * 150, num_ctas=3, target=target,
+    )  # fmt: skip
+    tables = [np.r_[:128, 128 + 22 * r : 150 + 22 * r] for r in range(num_requests)]
+    starts = np.arange(num_requests + 1)
+    plan = ja.plan(spec, starts, np.full(num_requests, 2390), 150 * starts, np.concatenate(tables))
+    config, expected, by_rows = spec.kernel_config, [], []
+    for item in plan.items():
+        kv_cost, tile_rows = (config[f"{x}_{item['tile']}"] for x in ("kv_cost", "tile_q"))
+        if item["num_groups"] > 1 and target == "cpu":
+            kv_cost = max(config["kv_cost_0"], kv_cost * int(item["qo_len"]) * 4 // tile_rows)
+            by_rows.append(kv_cost)
+        tokens = int(item["kv_end"]) - int(item["kv_begin"])
+        fixed = config["item_cost"] + config["split_cost"] * (item["merge_idx"] >= 0)
+        expected.append(fixed + tokens * kv_cost / config["kv_cost_0"])
+    np.testing.assert_allclose(plan.item_costs(), expected)
+    assert (plan.items()["num_groups"] == num_requests).any()
+    if target == "cpu":  # 8 rows of a tile of 16, or more than a tile of 16
+        assert (set(by_rows) == {config["kv_cost_0"]}) == (num_requests == 2)
+
+
 @pytest.mark.parametrize("num_requests, qo_len", [(1, 2048), (16, 1024), (7, 1500)])
 def test_tiles_of_the_last_prompt_even_the_queues_out(num_requests, qo_len):
-    """Dealt head by head, the heaviest tile of the last head would come last: up to 1.39 here."""
+    """Head by head, the last head's heaviest tile would come last: 1.39 times the mean here."""
     tokens = num_requests * qo_len
     indptr = np.arange(num_requests + 1, dtype=np.int32) * qo_len
     spec = ja.AttentionSpec(
@@ -354,7 +378,7 @@ def test_tiles_of_the_last_prompt_even_the_queues_out(num_requests, qo_len):
 @few_examples
 @random_cases
 def test_states_of_a_schedule_that_balances_fit_two_tiles_a_queue(case, target):
-    """Whatever the lengths: so the workspace has room by the grid alone."""
+    """The workspace depends on the grid alone, for any lengths."""
     if case.schedule not in ("balanced", "auto"):
         return
     plan = make_plan(case, target)
@@ -369,7 +393,7 @@ def test_states_of_a_schedule_that_balances_fit_two_tiles_a_queue(case, target):
 @few_examples
 @random_cases
 def test_auto_is_never_predicted_to_be_slower(case, target):
-    """Than balanced, which it begins with, and than whole tiles, which it tries."""
+    """Auto is no slower than balanced, where it starts, and than whole tiles, which it tries."""
     flat = {"kv_split": None, "share_prefixes": False}
     load = {
         schedule: make_plan(dataclasses.replace(case, schedule=schedule, **flat), target)
@@ -395,13 +419,13 @@ def balanced_and_auto(qo_lens, kv_lens):
 
 
 def test_nothing_is_split_where_that_takes_longer():
-    """5 requests of a server that has just begun: a split costs more than the queues would wait."""
+    """5 requests of a server that has just started: a split costs more than it saves."""
     for plan in balanced_and_auto((17, 1, 200, 1, 1), (200,) * 5):
         assert len(plan.merge_groups()) == 0
 
 
 def test_auto_does_not_split_where_that_takes_longer():
-    """More tiles than queues, and short."""
+    """Short tiles, more than there are queues."""
     hundreds = 1, 2, 3, 1, 3, 10, 6, 10, 2, 3, 3, 10, 6, 10, 6, 10, 1, 6, 2, 6, 6, 2, 3, 10
     balanced, auto = balanced_and_auto((1,) * 24, tuple(100 * n for n in hundreds))
     assert auto.queue_costs().max() < 0.95 * balanced.queue_costs().max()
@@ -423,7 +447,7 @@ def test_planned_work_does_not_depend_on_capacities(case, target):
 
 
 def test_balanced_work_does_not_depend_on_capacities():
-    """A few long requests, where the planner chooses among several cuts."""
+    """A few long requests, for which the planner chooses among several cuts."""
     for target in TARGETS:
         for num_ctas in (8, 13, 132):
             for n in (4, 6, 9, 11):
@@ -488,7 +512,7 @@ def test_balanced_spreads_one_long_request_over_all_queues(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_short_tile_of_a_request_is_its_first(target):
-    """Under a causal mask it sees the fewest keys."""
+    """Under a causal mask the first tile sees the fewest keys."""
     case = Case("short tile", (700,), (700,), num_qo_heads=2, num_kv_heads=2, schedule="no_split")
     items = make_plan(case, target).items()
     items = items[items["kv_head"] == 0]
@@ -499,7 +523,7 @@ def test_the_short_tile_of_a_request_is_its_first(target):
 
 @pytest.mark.parametrize("target", TARGETS[1:])
 def test_neighbours_begin_with_different_heights(target):
-    """One with what waits for arithmetic, one with what waits for memory, all over the grid."""
+    """Compute-bound and memory-bound items alternate at the start, over the whole grid."""
     mixed = Case("mixed", (1,) * 128 + (4096,), (8192,) * 129, 32, 8, dtype="bfloat16")
     plan = make_plan(dataclasses.replace(mixed, num_ctas=132), target)
     first = plan.items()["tile"][plan.queue_indptr()[:-1]]
@@ -525,7 +549,7 @@ def test_rows_that_see_nothing_still_have_a_writer():
 
 
 def test_the_largest_batch_fits_the_default_capacities():
-    """Balanced and no_split must plan anything within max_batch, max_qo_tokens and max_kv_pages."""
+    """Balanced and no_split must plan any batch within max_batch, max_qo_tokens, max_kv_pages."""
     rng = np.random.default_rng(0)
     for target in TARGETS:
         for schedule in ("balanced", "no_split", "auto"):
@@ -547,12 +571,13 @@ def test_the_largest_batch_fits_the_default_capacities():
                     pages = np.sort(rng.integers(0, 4097, batch_size - 1))
                     page_indptr = np.concatenate([[0], pages, [4096]])
                     kv_lens = 16 * np.diff(page_indptr)
-                    plan = ja.plan(spec, qo_indptr, kv_lens, page_indptr, np.arange(4096))
-                    assert plan.header()["nnz_qo"] == 512
+                    offsets = kv_lens - np.diff(qo_indptr)
+                    batch = qo_indptr, kv_lens, page_indptr, np.arange(4096)
+                    assert ja.plan(spec, *batch, q_offsets=offsets).header()["nnz_qo"] == 512
 
 
 def test_tail_and_reserved_pages_are_not_looked_at():
-    """Same words, whatever lies in entries of page_indices that hold no token."""
+    """The plan's words do not depend on entries of page_indices that hold no token."""
     fields = {"num_qo_heads": 2, "num_kv_heads": 1, "head_dim_qk": 64, "num_pages": 10}
     spec = ja.AttentionSpec(**fields, max_batch=4, max_qo_tokens=4, max_kv_pages=12)
     qo_indptr, kv_lens, page_indptr = [0, 1, 2], [17, 16], [0, 3, 4]
@@ -596,8 +621,17 @@ def test_phases():
         plan = make_plan(case)
         assert plan.phase() == phase, case
         assert f"phase          {phase}" in plan.describe()
-    # 6144 shared tokens, 22 times 128 of one request, and 300 of the last.
+    # 6144 shared tokens, 22 times 128 of one request, and 300 of the last request.
     assert "384 pages shared, 195 of one request each" in make_plan(prefix_case()).describe()
+
+
+def test_a_bucket_counts_the_logits_of_a_full_batch():
+    """15 requests: qo_indptr fills its section, and the lengths begin right behind it."""
+    spec = ja.AttentionSpec(4, 2, 64, max_batch=15, max_qo_tokens=8, max_kv_pages=30, target="cpu")
+    qo_indptr = np.cumsum([0, *[1, 0] * 7, 1])
+    pages = 2 * np.arange(16)
+    bucket = ja.plan(spec, qo_indptr, np.full(15, 20), pages, np.arange(30)).bucket()
+    assert (bucket.num_qo_tokens, bucket.num_logits) == (8, 8)
 
 
 def test_buckets():
@@ -626,7 +660,7 @@ def test_inputs_may_be_any_integer_array():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_plan_may_be_written_to_memory_of_another(target):
-    """Every word of it, whatever was there."""
+    """The plan overwrites every word of the memory."""
     spec = ja.AttentionSpec(8, 2, 64, max_kv_pages=400, max_qo_tokens=99, target=target)
     memory = np.full(spec.plan_words + 2, 0x7F7F7F7F, np.int32)
     for kv_lens in ([3000, 5, 700], [1], []):
@@ -676,7 +710,7 @@ def test_a_plan_that_anyone_holds_is_not_written_again():
 
 
 def test_the_bits_of_the_specs_do_not_alias():
-    """Specs are static jit arguments: equal ones must hash alike, different ones differ."""
+    """Specs are static jit arguments: equal ones must hash alike, different ones must differ."""
     fields = Case("", (1,), (5,)).spec_fields()
     assert ja.AttentionSpec(**fields) == ja.AttentionSpec(**fields)
     assert hash(ja.AttentionSpec(**fields)) == hash(ja.AttentionSpec(**fields))
@@ -684,11 +718,11 @@ def test_the_bits_of_the_specs_do_not_alias():
         assert ja.AttentionSpec(**(fields | {name: value})) != ja.AttentionSpec(**fields)
 
 
-# ---- shared prefixes -----------------------------------------------------------------------------
+# ---- shared prefixes ---------------------------------------------------------------------------
 
 
 def prefix_case(**more):
-    """A document of 4096 tokens, two questions about it asked by many; 128 tokens of their own."""
+    """A document of 4096 tokens, two questions that many requests ask, and 128 tokens of each."""
     branches = ("aaaa",) * 10 + ("aaaabb",) * 12 + ("",)
     return Case(
         "prefix",
@@ -743,7 +777,7 @@ def test_random_forests_share():
 
 
 def test_what_cannot_be_shared_is_not():
-    """Equal pages behind a difference, requests of several tiles, windows that end before."""
+    """Equal pages after a difference, requests of several tiles, windows that end earlier."""
     lengths = {
         "qo_indptr": [0, 1, 2, 3],
         "kv_lens": [4096] * 3,
@@ -767,9 +801,9 @@ def test_what_cannot_be_shared_is_not():
     other = same.copy()
     other[[0, 256]] = 700, 701
     assert num_shared(spec(), page_indices=other) == 0
-    # A prompt, its positions the first ones: its tokens see none of the others' pages.
+    # A prompt at the first positions: its tokens see none of the others' pages.
     assert num_shared(spec(), page_indices=same, q_offsets=[0, 0, 0]) == 0
-    # Without order among tokens everything but the last step is shared.
+    # Without a causal mask everything but the last step is shared.
     plan = ja.plan(spec(causal=False), **(lengths | {"page_indices": same}))
     shared_end = plan.items()["kv_end"][plan.items()["num_groups"] > 1].max()
     assert shared_end == 4096 - plan.spec.kernel_config["tile_kv"]
@@ -783,17 +817,17 @@ def test_a_spec_that_cannot_share_says_so():
             ja.AttentionSpec(4, 2, 64, share_prefixes=True, **fields)
 
 
-# ---- plans made inside a compiled function -------------------------------------------------------
+# ---- plans made inside a compiled function -----------------------------------------------------
 
 
 def traced_plan(spec, lengths):
-    """The plan of a jitted function whose arguments are the lengths."""
+    """The plan made by a jitted function whose arguments are the lengths."""
     arguments = {name: jnp.asarray(x) for name, x in lengths.items() if x is not None}
     return jax.jit(lambda arguments: ja.plan(spec, **arguments))(arguments)
 
 
 def serving_lengths(rng, batch_size, kind):
-    """(qo_lens, kv_lens) of a batch as a server has it."""
+    """(qo_lens, kv_lens) of a typical server batch."""
     kv_lens = rng.integers(1, 4097, batch_size)
     if kind == "zipf":
         kv_lens = 200000 // rng.permutation(np.arange(1, batch_size + 1))
@@ -847,7 +881,7 @@ def test_a_traced_plan_has_the_bits_of_a_host_plan(kind, backend):
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
 def test_a_large_batch_is_planned_on_a_gpu(backend):
-    """4096 requests and 65,536 query tokens: more than shared memory holds."""
+    """4096 requests and 65,536 query tokens exceed shared memory."""
     rng = np.random.default_rng(0)
     qo_lens = np.ones(4096, int)
     qo_lens[:512] = 120
@@ -933,7 +967,7 @@ def test_a_gpu_leaves_a_faulty_plan_where_the_host_refuses(changed, backend):
 
 @pytest.mark.parametrize("target", [*TARGETS, "sm_90:4"])
 def test_the_largest_forest_fits_the_default_capacities(target):
-    """Many nodes, deep and flat: capacities that know nothing of the tree must hold any plan."""
+    """Many nodes, deep and flat: capacities that do not depend on the tree must fit any plan."""
     rng = np.random.default_rng(0)
     most = 0
     for num_kv_heads, group in ((1, 1), (8, 4), (2, 16), (1, 7)):
@@ -958,7 +992,7 @@ def test_the_largest_forest_fits_the_default_capacities(target):
     assert most > 130
 
 
-# ---- lengths near 2^30 ---------------------------------------------------------------------------
+# ---- lengths near 2^30 -------------------------------------------------------------------------
 
 
 def _long_spec(**fields):
@@ -976,7 +1010,7 @@ def _spans(spec, qo_lens, kv_lens):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_whole_spans_of_any_legal_length(target):
-    """Their costs are beyond what sorts chunks: 2^36 for 115 million tokens of a tall tile."""
+    """Costs exceed the range of the chunks' sort: 2^36 for 115 million tokens of a tall tile."""
     spec = _long_spec(schedule="no_split", max_qo_tokens=101, target=target)
     for kv_len in (115_000_000, 2**30 - 1):
         spans = _spans(spec, [100, 1], [kv_len, kv_len])

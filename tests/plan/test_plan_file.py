@@ -1,4 +1,4 @@
-"""Saved plans: what comes back, and what is refused."""
+"""Saved plans: what loads, and what is refused."""
 
 import io
 import json
@@ -21,7 +21,7 @@ CASE = Case("", (1, 40, 0), (5000, 60, 0), num_ctas=8)
 @pytest.mark.parametrize("num_ctas", (None, 3))
 def test_a_loaded_plan_equals_the_saved_one(tmp_path, target, num_ctas):
     plan = make_plan(CASE, target, num_ctas=num_ctas)
-    path = tmp_path / "a plan"  # as named, nothing appended
+    path = tmp_path / "a plan"  # as named; no suffix is appended
     plan.save(path)
     again = ja.AttentionPlan.load(path)
     assert again.spec == plan.spec and hash(again.spec) == hash(plan.spec)
@@ -60,7 +60,7 @@ def test_the_number_of_queues_is_kept_where_there_are_more_processors(tmp_path, 
 
 
 def rewritten(tmp_path, change):
-    """A saved plan whose contents went through `change`."""
+    """Saves a plan whose contents went through `change`."""
     path = tmp_path / "plan.npz"
     make_plan(CASE).save(path)
     with np.load(path) as file:
@@ -129,7 +129,7 @@ LOAD = "^AttentionPlan.load: "
     ],
 )
 def test_a_damaged_plan_is_refused(tmp_path, section, offset, value, words):
-    """Everything that kernels follow: test_check_plan.py."""
+    """test_check_plan.py checks everything that kernels follow."""
 
     def change(about, buffer):
         buffer[make_plan(CASE).spec.layout[section] + offset] = value
@@ -168,7 +168,7 @@ def test_an_about_of_another_kind_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("value", [None, -1, 2**31, 2**62, 2.5, True, "7", [7], {"a": 7}, "sm_²"])
 def test_a_field_of_another_kind_is_refused(tmp_path, value):
-    """Each in turn: one sentence, or a spec that it makes, too, which has another plan."""
+    """Each field in turn: one error sentence, or a valid spec, whose plan differs."""
     original = make_plan(CASE)
     for field in type(original.spec).__dataclass_fields__:
         path = rewritten(tmp_path, lambda a, b: (a | {"spec": a["spec"] | {field: value}}, b))  # noqa: B023
@@ -190,7 +190,7 @@ def npy(header, data=b""):
 
 
 def hostile_files():
-    """Name, entry `about.npy` and entry `buffer.npy`; None: as saved."""
+    """(name, about.npy, buffer.npy) of damaged files; None: as saved."""
     i4 = {"descr": "<i4", "fortran_order": False}
     yield "nested", entry("[" * 50000), None
     yield "not json", entry("{"), None
@@ -229,7 +229,7 @@ def test_a_hostile_file_is_refused(tmp_path):
 
 
 def test_flipped_bytes_are_refused_or_harmless(tmp_path):
-    """Of the file as it is: zip directory, headers and compressed data."""
+    """Flips bytes of the file itself: zip directory, headers and compressed data."""
     path = tmp_path / "plan.npz"
     plan = make_plan(CASE)
     plan.save(path)
@@ -246,11 +246,11 @@ def test_flipped_bytes_are_refused_or_harmless(tmp_path):
             loaded += 1
         except ValueError as error:
             assert str(error).startswith("AttentionPlan.load: ")
-    assert loaded < 200  # dates and the like
+    assert loaded < 200  # dates and similar bytes
 
 
 def test_what_a_file_claims_takes_no_memory(tmp_path):
-    """Bombs, each of 256 MB of zeros in 1 MB, for a process that may take 60 MB more."""
+    """Zip bombs of 256 MB of zeros in 1 MB, in a process that may take 60 MB more."""
     plan = make_plan(CASE)
     plan.save(tmp_path / "plan.npz")
     with np.load(tmp_path / "plan.npz") as file:

@@ -1,4 +1,4 @@
-"""Pictures of plans: that every item is where it belongs, and that nothing else is needed."""
+"""Pictures of plans: every item is at its position, and no other file is needed."""
 
 import builtins
 import re
@@ -149,4 +149,4 @@ def test_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(ImportError, match=r"pip install 'jax_attn\[plot\]'"):
         plan.plot(tmp_path / "plan.png")
-    plan.plot(tmp_path / "plan.html")  # needs nothing
+    plan.plot(tmp_path / "plan.html")  # needs no optional package

@@ -1,4 +1,4 @@
-"""Prefixes that the user tells the planner, level by level, instead of having them found."""
+"""Prefix levels that the user gives the planner instead of a search."""
 
 import functools
 
@@ -16,7 +16,7 @@ HEADS = ((8, 2), (16, 1), (4, 4), (15, 3))
 
 
 def random_levels(seed, num_levels=None, *, batch_size=None, own=700, **fields):
-    """Requests in nested groups, some without query tokens, with prefixes that end anywhere."""
+    """Requests in nested groups, some without query tokens, with prefixes of any length."""
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 7, 16]))
     batch_size = int(rng.integers(1, 40)) if batch_size is None else batch_size
@@ -24,7 +24,7 @@ def random_levels(seed, num_levels=None, *, batch_size=None, own=700, **fields):
     qo_lens = rng.choice([1, 1, 1, 1, 2, 5, 0, 30], batch_size)
     borders, length = {0, batch_size}, np.zeros(batch_size, int)
     levels = []
-    common = np.zeros(batch_size, int)  # tokens that a request shares with the one before
+    common = np.zeros(batch_size, int)  # tokens that a request shares with the request before it
     for _ in range(num_levels):
         borders |= set(rng.integers(0, batch_size + 1, rng.integers(0, 6)).tolist())
         indptr = np.array([*sorted(borders), *[batch_size] * rng.integers(0, 3)])
@@ -61,7 +61,7 @@ def random_levels(seed, num_levels=None, *, batch_size=None, own=700, **fields):
 
 
 def work(plan):
-    """The items, whatever queue they are in."""
+    """The items, in whichever queue they are."""
     names = ["request", "kv_head", "kv_begin", "kv_end", "qo_len", "num_groups", "tile", "q_pos"]
     return np.sort(plan.items()[names])
 
@@ -76,7 +76,7 @@ def test_what_is_told_is_shared_like_what_is_found(target):
     one_level = told.plan(target, prefix_levels=told.levels[:1])
     assert num_shared(one_level) == 16
     assert num_shared(told.plan(target, prefix_levels=())) == 0
-    # One level, found or told: the same bits.
+    # One level, found or given: the same bits.
     lengths = told.lengths | {"kv_lens": np.full(16, 2048 + 40)}
     again = Told(told.fields, lengths, (([0, 16], [2048]),))
     np.testing.assert_array_equal(
@@ -117,7 +117,7 @@ def test_every_pair_is_covered_once_and_no_schedule_is_predicted_slower(target):
 
 @pytest.mark.parametrize("schedule, kv_split", [("balanced", None), ("fixed_split", 128)])
 def test_attention_over_told_levels(schedule, kv_split):
-    """On a CPU, against each request by itself; with fixed_split the same bits."""
+    """On a CPU, against each request by itself; with fixed_split the bits are the same."""
     shares = 0
     for seed in range(12):
         room = {} if kv_split is None else {"max_items": 20000, "max_partial_rows": 40000}
@@ -142,8 +142,8 @@ def test_attention_over_told_levels(schedule, kv_split):
 
 @on_every_platform
 def test_levels_inside_a_compiled_function(backend):
-    """One executable for any levels of the same shapes, with the bits of the host."""
-    told = one_document(num_ctas=4)  # with all queues of a GPU it would not pay
+    """One executable serves all levels of the same shapes, with the host's bits."""
+    told = one_document(num_ctas=4)  # with all queues of a GPU sharing would not pay
     spec = backend.spec(**told.fields)
 
     @functools.partial(jax.jit)
@@ -235,6 +235,7 @@ def test_levels_of_the_wrong_shape_are_refused_when_tracing():
         ({}, (([0], []),), "expected one entry more than prefix_lens.* got 1 and 0"),
         ({}, (([0, 16], [9]),) * 9, "expected at most 8 levels, got 9"),
         ({}, (([0.0, 16.0], [9]),), r"request_indptr: expected a 1-d integer array"),
+        ({}, ((range(18), [0] * 17),), "1 to max_batch = 16 .* got 18 and 17"),
         ({"share_prefixes": False}, (([0, 16], [9]),), "share_prefixes=False, got 1 levels"),
     ):
         with pytest.raises(ValueError, match=f"plan: prefix_levels.*{sentence}"):
@@ -242,7 +243,7 @@ def test_levels_of_the_wrong_shape_are_refused_when_tracing():
 
 
 def test_requests_without_query_tokens_are_passed_over():
-    """Slots of a batch that wait, or are done: whatever their lengths and pages are."""
+    """Waiting or finished slots of a batch do not matter, with any lengths and pages."""
     told = one_document()
     lengths = {name: np.array(x) for name, x in told.lengths.items()}
     lengths["kv_lens"][7] = 0

@@ -31,7 +31,7 @@ MANY = Case("", (150, 3, 40), (700, 130, 900), head_dim_qk=32, page_size=None, n
 
 
 def named(function, operands):
-    """Of `operands` those that a function asks for."""
+    """The entries of `operands` that the function asks for."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount] if function else ()
     return {name: operands[name] for name in names if name in operands}
 
@@ -44,7 +44,7 @@ def with_lists(case, variant, target, block_map_of):
 
 
 def check(case, logits=None, mask=None, normalize="softmax", target="cpu"):
-    """Lists of the mask's own map, of blocks that are no divisors of tiles."""
+    """Checks gradients with lists of the mask's own map, whose blocks do not divide tiles."""
     operands = named(logits, OPERANDS) | named(mask, OPERANDS)
     functions = logits, mask, normalize
 
@@ -60,7 +60,7 @@ def check(case, logits=None, mask=None, normalize="softmax", target="cpu"):
 
 
 def seen_by_lists(plan, mask):
-    """[rows of q, positions], bool: where a step is listed, and, if it says so, `mask` shows."""
+    """[rows of q, positions], bool: the step is listed and, if masked, `mask` shows the pair."""
     seen, tile_kv = np.zeros_like(mask), plan.spec.kernel_config["tile_kv"]
     items = plan.items()
     for item in items[items["kv_head"] == 0]:
@@ -76,7 +76,7 @@ def hides(at, shown):
 
 
 def check_random_map(case, logits, has_mask, seed, target="cpu"):
-    """Of classes that have nothing to do with what the mask hides: a plan believes its map."""
+    """Checks classes that are unrelated to the mask: a plan trusts its map."""
     rng = np.random.default_rng(seed)
     rows, most = case.spec_fields()["max_qo_tokens"], max(case.kv_lens)
     shown = rng.random((rows, most)) < 0.5 if has_mask else np.ones((rows, most), bool)
@@ -198,8 +198,10 @@ def gradients_of_packed(mask, plan):
 
 
 def check_documents(target, dtype="float32", dense_tolerance=2e-5):
-    """Whatever a document holds, the gradients of the others keep their bits; and they are those
-    of requests of their own."""
+    """Checks that a document's gradients do not depend on the other documents, in any bit.
+
+    They also equal those of documents that are separate requests.
+    """
     ids, mask, plan, arrays = packed_documents(target, dtype)
     lens = np.bincount(ids)
     run = gradients_of_packed(mask, plan)
@@ -229,7 +231,7 @@ def test_gradients_never_cross_documents(dtype, tolerance):
 
 
 def test_the_same_bits_in_every_run():
-    """Tasks of parts of lists write the same rows as others."""
+    """Tasks for parts of lists write the same rows as other tasks."""
     _, mask, plan, arrays = packed_documents("cpu", lens=(900, 200, 1300))
     assert len(plan.items()) > 10
     run = gradients_of_packed(mask, plan)
@@ -244,7 +246,7 @@ def test_the_same_bits_in_every_run():
 
 @pytest.mark.parametrize("target, step_keys", [("sm_90", 128), ("sm_80", 64)])
 def test_the_portable_kernel_runs_lists(target, step_keys):
-    """With three words more for each query token."""
+    """Lists add three workspace words for each query token."""
     spec = ja.AttentionSpec(
         4, 2, 64, dtype="bfloat16", page_size=None, max_batch=3, max_qo_tokens=500,
         max_kv_tokens=99, max_steps=77, target=target,

@@ -1,4 +1,4 @@
-"""Plans with step lists: what a mask hides gets no work, and every result is as without them."""
+"""Plans with step lists: hidden steps get no work, and results are as without lists."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ REFUSED = (ValueError, jax.errors.JaxRuntimeError)
 
 
 def block_mask(rng, case, q_block, kv_block, density=0.4):
-    """Classes of blocks, and the same as [nnz_qo, largest kv_len] booleans."""
+    """A random map of block classes, and the same as booleans [nnz_qo, largest kv_len]."""
     fields = case.spec_fields()
     most = max((*case.kv_lens, 1))
     shape = -(-fields["max_qo_tokens"] // q_block), -(-most // kv_block)
@@ -40,7 +40,7 @@ def plan_of(case, block_map, **more):
 
 
 def expected(case, batch, mask):
-    """o and lse of float64. mask: [nnz_qo, largest kv_len], beside causal and windows."""
+    """o and lse, float64. mask: [nnz_qo, largest kv_len], combined with causal and windows."""
     group = case.num_qo_heads // case.num_kv_heads
     scale = case.sm_scale or case.head_dim_qk**-0.5
     nnz = sum(case.qo_lens)
@@ -110,15 +110,17 @@ CASES = (
 @pytest.mark.parametrize("q_block, kv_block", ((1, 128), (7, 256), (64, 100)))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_blocks_that_are_hidden_are_skipped(case, q_block, kv_block):
-    """Of whole blocks, made of whole steps: no element mask is needed, and none is there. Blocks
-    that are not: as if they were hidden where the step has nothing else."""
+    """Whole blocks of whole steps need no element mask and get none.
+
+    A block that does not fill its steps counts as hidden only where a step holds nothing else.
+    """
     rng = np.random.default_rng([q_block, kv_block])
     batch = build(case)
-    # Rows of a tile see the same, since lists are of tiles.
+    # Rows of a tile see the same keys, because lists belong to tiles.
     block_map, dense = block_mask(rng, case, q_block, kv_block)
     tile_kv = 128
     plan, _ = plan_of(case, block_map)
-    # What the plan visits, tile by tile.
+    # The steps that the plan visits, tile by tile.
     visited = np.zeros((len(dense), -(-dense.shape[1] // tile_kv)), bool)
     items, steps = plan.items(), plan.steps()
     for item in items[items["kv_head"] == 0]:
@@ -135,7 +137,7 @@ def test_blocks_that_are_hidden_are_skipped(case, q_block, kv_block):
                 end = min(end, item["q_pos"] + item["qo_len"])
             part = dense[rows, begin:end]
             assert word & 1 or part.all()  # unmasked: all of it is visible
-    # What is visible is visited, and whole tiles alone beyond it.
+    # All visible keys are visited; beyond them, only the rest of whole tiles.
     check(case, batch, plan, np.repeat(visited, tile_kv, 1)[:, : dense.shape[1]])
     hidden = ~np.repeat(visited, tile_kv, 1)[:, : dense.shape[1]]
     for r, kv_len in enumerate(case.kv_lens):
@@ -227,7 +229,7 @@ def test_on_cuda_the_kernel_of_the_planner_gets_the_map():
         assert f"tensor<{words}xi32>" in call
         return words
 
-    # 32 steps of a tile take 4 words; there are no more steps than the pages' 125.
+    # 32 steps of a tile take 4 words; the pages' 125 steps are the most there can be.
     num_tiles = (call_of(100) - call_of(50)) / (4 * (4 - 2))
     assert num_tiles in (3, 4)
     assert call_of(999) == call_of(125)
@@ -235,7 +237,7 @@ def test_on_cuda_the_kernel_of_the_planner_gets_the_map():
 
 
 def test_the_room_that_the_documentation_names_holds_any_batch():
-    """Of maps that hide nothing, on both kinds of devices."""
+    """Maps that hide nothing, on both kinds of devices."""
     lens, longest = (1, 1, 1, 2000, 900), 900
     qo = np.concatenate([[0], np.cumsum(lens)])
     for target in ("cpu", "sm_90:132", "sm_80:108"):
@@ -300,7 +302,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_every_word_of_a_list_is_checked(monkeypatch):
-    """A changed word is refused, or what it names is a step that the rows may see, in order."""
+    """A changed word is refused, or names a step that the rows may see, in order."""
     case = CASES[0]
     block_map, _ = block_mask(np.random.default_rng(3), case, 16, 128)
     plan, _ = plan_of(case, block_map)
@@ -341,7 +343,7 @@ def test_every_word_of_a_list_is_checked(monkeypatch):
 
 
 def test_records_that_name_lists_are_checked():
-    """Any word of items and merge groups: refused, or nothing bad comes of it."""
+    """Any changed word of items and merge groups is refused or harmless."""
     case = Case("", (3, 90, 1), (900, 1500, 5000), num_ctas=7)
     block_map, _ = block_mask(np.random.default_rng(3), case, 16, 128)
     plan, _ = plan_of(case, block_map)
@@ -389,7 +391,7 @@ def passes(spec, buffer) -> bool:
     return True
 
 
-# Heads of q and of kv, head dims, whether they are of MLA, query tokens of a request.
+# Heads of q and of kv, head dims, whether MLA, query tokens of a request.
 SHAPES = (
     pytest.param((4, 2, 96, 64, False, 5), id="d96x64"),
     pytest.param((8, 2, 128, 128, False, 5), id="d128"),
@@ -399,11 +401,13 @@ SHAPES = (
 
 
 class SharedLists:
-    """A plan of SharedPrompts, and the same without shared prefixes. The mask asks for rows and
-    positions of its own, which shared items do not have: they have none but steps of which it hides
-    nothing."""
+    """A plan of SharedPrompts, and the same without shared prefixes.
 
-    SEEN = {"tree": 2048, "documents": 640}  # tokens, of whole blocks
+    The mask asks for rows and positions. A shared item has none of its own, so it only holds steps
+    of which the mask hides nothing.
+    """
+
+    SEEN = {"tree": 2048, "documents": 640}  # tokens, in whole blocks
 
     def __init__(self, name, shape, target, **more):
         heads, num_kv_heads, dim, dim_vo, mla, num_drafts = shape
@@ -429,7 +433,7 @@ class SharedLists:
         return plan
 
     def arrays(self):
-        """q, k and v, of the spec's dtype; NaN where no request has a token."""
+        """q, k and v of the spec's dtype; NaN where no request has a token."""
         spec, batch, rng = self.spec, self.batch, self.rng
         q = rng.normal(size=spec.q_shape).astype(np.float32)
         k = batch.pages(rng, spec.num_kv_heads, spec.head_dim_qk)
@@ -437,7 +441,7 @@ class SharedLists:
         return [x if x is None else jnp.asarray(x, spec.dtype) for x in (q, k, v)]
 
     def check(self):
-        """Shared items have what the map shows to all, once for the requests of a tile."""
+        """Checks that shared items hold, once for a tile's requests, what the map shows to all."""
         spec, steps, items = self.spec, self.plan.steps(), self.plan.items()
         tile_kv, config = spec.kernel_config["tile_kv"], spec.kernel_config
         shared = items[items["num_groups"] > 1]
@@ -490,7 +494,7 @@ def test_what_a_map_shows_to_all_is_computed_once(backend, name, shape, schedule
     for a, b in zip(run(lists.plan), run(lists.plan), strict=True):
         assert_same_bits("o", np.asarray(a), np.asarray(b))
 
-    # Inside jit, told and, on a CPU, found.
+    # Inside jit: levels that are given and, on a CPU, levels that are found.
     levels = [([0, batch.NUM_REQUESTS], [batch.PREFIX])]
     for prefix_levels in (levels, []) if is_gpu else (None, levels, []):
         fields = {"block_map": lists.block_map, "prefix_levels": prefix_levels}
@@ -502,7 +506,7 @@ def test_what_a_map_shows_to_all_is_computed_once(backend, name, shape, schedule
 
 
 def test_pages_that_differ_are_named_before_lists_that_do_not_fit():
-    """As the device planner does, whose CTAs find both."""
+    """The host reports as the device planner does, whose CTAs find both faults."""
     lists = SharedLists("tree", (4, 2, 96, 64, False, 5), "cpu")
     *lengths, pages = lists.batch.arguments()
     pages = pages.copy()
@@ -520,8 +524,10 @@ def test_pages_that_differ_are_named_before_lists_that_do_not_fit():
     {}, {"window_left": 300}, {"schedule": "fixed_split", "kv_split": 256},
 ), ids=("balanced", "window", "fixed_split"))  # fmt: skip
 def test_latent_rows_that_a_map_hides_are_not_read(backend, num_heads, page_size, fields):
-    """Every other block of 128 latent rows is NaN, and hidden by the map alone: no kernel's loop is
-    another one for the sake of a mask."""
+    """Every other block of 128 latent rows is NaN and hidden by the map alone.
+
+    The kernels' loops are the same with and without a mask.
+    """
     rng = np.random.default_rng(5)
     qo_lens, kv_lens = np.array([1, 3, 0, 1, 2]), np.array([1450, 700, 90, 64, 4000])
     qo_indptr = np.append(0, np.cumsum(qo_lens)).astype(np.int32)
@@ -557,7 +563,7 @@ def test_latent_rows_that_a_map_hides_are_not_read(backend, num_heads, page_size
         np.testing.assert_allclose(
             np.float32(got), np.float32(expected_array), atol=2e-2, rtol=1e-2
         )
-    if "kv_split" in fields:  # the first request's list, of an odd number of entries, becomes empty
+    if "kv_split" in fields:  # request 0's list, of odd length, becomes empty
         classes[0] = HIDDEN
         shorter = ja.plan(spec, *arguments, block_map=BlockMap(classes, 1, 128))
         for got, again in zip(run(plan), run(shorter), strict=True):
@@ -566,7 +572,7 @@ def test_latent_rows_that_a_map_hides_are_not_read(backend, num_heads, page_size
 
 @pytest.mark.parametrize("section", ["items", "merge_groups", "steps"])
 def test_words_of_shared_lists_are_checked(section):
-    """Whatever word is changed: refused, or what is computed stays within the batch's tokens."""
+    """Any changed word is refused, or the results stay within the batch's tokens."""
     rng = np.random.default_rng(3)
     batch = SharedPrompts(rng)
     mask = batch.mask("tree", rng)
@@ -587,7 +593,7 @@ def test_words_of_shared_lists_are_checked(section):
 
 
 def test_fixed_split_bits_do_not_depend_on_neighbours():
-    """Of a request with the same lists, alone and among others."""
+    """A request with the same lists has the same bits alone and among others."""
     qo_lens, kv_lens = (3, 300, 40), (4000, 2500, 3000)
     rng = np.random.default_rng(0)
     q = rng.normal(size=(400, 4, 64)).astype(np.float32)

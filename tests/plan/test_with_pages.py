@@ -24,7 +24,7 @@ def plan_of(case, **more):
 
 
 def other_pages(lengths, seed=1):
-    """Of the same places; what is poison stays poison, so that reading it would show."""
+    """Other pages for the same positions. Poison stays poison, so that reading it would show."""
     rng = np.random.default_rng(seed)
     pages = lengths.page_indices.copy()
     is_live = pages != POISON_ID
@@ -82,7 +82,7 @@ def test_each_layer_has_its_own_pages(backend):
 
 @pytest.mark.parametrize("window_left, window_right", ((-1, 0), (100, 0), (40, 25), (-1, -1)))
 def test_positions_survive_gaps(window_left, window_right):
-    """Selected pages in any order, of requests whose keys have other positions than places."""
+    """Selected pages in any order: keys whose positions are not their offsets in the cache."""
     rng = np.random.default_rng(0)
     case = Case("", (30, 1, 5), (160, 96, 48), causal=False, page_size=8, share_prefixes=False)
     batch, num_pages = build(case), 70
@@ -135,7 +135,7 @@ def test_a_page_id_out_of_range_is_refused(bad, check, monkeypatch):
     assert sentence.replace("\\", "") in traced.fault()
     header = traced.header()
     assert header["num_items"] == header["nnz_qo"] == 0 and not traced.queue_indptr().any()
-    # Once faulty, whatever is done with it.
+    # A faulty plan stays faulty, whatever follows.
     again = jax.jit(ja.AttentionPlan.with_pages)(traced, other_pages(lengths))
     assert again.fault() == traced.fault()
     monkeypatch.setattr(_environment, "check", check)

@@ -1,4 +1,4 @@
-"""GRAVEYARD.md names tests that exist; and those of its mistakes that no other test guarded."""
+"""GRAVEYARD.md names tests that exist; its mistakes without another test are tested here."""
 
 import ast
 import re
@@ -42,13 +42,13 @@ def test_every_mistake_has_a_test_that_exists(mistake, guards):
 
 
 def test_the_table_has_all_mistakes():
-    """44 that others shipped, each once: none is lost in an edit of the table."""
+    """The table has 44 mistakes of others, each once, so that no edit loses one."""
     of_others = ROWS_OF.findall(TABLE.partition("## Found here")[0])
     assert len(of_others) == len({mistake for mistake, _ in of_others}) == 44
 
 
 def flipped(x):
-    """The same numbers in memory that runs backwards."""
+    """The same numbers in memory with negative strides."""
     return np.ascontiguousarray(x[::-1])[::-1]
 
 
@@ -63,7 +63,7 @@ def spread(x):
 @on_every_platform
 @pytest.mark.parametrize("layout", [flipped, transposed, spread])
 def test_operands_in_any_memory_layout(layout, backend):
-    """Of numpy's views, and of arrays that XLA lays out as it likes."""
+    """Layouts of numpy's views, and those that XLA chooses for arrays."""
     case = Case("", head_dim_qk=16, page_size=3)
     batch = build(case)
     lengths = {name: layout(x) for name, x in batch.lengths.plan_arguments().items()}
@@ -80,7 +80,7 @@ def test_operands_in_any_memory_layout(layout, backend):
         assert view.strides != x.strides
         np.testing.assert_array_equal(view, x)
     want = jax.jit(attend)(*qkv)
-    # XLA turns a transposition into a layout wherever a consumer allows another one.
+    # XLA turns a transposition into a layout if its consumer allows another one.
     turned = [np.ascontiguousarray(np.moveaxis(x, 0, -1)) for x in qkv]
     inside = jax.jit(lambda *turned: attend(*(jnp.moveaxis(x, -1, 0) for x in turned)))
     for got in (attend(*views), jax.jit(attend)(*views), inside(*turned)):
@@ -91,7 +91,7 @@ def test_operands_in_any_memory_layout(layout, backend):
 @pytest.mark.parametrize("target", ["cpu", "sm_80:108", "sm_90:132"])
 @pytest.mark.parametrize("below", [0, 1, 2, 7, 63, 64, 65, 1000])
 def test_sizes_at_the_end_of_int32(below, target):
-    """Capacities as large as they come: refused in a sentence, or no smaller than half of them."""
+    """The largest capacities: refused in a sentence, or at least half of them accepted."""
 
     def words_of(**capacities):
         few = {"max_batch": 3, "max_qo_tokens": 9, "max_kv_pages": 5}
@@ -112,7 +112,7 @@ def test_sizes_at_the_end_of_int32(below, target):
 @pytest.mark.parametrize("num_keys", [1, 3])
 @pytest.mark.parametrize("window", [None, (2, 0)], ids=["causal", "window"])
 def test_gradients_of_far_more_queries_than_keys(num_keys, window, backend):
-    """With a window most rows see no key: their gradients are 0, and those of others are right."""
+    """With a window most rows see no key: their gradients are 0, and the others are right."""
     rng = np.random.default_rng(0)
     q = rng.normal(size=(1, 300, 2, 16)).astype(np.float32)
     k, v = (rng.normal(size=(1, num_keys, 1, 16)).astype(np.float32) for _ in "kv")
@@ -123,7 +123,7 @@ def test_gradients_of_far_more_queries_than_keys(num_keys, window, backend):
         )
         return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
-    with jax.default_matmul_precision("highest"):  # on a GPU f32 products are tf32 otherwise
+    with jax.default_matmul_precision("highest"):  # on a GPU f32 matmuls are tf32 otherwise
         got, want = gradients(ja.dot_product_attention), gradients(reference.dot_product_attention)
     for name, a, b in zip("qkv", got, want, strict=True):
         assert np.isfinite(a).all(), name

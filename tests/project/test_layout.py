@@ -1,16 +1,17 @@
-"""The folders of jax_attn, and which imports which: arrows point down only."""
+"""The folders of jax_attn and their imports: arrows point down only."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from helpers.paths import ROOT
 
 PACKAGE = ROOT / "jax_attn"
 
-# Each row is a folder, or a module right in jax_attn, and what it imports of the rows above it.
-# "jax_attn" stands for jax_attn/__init__.py, the public names of attention; "models" and "serve"
-# for the modules right in these folders.
+# Each row is a folder, or a module at the top of jax_attn, and the rows above it that it imports.
+# "jax_attn" is jax_attn/__init__.py, the public names of attention. "models" and "serve" are the
+# modules at the top of these folders.
 TABLE = """
 _core
 _environment
@@ -19,8 +20,8 @@ _spec               _core _environment _variant
 masks               _spec _variant
 reference           _spec _variant
 _xla                _core _environment _spec _variant masks
-_plan               _core _spec _xla masks
-_ops                _core _environment _plan _spec _xla
+_plan               _core _environment _spec _xla masks
+_ops                _core _environment _plan _spec _variant _xla
 _dense              _ops _plan _spec _variant _xla
 parallel            _dense _ops _plan _spec _xla
 mla
@@ -31,22 +32,32 @@ tune                _core _spec jax_attn
 
 models/_products    _core _spec _xla
 models/_config      _core models/_products
+models/_families    models/_config
 models/_weights     models/_config models/_products
-models/_loading     models/_config models/_weights
+models/_loading     models/_config models/_families models/_weights
 models/_layers      jax_attn mla models/_config models/_products models/_weights parallel
-models/_embedding   jax_attn models/_config models/_layers models/_loading models/_weights
-models              models/_config models/_embedding models/_layers models/_loading models/_weights
+models/_embedding   jax_attn models/_config models/_families models/_layers models/_loading \
+                    models/_weights
+models/_vision      jax_attn models/_config models/_families models/_weights
+models              models/_config models/_embedding models/_families models/_layers \
+                    models/_loading models/_vision models/_weights
 
 serve/_scheduling
 serve/_text         models/_weights
 serve/_chat         serve/_text
-serve/_grammar      models/_weights
-serve/_engine       jax_attn models models/_embedding parallel serve/_grammar serve/_scheduling \
-                    serve/_text
+serve/_grammar      models/_weights serve/_text
+serve/_engine       jax_attn models models/_embedding models/_layers parallel serve/_grammar \
+                    serve/_scheduling serve/_text
 serve/_openai       models models/_weights serve/_chat serve/_grammar serve/_scheduling
+serve/_anthropic    serve/_openai serve/_scheduling
+serve/_ollama       serve/_chat serve/_openai serve/_scheduling
 serve/_ipc          serve/_engine serve/_scheduling
-serve/_http         models serve/_engine serve/_ipc serve/_openai serve/_scheduling serve/_text
+serve/_http         models serve/_anthropic serve/_engine serve/_ipc serve/_ollama \
+                    serve/_openai serve/_scheduling serve/_text
 serve               models serve/_engine serve/_http serve/_openai serve/_scheduling
+llm                 models models/_layers serve serve/_engine serve/_grammar serve/_openai \
+                    serve/_scheduling
+integrations        llm models models/_layers
 """
 
 
@@ -72,9 +83,12 @@ def row_of(module: str, file: Path) -> str:
 
 
 def imported(file: Path, known: dict[str, Path]) -> list[tuple[str, int]]:
-    """Modules of the package that a file imports anywhere in it, and on which line."""
+    """Modules of the package that a file imports anywhere in it, and on which line.
+
+    Not under `if TYPE_CHECKING`, which never runs: jax_attn has the names of jax_attn.llm there.
+    """
     found = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in running(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -86,8 +100,17 @@ def imported(file: Path, known: dict[str, Path]) -> list[tuple[str, int]]:
     return [(name, line) for name, line in found if name in known]
 
 
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree, without those under `if TYPE_CHECKING`."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        return
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        yield from running(child)
+
+
 def arrows() -> dict[tuple[str, str], str]:
-    """(row, row that it imports) -> where."""
+    """(row, imported row) -> where."""
     known, found = modules(), {}
     for module, file in known.items():
         if file.suffix != ".py":
@@ -120,6 +143,35 @@ def test_modules_import_what_the_table_says():
 def test_every_folder_has_a_row():
     rows = {row_of(module, file) for module, file in modules().items()}
     assert rows == set(allowed())
+
+
+def layers() -> dict[str, int]:
+    """The layer of each row that the picture of docs/development.md has, counted from the top.
+
+    A line is a layer, or several with "->" between them.
+    """
+    text = (ROOT / "docs/development.md").read_text(encoding="utf-8")
+    picture = re.search(r"is below it in this picture:\n\n```\n(.*?)```", text, re.DOTALL)[1]
+    found, layer, package = {}, 0, ""
+    for line in picture.splitlines():
+        for part in re.split(r" {2,}", line.strip())[0].split(" -> "):
+            layer += 1
+            names = re.findall(r"\w+", part.replace("jax_attn.", "").replace("csrc", ""))
+            if not line.startswith(" "):
+                package = f"{names[0]}/" if names[0] in ("models", "serve") else ""
+            else:
+                names = [package + name for name in names]
+            found |= dict.fromkeys(names, layer)
+    return found
+
+
+def test_the_picture_has_every_folder_in_the_order_of_the_table():
+    layer, table = layers(), allowed()
+    assert set(layer) <= set(table), "names of no row"
+    folders = {name for name in table if (PACKAGE / name / "__init__.py").exists()}
+    assert not folders - set(layer), "folders that the picture does not have"
+    up = [(a, b) for a in layer for b in table[a] & set(layer) if layer[b] <= layer[a]]
+    assert not up, "imports of the same layer or of one above"
 
 
 def test_the_server_describes_its_folders():

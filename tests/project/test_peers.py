@@ -1,4 +1,4 @@
-"""benchmarks/peers and what joins their lines to a results file; no peer is needed here."""
+"""benchmarks/peers, and the code that joins their lines to a results file; needs no peer."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from helpers.paths import ROOT
 
-# As a package, without its parent on the path: that would shadow an installed jax_attn.
+# Imported as a package, without its parent on the path: that would shadow jax_attn.
 FOLDER = ROOT / "benchmarks"
 _spec = importlib.util.spec_from_file_location(
     "benchmarks", FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]

@@ -1,4 +1,4 @@
-"""What the pages promise of options, fields and limits is what the code has."""
+"""Options, fields and limits in the pages are those of the code."""
 
 import argparse
 import dataclasses
@@ -14,17 +14,17 @@ from jax_attn import _core
 from jax_attn._spec.formats import DTYPES, FORMATS, row_bytes
 from jax_attn._spec.spec import _SCHEDULES
 from jax_attn._variant.program import FACTS
-from jax_attn.models._config.families import FAMILIES
 from jax_attn.models._config.quantized_files import _METHODS
-from jax_attn.models._embedding.encoder import FAMILIES as ENCODERS
+from jax_attn.models._embedding.embedding import ENCODERS
+from jax_attn.models._families.parse import FAMILIES
 from jax_attn.serve import _options
 from jax_attn.serve._chat import chat
 from jax_attn.serve._engine import embedder
 from jax_attn.serve._grammar import grammar, token_masks
-from jax_attn.serve._http import bodies, http_server, openapi
+from jax_attn.serve._http import batches, bodies, files, http_server, openapi
 from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.server import ServerConfig
-from jax_attn.serve._openai import embeddings, limits, schemas
+from jax_attn.serve._openai import embeddings, limits, pictures, schemas
 from jax_attn.serve._openai.errors import ApiError
 
 
@@ -46,11 +46,11 @@ def coded(cell: str) -> list[str]:
 
 
 def written(value: object) -> str:
-    """A default as the tables have it."""
+    """A default as the tables write it."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-# ---- the library ---------------------------------------------------------------------------------
+# ---- the library --------------------------------------------------------------------------------
 
 
 def test_every_field_of_the_spec_has_its_default():
@@ -89,17 +89,18 @@ MLA = {"mla": True, "sm_scale": 0.1}
 @pytest.mark.parametrize(
     ("field", "words", "heads", "more"),
     [
-        ("num_qo_heads", "1 to 16 for each KV head", (16, 1, 64), CPU),
-        ("num_qo_heads", "with `mla` 1 to 128", (128, 1, 576, 512), CPU | MLA),
-        ("head_dim_qk", "up to 256, or", (2, 1, 256), GPU),
-        ("head_dim_qk", "or 512 on a CPU", (2, 1, 512), CPU),
-        ("head_dim_qk", "512 on a CPU without `kv_dtype`", (2, 1, 256), CPU | {"kv_dtype": "int8"}),
-        ("head_dim_qk", "or 576 with `mla`", (2, 1, 576, 512), CPU | MLA),
-        ("head_dim_vo", "or 512 with `mla`", (2, 1, 576, 512), GPU | MLA),
+        ("num_qo_heads", "1 to 128 for each KV head", (128, 1, 64), CPU),
+        ("num_qo_heads", "1 to 128 for each KV head", (128, 1, 576, 512), CPU | MLA),
+        ("num_qo_heads", "1 to 128 for each KV head", (128, 1, 256), GPU),
+        ("head_dim_qk", "1 to 512", (2, 1, 512), GPU),
+        ("head_dim_qk", "1 to 512", (2, 1, 512), GPU | {"kv_dtype": "float8_e4m3fn"}),
+        ("head_dim_qk", "1 to 512", (2, 1, 512), CPU | {"kv_dtype": "int8"}),
+        ("head_dim_qk", "with `mla` a multiple of 8 up to 576", (2, 1, 576, 512), CPU | MLA),
+        ("head_dim_vo", "with `mla` a multiple of 8 up to 512", (2, 1, 576, 512), GPU | MLA),
     ],
 )
 def test_limits_of_the_spec_are_exact(field, words, heads, more):
-    """The largest value is taken, and the next one is refused."""
+    """The largest value is accepted, and the next one is refused."""
     assert words in rows("docs/spec.md", "Fields of AttentionSpec")[field][1]
     given = dict(
         zip(("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"), heads, strict=False)
@@ -110,6 +111,29 @@ def test_limits_of_the_spec_are_exact(field, words, heads, more):
         ja.AttentionSpec(**given | {field: getattr(spec, field) + step}, **more)
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "head_dim", "largest"),
+    [
+        ("cpu", "float32", 512, 128),
+        ("sm_90", "bfloat16", 256, 128),
+        ("sm_80", "float16", 256, 128),
+        ("sm_100", "bfloat16", 256, 128),
+        ("sm_89", "bfloat16", 176, 128),
+        ("sm_89", "bfloat16", 184, 64),
+        ("sm_90", "bfloat16", 264, 64),
+        ("sm_80", "bfloat16", 512, 64),
+        ("sm_120", "bfloat16", 512, 32),
+        ("sm_120", "float32", 512, 16),
+    ],
+)
+def test_the_table_of_query_heads_is_exact(target, dtype, head_dim, largest):
+    fields = {"dtype": dtype, "max_kv_pages": 1, "target": target}
+    spec = ja.AttentionSpec(largest, 1, head_dim, **fields)
+    assert spec.kernel_config["tile_q_0"] >= largest
+    with pytest.raises(NotImplementedError, match=f"1 to {largest} are supported"):
+        ja.AttentionSpec(largest + 1, 1, head_dim, **fields)
+
+
 def test_the_limits_of_api_and_readme_are_those_of_the_spec():
     for page, heading in (
         ("docs/api.md", "What is supported, in detail"),
@@ -117,7 +141,7 @@ def test_the_limits_of_api_and_readme_are_those_of_the_spec():
     ):
         table = rows(page, heading)
         heads = table["heads"][0]
-        assert "16 query heads per KV head" in heads and "up to 256" in heads and "512" in heads
+        assert "128 query heads per KV head" in heads and "512" in heads
         assert (
             "up to 128 query heads" in table["MLA"][0] or "1 to 128 query heads" in table["MLA"][0]
         )
@@ -163,12 +187,12 @@ def test_families_and_quantized_formats():
 
 
 def names_of(cell: str) -> list[str]:
-    """Of families, without what is in brackets behind them."""
+    """Names of families, without what is in brackets after them."""
     plain = re.sub(r"\(.*?\)", "", cell)
     return [] if plain.startswith("every ") else [name.strip() for name in plain.split(",")]
 
 
-# ---- the server ----------------------------------------------------------------------------------
+# ---- the server ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -189,7 +213,7 @@ def actions(monkeypatch) -> dict[str, argparse.Action]:
 
 
 def option_rows() -> dict[str, list[str]]:
-    """A row for each option of the table: those of one row have their defaults in its order."""
+    """A row for each option of the table; a row's defaults are in the order of its options."""
     table = {}
     for names, (default, meaning) in rows("docs/server.md", "Options").items():
         options = [name.split()[0] for name in names.split(", ")]
@@ -236,17 +260,17 @@ def test_a_request_beyond_a_key_is_400_and_more_requests_are_429():
     table = option_rows()
     for option, name in (("--max-choices-per-key", "choices"), ("--max-tokens-per-key", "tokens")):
         assert "More are a 429; one request that has more by itself is a 400" in table[option][1]
-        gate = limits.Gate(None, limits.KeyLimits(requests=9, choices=5, tokens=5))
+        limiter = limits.Limiter(None, limits.KeyLimits(requests=9, choices=5, tokens=5))
         with pytest.raises(ApiError) as alone:
-            gate.enter("a", queues=False).take(**{name: 6})
-        gate.enter("a", queues=False).take(**{name: 3})
+            limiter.enter("a", queues=False).take(**{name: 6})
+        limiter.enter("a", queues=False).take(**{name: 3})
         with pytest.raises(ApiError) as together:
-            gate.enter("a", queues=False).take(**{name: 3})
+            limiter.enter("a", queues=False).take(**{name: 3})
         assert (alone.value.status, together.value.status) == (400, 429)
-    gate = limits.Gate(None, limits.KeyLimits(requests=1, choices=5))
-    gate.enter("a", queues=False)
+    limiter = limits.Limiter(None, limits.KeyLimits(requests=1, choices=5))
+    limiter.enter("a", queues=False)
     with pytest.raises(ApiError) as one_more:
-        gate.enter("a", queues=False)
+        limiter.enter("a", queues=False)
     assert one_more.value.status == 429 and "a 429" in table["--max-requests-per-key"][1]
 
 
@@ -267,7 +291,12 @@ def test_limits_of_requests():
     key_limits = limits.KeyLimits(1, 1)
     promised = {
         "body": [f"{ServerConfig.max_body_bytes >> 20} MiB", f"{ServerConfig.body_timeout:.0f} s",
+                 f"{bodies.MAX_PLAIN_BYTES >> 20} MiB outside of strings",
                  f"{written(bodies.MAX_CONTAINERS)} lists", f"{written(bodies.MAX_KEYS)} keys"],
+        "file of /v1/files": [f"{files.MAX_FILE_BYTES >> 20} MiB", f"{files._UPLOAD_SECONDS} s",
+                 f"{files._MAX_UPLOADS} at a time", f"{written(files.MAX_FILES)} files",
+                 f"{files.MAX_OWNER_BYTES >> 30} GiB"],
+        "batch": [f"{written(batches.MAX_REQUESTS)} lines", f"{batches.MAX_UNENDED} of a key"],
         "chat template": [f"{chat.MAX_CHARS >> 20} Mi", f"{chat.MAX_SECONDS:.0f} s"],
         "request line and headers": [f"{http_server._MAX_HEADER_BYTES >> 10} KiB",
                                      f"{Connection.head_seconds:.0f} s"],
@@ -279,10 +308,12 @@ def test_limits_of_requests():
                  f"{schemas.MAX_STOP_TOKENS} `stop_token_ids`"],
         "logit_bias": [f"{schemas.MAX_LOGIT_BIAS} entries"],
         "logprobs": [f"{schemas.MAX_LOGPROBS} per token", written(schemas.MAX_SCORES)],
-        "embeddings": [f"{written(embeddings.MAX_INPUTS)} inputs",
+        "embeddings, scores": [f"{written(embeddings.MAX_INPUTS)} inputs",
                        f"{written(embeddings.MAX_REQUEST_TOKENS)} tokens of a request",
                        f"{written(embedder.MAX_TOKENS)} tokens of an input",
                        f"{key_limits.embedding_bytes >> 20} MiB"],
+        "pictures": [f"{pictures.MAX_PICTURES} of a request",
+                     f"{key_limits.picture_bytes >> 20} MiB of pixels"],
         "JSON schema, regular expression, grammar": [
             f"{written(schemas.MAX_GRAMMAR_CHARS)} characters",
             f"{grammar.MAX_GRAMMAR_SECONDS:.0f} s and {grammar.MAX_GRAMMAR_BYTES >> 20} MB",
@@ -297,7 +328,7 @@ def test_limits_of_requests():
 
 
 def test_fields_of_the_page_are_fields_that_do_something():
-    """Those of the tables of fields of a request for text, in one of the two routes."""
+    """Checks the tables of fields of a request for text, in one of the two routes."""
     defined = openapi.describe()["components"]["schemas"]
     named = [name for row in field_rows() for name in row]
     assert len(named) > 15

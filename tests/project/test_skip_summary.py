@@ -1,4 +1,4 @@
-"""What the end of pytest's output says about skipped tests, on a machine without programs."""
+"""The summary of skipped tests at the end of pytest's output, on a machine without programs."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SERVE = TESTS / "serve"
 
 
 def run(*names: str, ci: str) -> tuple[int, str]:
-    """Exit status and output of the tests of these names in the folder `serve`."""
+    """Exit status and output of the named tests in the folder `serve`."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(str(SERVE / name) for name in names)],

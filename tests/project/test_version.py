@@ -1,4 +1,4 @@
-"""The version that a build gives the package: of a clone, of a tag, of an archive, of an sdist."""
+"""The version that a build gives the package: from a clone, a tag, an archive, an sdist."""
 
 import shutil
 import subprocess
@@ -55,11 +55,11 @@ def test_versions_of_clones(clone, tmp_path):
     assert version_in(clone) == "0.2.1.dev1"
     git(clone, "tag", "-a", "v0.3.0", "-m", "0.3.0")
     assert version_in(clone) == "0.3.0"
-    # As CI clones: no tags.
+    # CI clones without tags.
     shallow = tmp_path / "shallow"
     git(tmp_path, "clone", "-q", "--depth=1", "--no-tags", clone.as_uri(), str(shallow))
     assert version_in(shallow) == "0.1.dev1"
-    # The wheels of a commit have one name, also from a checkout with changes.
+    # All wheels of a commit have one name, also from a checkout with changes.
     git(clone, "commit", "-q", "--allow-empty", "-m", "four")
     clean = version_in(clone)
     (clone / ".gitattributes").write_text("")

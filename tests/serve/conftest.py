@@ -2,18 +2,25 @@ from pathlib import Path
 
 import pytest
 
+from helpers.model_cases import shallow
 from jax_attn import models
 
 
 @pytest.fixture(scope="session")
 def directory() -> Path:
-    """Of the bundled model."""
+    """Directory of the bundled model."""
     return models.BUNDLED
 
 
 @pytest.fixture(scope="session")
-def model(directory):
+def whole_model(directory):
     return models.load(directory, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def model(whole_model):
+    """The bundled model with two layers, which compiles and runs in less time."""
+    return shallow(whole_model)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.serve import tokenizer_kinds
 from helpers.serve.small_engine import CONFIG, hold, make_engine, sequence, warm_device
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._grammar import grammar
@@ -43,8 +44,8 @@ async def running(engine: AsyncEngine, drain: bool = True):
 
 
 def is_awaited(engine: AsyncEngine) -> bool:
-    """Whether anything is kept for events that are to come."""
-    inboxes = [inbox for loop, inbox in engine._inboxes.items() if not loop.is_closed()]
+    """True if the engine keeps anything for events to come."""
+    inboxes = [inbox for loop, inbox in engine._inboxes._by_loop.items() if not loop.is_closed()]
     return bool(engine._recipients) or any(inbox.sequences for inbox in inboxes)
 
 
@@ -79,7 +80,7 @@ def test_streams(engine):
             for result in results:
                 assert all(one == alone for one in result.values())
             assert len(alone[0]) == 20 and alone[1] is FinishReason.LENGTH
-            assert not is_awaited(engine)  # nothing is kept of those that are done
+            assert not is_awaited(engine)  # nothing is kept of finished sequences
 
     asyncio.run(main())
     assert engine.stats()["generated_tokens"] == 20 * (1 + 18)
@@ -96,7 +97,7 @@ def test_a_slow_reader_gets_more_at_once(engine):
                 events.append(event)
                 deadline = time.monotonic() + 240
                 while engine.stats()["running"] and time.monotonic() < deadline:
-                    time.sleep(0.01)  # the event loop has no turn
+                    time.sleep(0.01)  # blocks the event loop
             assert len(events) <= 4
             logged, plain = (
                 [event for event in events if (event.logprobs is None) == is_plain]
@@ -135,11 +136,11 @@ def test_ready_only_when_compiled(engine, monkeypatch):
 
 
 def test_stop_while_compiling(engine, monkeypatch):
-    """Not after the last executable, but after the one at hand."""
+    """A stop ends with the executable that is being compiled, not with the last one."""
     compiled = []
 
     def warm_up(progress):
-        for i in range(20_000):  # or minutes
+        for i in range(20_000):  # would take minutes
             progress(i, 20_000, "something")
             time.sleep(0.01)
             compiled.append(i)
@@ -160,7 +161,7 @@ def test_stop_while_compiling(engine, monkeypatch):
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_a_client_that_leaves(engine, how, monkeypatch):
-    """Its sequences end before another step has begun; the others' do not notice."""
+    """Its sequences end before another step has begun; other clients are not affected."""
     leaving = [sequence(max_tokens=400) for _ in range(3)]
     hold(
         monkeypatch,
@@ -195,7 +196,7 @@ def test_a_client_that_leaves(engine, how, monkeypatch):
 
 
 def test_a_client_that_leaves_at_once(engine, monkeypatch):
-    """Before the thread has even seen the request."""
+    """The client leaves before the thread has seen the request."""
     all_gone = threading.Event()
     hold(monkeypatch, engine, lambda: True, all_gone.is_set)
 
@@ -215,7 +216,7 @@ def test_a_client_that_leaves_at_once(engine, monkeypatch):
 
 
 def test_refusals(engine):
-    """All of a request or nothing, as an exception and not as events; the engine goes on."""
+    """A request is refused as a whole, by an exception and not by events; the engine goes on."""
 
     async def main():
         async with running(engine):
@@ -223,7 +224,7 @@ def test_refusals(engine):
                 await collect(engine, sequence(), sequence(max_tokens=5000))
             with pytest.raises(grammar.GrammarError, match="unclosed group"):
                 await collect(engine, sequence(grammar=grammar.from_regex("(")))
-            with pytest.raises(grammar.GrammarError, match="unclosed group"):  # as it knows by now
+            with pytest.raises(grammar.GrammarError, match="unclosed group"):  # already failed
                 await collect(engine, sequence(grammar=grammar.from_regex("(")))
             await collect(engine, sequence(grammar=grammar.from_regex("(a)")))
             with pytest.raises(QueueFull):
@@ -234,7 +235,7 @@ def test_refusals(engine):
 
 
 def test_overload(engine, monkeypatch):
-    """Ten times what fits: some are refused at once, and who was accepted is served."""
+    """Ten times what fits: some requests are refused at once, and all accepted ones are served."""
     warm_up = engine._engine.warm_up
 
     def warm_up_while_all_come(progress):
@@ -288,7 +289,7 @@ def test_stop(engine, drain, monkeypatch):
 
 
 def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
-    """With an error of its own; the engine goes on."""
+    """The sequences end with their own error; the engine goes on."""
     forward, seq, failed = engine._engine.device.forward, sequence(max_tokens=200), []
 
     def fail_once(batch):
@@ -313,7 +314,7 @@ def test_a_step_that_raises_ends_what_ran(engine, monkeypatch):
 
 @pytest.mark.parametrize("where", ["running", "waiting"])
 def test_a_scheduler_without_a_step_for_what_is_left(engine, where, monkeypatch, caplog):
-    """It is said, and ends the sequences that nothing would ever happen to; no thread spins."""
+    """The engine logs it and ends the sequences that could never go on; no thread spins."""
     scheduler = engine._engine.scheduler
     schedule, add, stuck = scheduler.schedule, scheduler.add, []
 
@@ -349,7 +350,7 @@ def test_steps_that_always_raise_end_the_engine(engine, monkeypatch):
         async with running(engine):
             await collect(engine, sequence())
             monkeypatch.setattr(engine._engine.device, "forward", fail)
-            # At once: to one that came behind the last failure the engine would not run.
+            # All at once: the engine would not run for a request that came after the last failure.
             results = await collect(engine, *(sequence() for _ in range(30)))
             assert not engine.ready and "gone" in str(engine.failure)
             assert all(result == ([], FinishReason.ERROR) for result in results.values())
@@ -378,14 +379,14 @@ def test_a_warm_up_that_raises(engine, monkeypatch):
 
 
 def test_an_event_loop_that_is_gone(engine, monkeypatch):
-    """Its requests are aborted, and nobody else is disturbed."""
+    """Its requests are aborted; other callers are not affected."""
     seq = sequence(max_tokens=500)
     loop = asyncio.new_event_loop()
     hold(monkeypatch, engine, lambda: seq.num_output > 3, loop.is_closed)
     engine.start()
     events = engine.generate([seq])
     loop.run_until_complete(anext(events))
-    loop.close()  # and nobody closes the iterator
+    loop.close()  # and no caller closes the iterator
 
     async def main():
         await collect(engine, sequence())
@@ -400,8 +401,8 @@ def test_snapshot(engine):
     async def main():
         async with running(engine):
             assert (await engine.snapshot())["requests"] == []
-            # A snapshot is made after a step, if asked for before it: on a busy machine perhaps not
-            # in the first try.
+            # A snapshot is made after a step, if it was requested before. On a busy machine that
+            # may take more than one try.
             seen = {}
             while seen.keys() < {"requests", "entries"}:
                 async for _ in engine.generate([sequence(max_tokens=40) for _ in range(2)]):
@@ -420,7 +421,7 @@ def test_snapshot(engine):
 
 
 def test_a_snapshot_is_made_only_where_somebody_looks(engine, monkeypatch):
-    """A large cache takes milliseconds, in which no request begins and nothing is delivered."""
+    """A snapshot of a large cache takes milliseconds, which delay requests and events."""
     made = []
     monkeypatch.setattr(engine._engine, "snapshot", lambda: made.append(1) or {"requests": []})
 
@@ -444,7 +445,7 @@ def test_limits(engine):
 
 
 def test_a_command_that_comes_at_the_very_end(engine):
-    """While those that wait are told: by the event loop, or by a command itself."""
+    """It comes while waiting commands are answered, from the event loop or from a command."""
     told = []
     engine._commands.append(lambda: engine._command(lambda: told.append(2), must=False))
     engine._commands.append(lambda: told.append(1))
@@ -457,7 +458,7 @@ def test_a_command_that_comes_at_the_very_end(engine):
 def test_soak(model, device):
     """5,000 short requests, one in five leaving, one in twenty invalid, too few pages for all.
 
-    8,000 behind HTTP: test_soak.py.
+    test_soak.py has 8,000 over HTTP.
     """
     rng = random.Random(0)
     texts = [grammar.from_regex(pattern) for pattern in ("[a-z]{3}", "(", "forced text", "a|b")]
@@ -516,3 +517,38 @@ def test_soak(model, device):
 def resident_megabytes() -> float:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def test_a_text_goes_on_from_the_prompt(model, device):
+    """SentencePiece's first space is in the text of a completion, and not of an answer."""
+    tokenizer = tokenizer_kinds.llama()
+    made = make_engine(model._replace(tokenizer=tokenizer), device)
+    prompt = tokenizer.encode("the", add_special_tokens=False).ids
+
+    async def text(**options) -> str:
+        text = grammar.from_regex("    name")
+        seq = sequence(prompt, grammar=text, ignore_eos=False, **options)
+        return "".join([event.text async for event in made.generate([seq])])
+
+    async def run() -> None:
+        made.start()
+        assert await text() == "    name"
+        assert await text(goes_on=False) == "   name"
+        await made.stop(drain=True)
+
+    asyncio.run(run())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(model, device):
+    """As Gemma 3 1B's: the engine starts, and grammars work."""
+    tokenizer = tokenizer_kinds.with_added(tokenizer_kinds.byte_level(), {"<image>": ("special",)})
+    assert tokenizer.get_vocab_size() > model.config.vocab_size
+    made = make_engine(model._replace(tokenizer=tokenizer), device)
+
+    async def run() -> None:
+        made.start()
+        seq = sequence(grammar=grammar.from_regex("a <image> b"), ignore_eos=False)
+        assert "".join([event.text async for event in made.generate([seq])]) == "a <image> b"
+        await made.stop(drain=True)
+
+    asyncio.run(run())

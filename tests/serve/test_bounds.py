@@ -1,10 +1,14 @@
-"""What one client may cost the others: how much is worked on at once, before another has a turn.
+"""Limits on the cost of one client for the others: how much work runs before others run.
 
-Counted rather than timed wherever that says the same, as the machine may have other things to do.
+Tests count work instead of time where possible, as the machine may have other things to do.
 """
 
 import asyncio
+import contextlib
+import itertools
 import json
+import selectors
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -16,26 +20,29 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from pydantic import ValidationError
 
 from helpers.serve.fake_engine import MODEL, FakeEngine, TokenLogprob, fake_model
-from helpers.serve.live_server import serving
-from jax_attn.serve._http import bodies
-from jax_attn.serve._http.body_threads import Lanes
+from helpers.serve.live_server import eventually, serving
+from jax_attn.serve._http import bodies, fair_loop
+from jax_attn.serve._http import server as server_module
+from jax_attn.serve._http.body_threads import BodyThreads
+from jax_attn.serve._http.fair_loop import FairSelector
 from jax_attn.serve._http.server import ServerConfig
 from jax_attn.serve._openai import answers, fields, response_format, schemas
 from jax_attn.serve._openai.access_log import Record
 from jax_attn.serve._openai.errors import ApiError
-from jax_attn.serve._openai.limits import Gate, KeyLimits
+from jax_attn.serve._openai.limits import KeyLimits, Limiter
 from jax_attn.serve._openai.logprobs import ChatScores, CompletionScores, TokenJson
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._openai.prepare import Caller, Preparer
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.request import FinishReason
+from jax_attn.serve._text import memory
 from jax_attn.serve._text.token_bytes import TokenBytes
 
 MAX_BYTES = ServerConfig(MODEL, "tiny").max_body_bytes
 
 
 def long(begin: bytes, each: bytes, end: bytes) -> bytes:
-    """A body of the longest length that is read."""
+    """A body of the greatest length that is read."""
     return begin + each * ((MAX_BYTES - len(begin) - len(end)) // len(each)) + end
 
 
@@ -110,6 +117,17 @@ def test_what_would_take_long_to_parse_is_not_parsed(raw, what, monkeypatch):
         bodies.parse(raw, schemas.CompletionRequest)
 
 
+@pytest.mark.parametrize("each", [b"1234567,", b'"",', b" "], ids=["numbers", "strings", "spaces"])
+def test_a_long_body_is_long_in_strings_alone(each, monkeypatch):
+    """As pictures are: a server that reads them takes longer bodies."""
+    text = b"a" * (5 * MAX_BYTES)
+    assert bodies.parse(b'["%b"]' % text, Anything).root == [text.decode()]
+    raw = b"[%b 0]" % (each * (MAX_BYTES // len(each) + 1))
+    monkeypatch.setattr(bodies, "from_json", lambda *args, **kwargs: pytest.fail("parsed"))
+    with pytest.raises(ApiError, match="expected at most 4194304 bytes outside of strings"):
+        bodies.parse(raw, Anything)
+
+
 def test_what_is_in_strings_is_no_structure():
     """A program has more brackets and colons than any request has lists and keys."""
     text = ('[{":' * 5 + "\\" * 3 + '"\\"') * 50_000
@@ -129,7 +147,7 @@ class Anything(schemas.BaseModel):
 
 
 def test_tokens_are_checked_in_slices():
-    """So that other threads have turns; and the first bad one is found wherever it is."""
+    """Other threads run between slices, and the first bad token is found wherever it is."""
     most = fields._TOKENS_AT_A_TIME
     for bad in (0, most - 1, most, 2 * most + 5):
         for value in (-1, 2**31, True, 1.5, "1", None, [1]):
@@ -169,7 +187,7 @@ def test_one_body_is_parsed_at_a_time(monkeypatch):
 
 
 class Counting:
-    """A tokenizer that counts the characters and tokens that it is given."""
+    """A tokenizer that counts the characters and tokens it is given."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.num_chars, self.longest = tokenizer, 0, 0
@@ -223,7 +241,7 @@ def chat(text: str) -> dict:
 
 
 def test_a_long_text_of_few_tokens_is_taken(preparer):
-    """None that has room in the context is refused: 16 spaces are a token of this model."""
+    """A text that fits the context is never refused: 16 spaces are one token of this model."""
     preparer.max_model_len = 60_000
     text = " " * 700_000
     prepared = preparer.completion(schemas.CompletionRequest(prompt=text), Caller("", 0.0))
@@ -235,8 +253,11 @@ def test_a_long_text_of_few_tokens_is_taken(preparer):
 
 
 def test_other_threads_run_while_a_text_is_cut_into_tokens(preparer):
-    """A call that holds Python's lock lets another thread have a turn before it and one after it.
-    Where a machine is so busy that the thread has no more in a call, another call is made."""
+    """A tokenizer call that held Python's lock would let other threads run only before and after.
+
+    On a busy machine the other thread may not run more often within one call; then another call is
+    made.
+    """
     turns, most, done = 0, 0, threading.Event()
     encode = preparer._tokenizer.encode_batch_fast
 
@@ -288,7 +309,7 @@ def entries(num_tokens: int, num_top: int) -> list[TokenLogprob]:
 
 
 class Turns:
-    """How often the event loop turns within a `with` block."""
+    """Counts the iterations of the event loop within a `with` block."""
 
     num = 0
 
@@ -307,7 +328,7 @@ class Turns:
 
 @pytest.mark.parametrize("kind", [ChatScores, CompletionScores])
 def test_others_have_turns_while_log_probabilities_are_written(kind):
-    """All that an answer may have, in one event, as those of a prompt come."""
+    """The most log-probabilities an answer may have, in one event, as for a prompt."""
     tokens = TokenJson(TokenBytes(fake_model().tokenizer))
     scores = kind(tokens) if kind is ChatScores else kind(tokens, 0)
     num_tokens = schemas.MAX_SCORES // 21
@@ -319,7 +340,7 @@ def test_others_have_turns_while_log_probabilities_are_written(kind):
     async def run():
         with Turns() as turns:
             choice = answers._Choice(scores)
-            await answers._add_scores(choice, entries(num_tokens, 20))
+            await answers.add_scores(choice, entries(num_tokens, 20))
             assert turns.num >= num_tokens // 64
             turns_before = turns.num
             pieces = scores.take()
@@ -350,12 +371,12 @@ def test_log_probabilities_that_are_no_numbers():
 
 
 class Steps:
-    """An engine: a token of each choice a step, which takes a turn of the event loop."""
+    """An engine with a token of each choice a step; a step takes an iteration of the event loop."""
 
-    limits = SimpleNamespace(max_waiting=64)
+    limits = SimpleNamespace(max_waiting=64, num_replicas=1)
 
     def __init__(self, num_steps: int, step=lambda: asyncio.sleep(0), text: str = "a"):
-        """step: what is awaited before each."""
+        """step: awaited before each step."""
         self._num_steps, self._step, self._text = num_steps, step, text
 
     def stats(self):
@@ -375,7 +396,7 @@ def stream(preparer, engine, **fields):
     style = response_format.CompletionStyle(
         prepared, False, TokenJson(TokenBytes(fake_model().tokenizer))
     )
-    ticket = Gate(engine, KeyLimits(1, 64)).enter("", queues=False)
+    ticket = Limiter(engine, KeyLimits(1, 64)).enter("", queues=False)
     record = Record("req-1", False)
     arguments = engine, prepared, Metrics(engine), ticket, record
     return answers.ChoicesAnswer(style, *arguments, stream=True, include_usage=False)
@@ -387,7 +408,7 @@ async def connected():
 
 @pytest.mark.parametrize("num_choices", [1, 32])
 def test_the_event_loop_turns_once_a_step_and_once_in_eight_events(preparer, num_choices):
-    """A turn for each event was a third of what the loop did for a token."""
+    """One iteration for each event took a third of the event loop's time for a token."""
     num_steps, bodies_sent = 50, []
 
     async def send(message):
@@ -405,7 +426,7 @@ def test_the_event_loop_turns_once_a_step_and_once_in_eight_events(preparer, num
 
 
 def test_a_sign_of_life_comes_between_events_and_not_within_one(preparer, monkeypatch):
-    """Nor does an event begin before it is sent."""
+    """An event does not begin before the keep-alive is sent, either."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.01)
     is_sending, sent, is_told = False, b"", asyncio.Event()
 
@@ -432,7 +453,7 @@ def test_a_sign_of_life_comes_between_events_and_not_within_one(preparer, monkey
     assert len(comments) >= 6 and len(texts) == 6
 
 
-# ---- turns -------------------------------------------------------------------------------------
+# ---- taking turns ------------------------------------------------------------------------------
 
 
 class Engine:
@@ -443,29 +464,29 @@ class Engine:
 
 
 def test_a_ticket_holds_all_or_nothing():
-    gate = Gate(Engine(), KeyLimits(requests=2, choices=5, tokens=10))
-    first, second = (gate.enter("a", queues=False) for _ in range(2))
+    limiter = Limiter(Engine(), KeyLimits(requests=2, choices=5, tokens=10))
+    first, second = (limiter.enter("a", queues=False) for _ in range(2))
     with pytest.raises(ApiError) as refused:
-        gate.enter("a", queues=False)
+        limiter.enter("a", queues=False)
     assert (refused.value.status, refused.value.code) == (429, "too_many_requests")
-    assert gate.enter("b", queues=False)  # has limits of its own
+    assert limiter.enter("b", queues=False)  # b has its own limits
     first.take(choices=3, tokens=9)
     for amounts in ({"choices": 3}, {"choices": 2, "tokens": 2}):
         with pytest.raises(ApiError):
             second.take(**amounts)
     second.take(choices=2, tokens=1)
-    assert gate.held("a") == {"requests": 2, "choices": 5, "tokens": 10}
+    assert limiter.held("a") == {"requests": 2, "choices": 5, "tokens": 10}
     first.give_back("tokens")
     first.leave()
     first.leave()
-    assert gate.held("a") == {"requests": 1, "choices": 2, "tokens": 1}
+    assert limiter.held("a") == {"requests": 1, "choices": 2, "tokens": 1}
     second.leave()
-    assert not gate.held("a")
+    assert not limiter.held("a")
 
 
 def test_long_bodies_go_one_at_a_time_and_tenants_in_turn():
-    """And short ones do not wait for them."""
-    gate, order, now = Gate(Engine(), KeyLimits(99, 99)), [], [0]
+    """Short bodies do not wait for them."""
+    limiter, order, now = Limiter(Engine(), KeyLimits(99, 99)), [], [0]
     go_on = threading.Event()
 
     def work(name):
@@ -476,25 +497,103 @@ def test_long_bodies_go_one_at_a_time_and_tenants_in_turn():
         now[0] -= 1
 
     async def run():
-        lanes = Lanes()
+        threads = BodyThreads()
         jobs = []
         for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
-            ticket = gate.enter(name[0], queues=False)
-            jobs.append(asyncio.create_task(lanes.run(ticket, 1 << 20, work, name)))
+            ticket = limiter.enter(name[0], queues=False)
+            jobs.append(asyncio.create_task(threads.run(ticket, 1 << 20, work, name)))
             await asyncio.sleep(0)
         jobs[2].cancel()
-        ticket = gate.enter("a", queues=False)
-        assert await lanes.run(ticket, 100, lambda: "short") == "short"
+        ticket = limiter.enter("a", queues=False)
+        assert await threads.run(ticket, 100, lambda: "short") == "short"
         go_on.set()
         await asyncio.gather(*jobs, return_exceptions=True)
-        lanes.close()
+        threads.close()
 
     asyncio.run(run())
     assert order == ["a0", "a1", "b0", "c0", "a3", "b1"]
 
 
+def test_ready_connections_take_turns():
+    """A turn has few of them, and always the engine's wire; every one gets its turn."""
+    pairs = [socket.socketpair() for _ in range(50)]
+    with contextlib.ExitStack() as stack:
+        for end in itertools.chain(*pairs):
+            stack.enter_context(end)
+        for _, theirs in pairs:
+            theirs.send(b"a")
+        wire = pairs[25][0].fileno()
+        selector = stack.enter_context(FairSelector(wire))
+        for ours, _ in pairs:
+            selector.register(ours, selectors.EVENT_READ)
+        turns: dict[int, list[int]] = {}
+        for turn in range(70):
+            (first, _), *others = selector.select(0)
+            assert first.fd == wire and len(others) == fair_loop.MOST
+            for key, _ in others:
+                turns.setdefault(key.fd, []).append(turn)
+        assert len(turns) == 49
+        for each in turns.values():
+            assert max(b - a for a, b in itertools.pairwise([0, *each, 69])) <= 2 * 7
+        for ours, _ in pairs[fair_loop.MOST :]:
+            ours.recv(1)
+        assert len(selector.select(0)) == fair_loop.MOST
+
+
+@pytest.mark.parametrize("num_each", [1, 6])
+def test_streams_go_on_while_many_connections_ask(monkeypatch, num_each):
+    """Each turn of the loop begins few requests, however many connections have one, or several."""
+    begun = [0]
+    health = server_module._Server.version
+
+    async def counted(self, request):
+        begun[0] += 1
+        return await health(self, request)
+
+    monkeypatch.setattr(server_module._Server, "version", counted)
+    most, loop = 0, fair_loop.new_loop()
+    run_once = loop._run_once
+
+    def one_turn():
+        nonlocal most
+        before = begun[0]
+        run_once()
+        most = max(most, begun[0] - before)
+
+    monkeypatch.setattr(loop, "_run_once", one_turn)
+    with serving(loop=loop) as server:
+        with server.paused(), contextlib.ExitStack() as stack:
+            request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            connections = [
+                stack.enter_context(contextlib.closing(server.connect(request * num_each)))
+                for _ in range(40)
+            ]
+            stack = stack.pop_all()
+        eventually(lambda: begun[0] == 40 * num_each)
+        for connection in connections:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        stack.close()
+    assert most <= 3 * fair_loop.MOST
+
+
+def test_the_memory_of_many_bodies_goes_back(monkeypatch):
+    """Once for so many bytes, long or short, and not while nothing is sent."""
+    given_back = []
+    monkeypatch.setattr(memory, "give_back", lambda: given_back.append(1))
+
+    async def run():
+        threads, limiter = BodyThreads(), Limiter(Engine(), KeyLimits(99, 99))
+        for num_bytes in (3 << 20, 1 << 20, 1000, *[1 << 16] * 63):
+            ticket = limiter.enter("a", queues=False)
+            await threads.run(ticket, num_bytes, lambda: None)
+        threads.close()
+
+    asyncio.run(run())
+    assert len(given_back) == 1
+
+
 def test_short_bodies_of_a_tenant_do_not_wait_for_a_thousand_of_another():
-    gate, begun = Gate(Engine(), KeyLimits(2000, 99)), []
+    limiter, begun = Limiter(Engine(), KeyLimits(2000, 99)), []
     go_on = threading.Event()
 
     def work(name):
@@ -502,23 +601,26 @@ def test_short_bodies_of_a_tenant_do_not_wait_for_a_thousand_of_another():
         go_on.wait()
 
     async def run():
-        lanes = Lanes()
+        threads = BodyThreads()
         jobs = [
-            asyncio.create_task(lanes.run(gate.enter(name, queues=False), 10, work, name))
+            asyncio.create_task(threads.run(limiter.enter(name, queues=False), 10, work, name))
             for name in ["a"] * 1000 + ["b"]
         ]
         await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(*jobs)
-        lanes.close()
+        threads.close()
 
     asyncio.run(run())
     assert len(begun) == 1001 and begun.index("b") < 10
 
 
 def test_a_neighbours_stream_goes_on():
-    """While one client sends the longest bodies of every kind, another's stream has its tokens: at
-    least one in each second of this process's time, which passes only while it has a core."""
+    """One client sends the longest bodies of every kind; another client's stream gets its tokens.
+
+    It gets at least one in each second of this process's CPU time, which passes only while the
+    process has a core.
+    """
     engine = FakeEngine(fake_model().tokenizer, delay=0.005, max_waiting=64)
     engine.limits.max_model_len = 100_000
     attacks = [
@@ -550,7 +652,7 @@ def test_a_neighbours_stream_goes_on():
         while len(times) < 10:
             time.sleep(0.01)
         for path, raw in attacks:
-            for _ in range(3):  # what holds others up does so each time
+            for _ in range(3):  # a delay of ours occurs in every try
                 begin = time.process_time()
                 answer = server.post(path, raw)
                 end = time.process_time()
@@ -565,5 +667,5 @@ def test_a_neighbours_stream_goes_on():
     assert max(gaps.values()) < LONGEST_GAP, gaps
 
 
-# Seconds of all cores together. What test_neighbours.py holds an idle machine to is a fourth of it.
+# Seconds of CPU time of all cores. test_neighbours.py allows a fourth of it on an idle machine.
 LONGEST_GAP = 1.0

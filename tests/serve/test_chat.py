@@ -1,4 +1,4 @@
-"""Chat templates, as they are found in model directories, and as an attacker might write them."""
+"""Chat templates as in model directories, and as an attacker might write them."""
 
 import datetime
 import json
@@ -60,7 +60,9 @@ def test_special_tokens_and_older_forms(directory):
 
 
 def test_templates_by_name(directory):
-    """As transformers chooses: one for requests with tools, if there is, else the default."""
+    """The choice of transformers: a tools template for requests with tools if there is one, else
+    default.
+    """
     tools = [{"type": "function", "function": {"name": "f"}}]
     default = {"name": "default", "template": "plain"}
     tagged = '<tool_call>{"arguments": {{ tools | length }}'
@@ -70,7 +72,7 @@ def test_templates_by_name(directory):
     assert loaded.render([USER], tools=tools) == '<tool_call>{"arguments": 1'
     assert loaded.tool_format is not None and chat.load(directory([default])).tool_format is None
     assert chat.load(directory([default])).render([USER], tools=tools) == "plain"
-    # A single one is for all, whatever its name.
+    # A single template serves all requests, whatever its name.
     only = chat.load(directory([{"name": "rag", "template": "only"}]))
     assert only.render([USER]) == only.render([USER], tools=tools) == "only"
 
@@ -90,8 +92,25 @@ def test_templates_that_are_none(directory, template, message):
         chat.load(directory(template))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "expected an object, got list"),
+        ("\xff", "not JSON"),
+    ],
+)
+def test_a_tokenizer_config_that_is_none_is_named(tmp_path, text, message):
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(chat.ChatTemplateError) as error:
+        chat.load(tmp_path)
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
 def test_what_a_template_writes_is_bounded(directory, monkeypatch):
-    """A conversation in which each message has all others in it, and one that takes its time."""
+    """A conversation whose messages each contain all others, and a template that takes too long."""
     where = directory(
         "{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}"
     )

@@ -1,4 +1,4 @@
-"""Incremental text: joined it is the decoding of all tokens, or what precedes a stop string."""
+"""Incremental text: joined, it decodes all tokens, or the text before a stop string."""
 
 import functools
 import random
@@ -11,7 +11,7 @@ from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 REPLACEMENT = "\ufffd"
 
 
-texts_of = functools.cache(Texts)  # it looks at all tokens
+texts_of = functools.cache(Texts)  # slow: it reads all tokens
 
 
 def pieces(tokenizer, tokens, stop=(), **options) -> list[str]:
@@ -44,7 +44,7 @@ def test_whole_text(tokenizer, text):
 
 
 def test_text_comes_at_once(tokenizer):
-    """A token that completes a character shows it; nothing is held without a reason."""
+    """A token that completes a character shows it; nothing is held back without a reason."""
     tokens = tokenizer.encode("import os\nimport sys  # 🎉\n").ids
     detokenizer = Detokenizer(texts_of(tokenizer), stop=["zebra"])
     shown = ""
@@ -54,7 +54,7 @@ def test_text_comes_at_once(tokenizer):
 
 
 def test_random_tokens(tokenizer):
-    """Any bytes, most of them no UTF-8."""
+    """Random bytes, mostly invalid UTF-8."""
     rng = random.Random(0)
     for _ in range(300):
         tokens = [rng.randrange(300) for _ in range(rng.randrange(40))]
@@ -69,7 +69,7 @@ def test_special_tokens_have_no_text_unless_asked_for(tokenizer):
 
 
 def test_decoder_that_strips_a_leading_space():
-    """SentencePiece's way: the first word of a text loses its space, and no other."""
+    """SentencePiece drops the space of a text's first word, and of no other word."""
     vocab = {"<s>": 0, "▁a": 1, "▁b": 2, "c": 3}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
     tokenizer.add_special_tokens(["<s>"])
@@ -82,7 +82,7 @@ def test_decoder_that_strips_a_leading_space():
 
 
 def sentence_piece() -> Tokenizer:
-    """Words, and bytes of what they do not cover, as Llama 2 and Gemma have it."""
+    """Words, and byte tokens for other text, as in Llama 2 and Gemma."""
     vocab = {"<s>": 0, "<unk>": 1, "▁a": 2, "b": 3, "▁": 4}
     vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -123,8 +123,8 @@ class Counted:
         as_bytes(b"\x80") * 500,
         [2, *as_bytes(b"\xf0\x9f\xe2") * 200, 2, 3],
         [2, *as_bytes(b"\xe2\x82" * 100 + b"\xac"), 2, 3, *as_bytes("東京 🎉".encode()), 2],
-        [2] + [0] * 500 + [3],  # without text
-        as_bytes("\ufffd".encode()) * 200,  # complete, and the very character
+        [2] + [0] * 500 + [3],  # no text
+        as_bytes("\ufffd".encode()) * 200,  # complete, but the replacement character itself
     ],
     ids=["begun", "never begun", "begun anew", "ended", "special", "replacement"],
 )
@@ -170,7 +170,7 @@ def test_random_stops(tokenizer):
         tokens = [rng.choice(letters) for _ in range(rng.randrange(1, 30))]
         stops = ["".join(rng.choices("ab", k=rng.randrange(2, 7))) for _ in range(2)]
         text = tokenizer.decode(tokens)
-        # The oracle: what is there when the first stop string is complete.
+        # The oracle: the text at which the first stop string is complete.
         ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
         if ends:
             text = text[: ends[0]]
@@ -191,8 +191,10 @@ def test_a_stop_string_may_be_shown(tokenizer):
 
 
 def test_stop_strings_cost_no_more_where_they_nearly_match(tokenizer, monkeypatch):
-    """16 strings of 256 characters, and a text that is about to be each of them: two steps a
-    character and string."""
+    """16 strings of 256 characters, and a text that nearly matches all of them.
+
+    Matching takes two steps for each character and string.
+    """
     stops = ["a" * (127 + i) + "b" + "a" * (128 - i) for i in range(16)]
     num_steps = 0
 

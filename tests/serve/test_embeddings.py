@@ -1,4 +1,4 @@
-"""/v1/embeddings, over HTTP, with small models of every pooling behind it."""
+"""/v1/embeddings over HTTP, with small models of every pooling."""
 
 import base64
 import contextlib
@@ -20,6 +20,7 @@ from helpers.serve.live_server import (
     key_options,
     post_bytes,
     serving,
+    serving_encoder,
 )
 from jax_attn import models
 from jax_attn.serve._engine.embedder import Embedder
@@ -54,24 +55,15 @@ def qwen(tmp_path_factory):
     return load(tmp_path_factory, "qwen3")
 
 
-@contextlib.contextmanager
-def serving_embeddings(model, **config):
-    embedder = Embedder(model, "vectors")
-    with serving(embedding=(model, embedder), **config) as server:
-        eventually(lambda: server.get("/health").ok)
-        server.embedder = embedder
-        yield server
-
-
 @pytest.fixture(scope="module")
 def server(bert):
-    with serving_embeddings(bert) as server:
+    with serving_encoder(bert) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def qwen_server(qwen):
-    with serving_embeddings(qwen) as server:
+    with serving_encoder(qwen) as server:
         yield server
 
 
@@ -138,7 +130,9 @@ def test_more_inputs_than_a_batch_holds(server, bert):
 def test_models_are_both_listed(server):
     cards = {card["id"]: card["max_model_len"] for card in server.get("/v1/models").json["data"]}
     assert cards["vectors"] == 64 and "tiny" in cards
-    assert server.get("/v1/models/vectors").json["max_model_len"] == 64
+    card = server.get("/v1/models/vectors").json
+    assert card["max_model_len"] == 64 and card["features"] == ["embeddings"]
+    assert server.get("/v1/models/tiny").json["features"] == ["completions", "chat"]
     assert server.get("/v1/models/other").status == 404
 
 
@@ -214,11 +208,11 @@ def test_tokens_of_one_request_are_bounded(server, monkeypatch):
 
 def test_bytes_of_vectors_are_bounded(bert):
     limits = KeyLimits(requests=9, choices=9, embedding_bytes=32 * 4 * 2)
-    with serving_embeddings(bert, key_limits=limits) as server:
+    with serving_encoder(bert, key_limits=limits) as server:
         assert server.post(ROUTE, {"input": [[5], [6]]}).ok
         error = server.post(ROUTE, {"input": [[5], [6], [7]]}).error
         assert error["code"] == "too_many_embedding_bytes"
-        assert server.post(ROUTE, {"input": [[5], [6]]}).ok  # all was given back
+        assert server.post(ROUTE, {"input": [[5], [6]]}).ok  # all limits were given back
 
 
 def test_without_an_embedding_model():
@@ -240,7 +234,7 @@ def test_two_models_of_one_name(bert):
 
 
 class Held:
-    """Lets a batch of an embedder go on when it is told, and keeps what each was."""
+    """Holds each batch of an embedder until it is told to go on, and records the batches."""
 
     def __init__(self, embedder, monkeypatch):
         self.batches: list[list[tuple[str, list[int]]]] = []
@@ -323,10 +317,10 @@ def test_a_client_that_leaves_is_seen(server, monkeypatch):
 def test_a_batch_that_fails_fails_alone(server, monkeypatch, caplog):
     vectors_of_batch = server.embedder._vectors
 
-    def fail(sequences, num_tokens):
+    def fail(sequences, *others):
         if [7] in sequences:
             raise RuntimeError("no memory")
-        return vectors_of_batch(sequences, num_tokens)
+        return vectors_of_batch(sequences, *others)
 
     monkeypatch.setattr(server.embedder, "_vectors", fail)
     answer = server.post(ROUTE, {"input": [7]})
@@ -406,7 +400,7 @@ def test_openais_client(server, bert):
 
 
 def test_beside_a_decoder(tmp_path, qwen):
-    """Both models of one process, and tenants with keys."""
+    """Both models in one process, and tenants with keys."""
     directory = tmp_path / "qwen"
     directory.mkdir()
     embedding_cases.write(directory, "qwen3")
@@ -436,7 +430,7 @@ def test_beside_a_decoder(tmp_path, qwen):
 
 @pytest.mark.parametrize("names", [[], ["--served-model-name", "vectors"]])
 def test_alone(tmp_path, qwen, names):
-    """Without --model: what texts need is refused in OpenAI's way, all else is as it was."""
+    """Without --model: text routes are refused in OpenAI's way, and all else works."""
     directory = tmp_path / "qwen"
     directory.mkdir()
     embedding_cases.write(directory, "qwen3")
@@ -468,7 +462,7 @@ def test_alone(tmp_path, qwen, names):
         assert server.process.wait(240) == 0, server.log()
 
 
-# ---- what others notice ------------------------------------------------------------------------
+# ---- effects on others -------------------------------------------------------------------------
 
 
 @pytest.mark.alone

@@ -1,6 +1,6 @@
-"""The engine on the bundled model: whatever happens around a sequence, its tokens are the same.
+"""The engine on a shallow model: a sequence's tokens do not depend on what runs beside it.
 
-The oracle is the model's dense reference path, one sequence at a time, on the very tokens that the
+The oracle is the model's dense reference path, one sequence at a time, on the tokens that the
 engine chose: each must be the one that the reference would have chosen there.
 """
 
@@ -49,7 +49,7 @@ def invariant_device(model):
 
 @pytest.fixture
 def make_engine(model, device):
-    """Engines of any policy on the one device that is compiled."""
+    """Engines of any policy on one compiled device."""
 
     def make(**changes) -> Engine:
         engine = Engine(model, dataclasses.replace(CONFIG, **changes))
@@ -87,7 +87,7 @@ def sequence(tokens: list[int], **kwargs) -> Sequence:
 
 
 class Result:
-    """What the events of a sequence said."""
+    """The contents of a sequence's events."""
 
     def __init__(self):
         self.tokens, self.text, self.logprobs = [], "", []
@@ -107,7 +107,7 @@ class Result:
 
 
 def run(engine: Engine, *seqs: Sequence, each_step=None) -> list[Result]:
-    """Steps until all is done, checking the engine's books on the way."""
+    """Steps until all is done, checking the engine's integrity on the way."""
     results = {seq.id: Result() for seq in seqs}
     num_compiles = engine.device.num_compiles_after_warm_up
     engine.submit(seqs)
@@ -133,7 +133,7 @@ def check_drained(engine: Engine) -> None:
 
 
 def check_greedy(logits_of, seq: Sequence, adjust=None) -> None:
-    """adjust(scores, output so far): what penalties make of the logits."""
+    """adjust(scores, output so far): applies penalties to the logits."""
     logits = logits_of(seq.tokens)
     for i in range(seq.num_prompt, len(seq.tokens)):
         scores = logits[i - 1]
@@ -142,11 +142,11 @@ def check_greedy(logits_of, seq: Sequence, adjust=None) -> None:
         assert scores[seq.tokens[i]] >= scores.max() - 1e-3, (i, seq.num_prompt)
 
 
-# ---- greedy text, whatever happens around it ---------------------------------------------------
+# ---- greedy text in any company ----------------------------------------------------------------
 
 
 def workload(model, seed: int) -> list[Sequence]:
-    """Prompts of all lengths, many of them with a beginning in common."""
+    """Prompts of all lengths, many of them with a common prefix."""
     rng = random.Random(seed)
     seqs = []
     for _ in range(24):
@@ -187,7 +187,7 @@ def test_any_company(model, make_engine, alone, changes):
     engine = make_engine(**changes)
     rng = random.Random(str(changes))
     seqs = workload(model, 0)
-    extra = workload(model, 1)  # these are aborted sooner or later
+    extra = workload(model, 1)  # these are aborted at some time
     todo = [(rng.randrange(30), seq) for seq in seqs + extra]
     aborts = {rng.randrange(5, 200): seq.id for seq in extra}
     results = {seq.id: Result() for seq in seqs + extra}
@@ -220,7 +220,7 @@ def test_any_company(model, make_engine, alone, changes):
 
 
 def test_penalties_through_preemption(model, make_engine, logits_of):
-    """The counts on the device are rebuilt where a sequence moves to another slot."""
+    """The counts on the device are rebuilt when a sequence moves to another slot."""
     engine = make_engine()
     seqs = [
         sequence(
@@ -251,7 +251,7 @@ def test_penalties_through_preemption(model, make_engine, logits_of):
 
 
 def test_logprobs(model, make_engine, logits_of):
-    """Of the raw logits, and one entry for each token, in any company."""
+    """Log-probabilities are those of the raw logits, one entry a token, in any company."""
     seqs = [
         sequence(prompt(model, 0, 30), max_tokens=20, logprobs=4, temperature=0.9, seed=3),
         sequence(prompt(model, 9, 12), max_tokens=20, temperature=0.9),
@@ -270,7 +270,7 @@ def test_logprobs(model, make_engine, logits_of):
 
 
 def check_prompt_logprobs(seq, result, logits_of):
-    """The first is null, and then each is of its token behind those before; the output follows."""
+    """The first is null, each other one is of its token after the earlier ones; output follows."""
     n = seq.num_prompt + len(result.tokens)
     assert [entry.token for entry in result.logprobs] == seq.tokens[:n]
     first, *rest = result.logprobs
@@ -285,7 +285,7 @@ def check_prompt_logprobs(seq, result, logits_of):
 
 
 def test_logprobs_of_the_prompt(model, make_engine, logits_of):
-    """Of all of it, though most is in the prefix cache; beside others, who cost no more for it."""
+    """The whole prompt has them, even if cached; for requests beside it, the cost does not grow."""
     engine = make_engine(num_pages=80)
     wanted = {"logprobs": 2, "prompt_logprobs": True}
     (plain,) = run(engine, sequence(prompt(model, 0, 70), max_tokens=5))
@@ -322,57 +322,67 @@ def test_logprobs_of_the_prompt_when_preempted(model, make_engine, logits_of):
 # ---- sampling ----------------------------------------------------------------------------------
 
 
-def test_batch_invariant(model, invariant_device):
-    """Same seed, same bits, logprobs too: whoever runs beside, whatever is chunked, cached, or
-    preempted."""
+def invariant_engine(model, device, **changes) -> Engine:
+    made = Engine(model, dataclasses.replace(INVARIANT, **changes))
+    made.device = device
+    return made
 
-    def engine(**changes):
-        made = Engine(model, dataclasses.replace(INVARIANT, **changes))
-        made.device = invariant_device
-        return made
 
-    def seqs():
-        return [
-            sequence(
-                prompt(model, 50 * i, 1015 if i == 5 else 20 + 13 * i),
-                max_tokens=25,
-                temperature=1.0,
-                top_p=0.95 if i % 2 else 1.0,
-                seed=i,
-                logprobs=2,
-                ignore_eos=True,
-            )
-            for i in range(6)
-        ]
+def invariant_sequences(model) -> list[Sequence]:
+    return [
+        sequence(
+            prompt(model, 50 * i, 1015 if i == 5 else 20 + 13 * i),
+            max_tokens=25,
+            temperature=1.0,
+            top_p=0.95 if i % 2 else 1.0,
+            seed=i,
+            logprobs=2,
+            ignore_eos=True,
+        )
+        for i in range(6)
+    ]
 
-    made = engine()
-    expected = [run(made, seq)[0] for seq in seqs()]
-    for changes in ({}, {"prefill_chunk": 5}, {"prefix_cache": False}, {"num_pages": 160}):
-        made = engine(**changes)
-        others = [
-            sequence(
-                prompt(model, 7 * i, 10 + i),
-                max_tokens=90 if "num_pages" in changes else 35,
-                seed=99 + i,
-                temperature=2.0,
-                ignore_eos=True,
-            )
-            for i in range(5)
-        ]
-        for company in (others, []) if not changes else (others,):
-            mixed = seqs()
-            order = [*company[:3], *mixed, *company[3:]]
-            got = dict(zip([seq.id for seq in order], run(made, *order), strict=True))
-            for seq, one in zip(mixed, expected, strict=True):
-                assert got[seq.id].tokens == one.tokens
-                assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
-        # What this is about has happened: all were cached the second time, or some preempted.
-        assert changes or min(got[seq.id].num_cached for seq in mixed) >= 16
-        assert (made.stats()["preemptions"] > 0) == ("num_pages" in changes)
+
+@pytest.fixture(scope="module")
+def invariant_alone(model, invariant_device):
+    """The results of `invariant_sequences`, run one after the other."""
+    engine = invariant_engine(model, invariant_device)
+    return [run(engine, seq)[0] for seq in invariant_sequences(model)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"prefill_chunk": 5}, {"prefix_cache": False}, {"num_pages": 160}], ids=str
+)
+def test_batch_invariant(model, invariant_device, invariant_alone, changes):
+    """The same seed gives the same bits, logprobs too, in any company.
+
+    That holds for chunked, cached and preempted sequences.
+    """
+    engine = invariant_engine(model, invariant_device, **changes)
+    others = [
+        sequence(
+            prompt(model, 7 * i, 10 + i),
+            max_tokens=90 if "num_pages" in changes else 35,
+            seed=99 + i,
+            temperature=2.0,
+            ignore_eos=True,
+        )
+        for i in range(5)
+    ]
+    for company in (others, []) if not changes else (others,):
+        mixed = invariant_sequences(model)
+        order = [*company[:3], *mixed, *company[3:]]
+        got = dict(zip([seq.id for seq in order], run(engine, *order), strict=True))
+        for seq, one in zip(mixed, invariant_alone, strict=True):
+            assert got[seq.id].tokens == one.tokens
+            assert got[seq.id].logprobs == one.logprobs  # floats, bit for bit
+    # Checks the premise: all were cached the second time, or some were preempted.
+    assert changes or min(got[seq.id].num_cached for seq in mixed) >= 16
+    assert (engine.stats()["preemptions"] > 0) == ("num_pages" in changes)
 
 
 def test_every_token_has_noise_of_its_own(model, make_engine):
-    """So hot that the model has no say: hardly a token comes twice, and none because of another."""
+    """At a high temperature tokens rarely repeat, and no token depends on another."""
     (result,) = run(make_engine(), sequence([0, 5], temperature=1e6, max_tokens=40))
     assert len(set(result.tokens)) > 35 or result.reason is FinishReason.STOP
 
@@ -414,7 +424,7 @@ def test_stops(model, make_engine):
         sequence(tokens, max_tokens=30, stop=(stop,), include_stop=True),
         sequence(tokens, max_tokens=30, stop_token_ids=(free.tokens[6],), include_stop=True),
     )
-    assert nearly.text == free.text  # what was held back comes in the end
+    assert nearly.text == free.text  # held-back text comes in the end
     assert stopped.text == free.text[: free.text.index(stop)]
     assert stopped.tokens == free.tokens[: len(stopped.tokens)] and len(stopped.tokens) < 30
     first = free.tokens.index(free.tokens[6])
@@ -441,7 +451,7 @@ PERSON = {
 
 
 def test_json_schema(model, make_engine):
-    """Sampled hot, in a pool that preempts, with and without penalties: always valid."""
+    """At a high temperature, with preemptions, with and without penalties: always valid."""
     engine = make_engine()
     text = grammar.from_json_schema(PERSON)
     seqs = [
@@ -467,7 +477,7 @@ def test_json_schema(model, make_engine):
 
 
 def test_jump_forward_saves_steps(model, make_engine):
-    """A text without choices: the same with and without, in a fraction of the steps."""
+    """A text without choices: the same with and without jumps, in a fraction of the steps."""
     pattern = r"def forced_by_the_grammar\(arguments\): return None # and nothing else"
     expected = pattern.replace("\\", "")
     steps, tokens = {}, {}
@@ -527,7 +537,7 @@ def test_grammar_with_logprobs_is_not_jumped(model, make_engine):
 
 @pytest.mark.parametrize("jump", [True, False])
 def test_length_cuts_forced_tokens(model, make_engine, jump):
-    """A text that is complete with its last token has not been cut."""
+    """A text that is complete with its last token counts as not cut."""
     engine = make_engine(jump_forward=jump)
 
     def text(max_tokens):
@@ -548,7 +558,7 @@ def test_length_cuts_forced_tokens(model, make_engine, jump):
 
 @pytest.mark.parametrize("where", ["fill_mask", "advance", "take_forced"])
 def test_a_grammar_that_gets_stuck(model, make_engine, logits_of, monkeypatch, where):
-    """Ends its own sequence, and no other."""
+    """The grammar ends its own sequence, and no other."""
     engine = make_engine()
     text = grammar.from_regex("[a-z]{3} (and so on|and on)+ [0-9]{9}")
     seqs = [sequence(prompt(model, 0, 20), grammar=text, max_tokens=40), sequence([0, 593, 633])]
@@ -567,7 +577,7 @@ def test_a_grammar_that_gets_stuck(model, make_engine, logits_of, monkeypatch, w
 
 
 class Late:
-    """Masks that come when they are told to: of the grammars that `which` picks."""
+    """Masks that arrive on command, for the grammars that `which` picks."""
 
     def __init__(self, monkeypatch, which=lambda constraint: True):
         self.comes = threading.Event()
@@ -595,7 +605,7 @@ def step_until(engine, results, done, most=1000) -> None:
 def test_a_late_mask_holds_its_own_sequence_only(
     model, make_engine, logits_of, monkeypatch, num_prompt
 ):
-    """And in the end the text is the one that it would have been. Pages have 8 tokens."""
+    """In the end the text is the same as without the delay. Pages have 8 tokens."""
     pattern = r"(alpha|beta|gamma) is red red red now (red|green|blue) as well\."
 
     def constrained():
@@ -683,7 +693,7 @@ def test_a_grammar_that_is_used_up_is_compiled_anew(model, make_engine, monkeypa
 
 
 def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
-    """The next step is sampled before the tokens of the last are waited for."""
+    """The next step is sampled before the host waits for the last step's tokens."""
     engine = make_engine()
     device, order = engine.device, []
 
@@ -720,7 +730,8 @@ def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
         ({"logprobs": 21}, "logprobs: expected at most 20"),
         ({"logit_bias": tuple((i, 1.0) for i in range(301))}, "logit_bias: expected at most 300"),
         ({"logit_bias": ((4096, 1.0),)}, "logit_bias: expected tokens in"),
-        # The first would be an IndexError in the step of all others, the second another token.
+        # The first would raise IndexError in the step of all others, the second would be another
+        # token.
         ({"stop_token_ids": (4096,), "min_tokens": 1}, "stop_token_ids: expected tokens in"),
         ({"stop_token_ids": (-1,), "min_tokens": 1}, "stop_token_ids: expected tokens in"),
         ({"deadline": float("nan")}, "deadline: expected seconds, got nan"),
@@ -729,7 +740,7 @@ def test_min_tokens_leaves_the_host_a_step_ahead(model, make_engine):
     ],
 )
 def test_refused(model, make_engine, kwargs, message):
-    """With all of its request, and without a trace."""
+    """The whole request is refused, and leaves nothing behind."""
     engine = make_engine()
     good, bad = sequence([0, 5]), sequence([0, 5], **kwargs)
     with pytest.raises(ValueError, match=message):
@@ -754,7 +765,7 @@ def test_refused(model, make_engine, kwargs, message):
     ],
 )
 def test_values_that_the_device_cannot_hold(kwargs, message):
-    """They would fail, or become NaN, in a step of all that run."""
+    """They would fail, or become NaN, in a step that runs other sequences too."""
     with pytest.raises(ValueError, match=message):
         sequence([0], **kwargs)
 
@@ -809,7 +820,7 @@ def test_abort_is_told_with_the_next_step(model, make_engine):
 
 
 def test_a_step_that_raises(model, make_engine, logits_of, monkeypatch):
-    """What ran ends with an error, what waited runs, and nothing of the lost cache is used."""
+    """Running sequences end with an error, waiting ones run, and the lost cache is not used."""
     engine = make_engine()
     tokens = prompt(model, 0, 40)
     run(engine, sequence(tokens))  # leaves its pages in the cache
@@ -936,11 +947,10 @@ def test_stats_and_snapshot(model, make_engine):
     seqs = [
         sequence(prompt(model, 0, 50), max_tokens=10, namespace=name) for name in ("a", "a", "b")
     ]
-    sampled, snapshots = [], []
+    snapshots = []
 
     def each_step():
         stats = engine.step_stats
-        sampled.append(stats.num_sampled)
         snapshots.append(json.loads(json.dumps(engine.snapshot())))
         assert all(seconds >= 0 for seconds in stats.seconds.values())
         assert stats.num_tokens <= CONFIG.max_step_tokens
@@ -948,7 +958,7 @@ def test_stats_and_snapshot(model, make_engine):
     results = run(engine, *seqs, each_step=each_step)
     stats = engine.stats()
     num_tokens = sum(len(r.tokens) for r in results)
-    assert sum(sampled) == stats["generated_tokens"] == num_tokens
+    assert stats["generated_tokens"] == num_tokens
     assert stats["prompt_tokens"] == 150 and stats["prefix_hit_tokens"] == 48
     assert stats["steps"] == sum(bool(s["step"]["entries"]) for s in snapshots)
     states = snapshots[0]["pages"]["states"]
@@ -968,7 +978,7 @@ def test_warm_up_lists_what_it_compiles(device):
 
 
 def test_batch_invariant_plans_hold_any_batch(model):
-    """Long prompts in chunks among long decodes: the splits fit the capacities that were chosen."""
+    """Long prompts in chunks among long decodes: the splits fit the chosen capacities."""
     config = dataclasses.replace(
         CONFIG, num_pages=2100, max_running=8, max_step_tokens=256, batch_invariant=True
     )
@@ -989,7 +999,7 @@ def test_batch_invariant_plans_hold_any_batch(model):
 
 @pytest.mark.parametrize(("kv_dtype", "fewest_same"), [("float8_e4m3fn", 4), ("int8", 20)])
 def test_a_cache_of_codes(kv_dtype, fewest_same, model, make_engine):
-    """Fewer bytes; and nearly the same logits, so the same words where a model is sure."""
+    """A quantized cache takes fewer bytes; nearly equal logits give the same words if clear."""
     engine = Engine(model, dataclasses.replace(CONFIG, kv_dtype=kv_dtype))
     engine.warm_up()
     tokens = prompt(model, 0, 30)
@@ -998,6 +1008,6 @@ def test_a_cache_of_codes(kv_dtype, fewest_same, model, make_engine):
     same = sum(a == b for a, b in zip(got.tokens, want.tokens, strict=False))
     assert engine.device._k_pages.dtype == kv_dtype and len(got.tokens) == 24
     assert same >= fewest_same, (got.text, want.text)
-    # What is cached is what was computed.
+    # A prefix hit has the values that were computed.
     (again,) = run(engine, sequence(tokens))
     assert again.tokens == got.tokens and again.num_cached > 0

@@ -1,5 +1,7 @@
-"""The engine on other families than the bundled model's: experts, sinks, latent attention, layers
-without RoPE, and quantised weights."""
+"""The engine on families unlike the bundled model.
+
+Experts, sinks, latent attention, layers without RoPE, and quantized weights.
+"""
 
 import dataclasses
 
@@ -31,6 +33,13 @@ FAMILIES = [
     "olmo2",
     "granite",
     "smollm3 windows",
+    "qwen3 next",
+    "qwen3.5",
+    "lfm2 bias",
+    "llama4",
+    "falcon h1",
+    "minimax",
+    "gemma4 per-layer inputs, shared keys",
 ]
 
 
@@ -47,7 +56,8 @@ def tokenizer():
 
 
 def sizes(tokenizer) -> dict[str, int]:
-    return {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    size = tokenizer.get_vocab_size()
+    return {"vocab_size": size, "vocab_size_per_layer_input": size, "eos_token_id": 0}
 
 
 def greedy_answers(model: models.Model, config: EngineConfig = LIMITS) -> list[list[int]]:
@@ -63,10 +73,10 @@ def greedy_answers(model: models.Model, config: EngineConfig = LIMITS) -> list[l
 
 
 def check(answers: list[list[int]], params, config) -> None:
-    """Against the reference on `params`."""
+    """Compares with the reference on `params`."""
     for tokens, answer in zip(PROMPTS, answers, strict=True):
         assert len(answer) == NUM_TOKENS
-        padded = np.zeros(max(map(len, PROMPTS)) + NUM_TOKENS, np.int32)  # behind, nobody sees it
+        padded = np.zeros(max(map(len, PROMPTS)) + NUM_TOKENS, np.int32)  # later zeros are unseen
         padded[: len(tokens) + NUM_TOKENS] = tokens + answer
         best = np.argmax(reference(params, config, padded), -1)
         assert best[len(tokens) - 1 :][:NUM_TOKENS].tolist() == answer
@@ -80,7 +90,7 @@ def test_greedy_tokens_are_those_of_the_reference(name, tokenizer):
 
 
 def test_latent_rows_of_codes(tokenizer):
-    """The first tokens are sure enough; what follows them differs where one does."""
+    """The first tokens are clear choices; after a different token the rest differs, too."""
     raw = model_cases.CONFIGS["deepseek v2 groups, yarn"] | sizes(tokenizer)
     config = models.parse_config(raw)
     params = models.random_params(config, jax.random.key(0), "float32")
@@ -99,6 +109,23 @@ def test_a_page_of_latent_rows_has_keys_alone():
         assert (
             sizing.bytes_of_page(config, parse(["--page-size", "16", *options])) == size * elements
         )
+
+
+def test_a_page_of_a_hybrid_is_that_of_its_layers_with_attention():
+    """States have slots of their own, which leave less room for pages."""
+    config = models.parse_config(model_cases.CONFIGS["qwen3.5"])
+    args = parse(["--page-size", "16", "--dtype", "float32", "--max-running", "5"])
+    assert sizing.bytes_of_page(config, args) == 4 * 2 * 2 * 16 * 2 * 16
+    states = models.init_states(config, 20, "float32")
+    assert sizing.bytes_of_states(config, args) == sum(x.nbytes for x in states) > 0
+    plain = models.parse_config(model_cases.CONFIGS["qwen3"])
+    assert sizing.bytes_of_states(plain, args) == 0
+
+
+def test_a_page_has_the_layers_of_all_groups_that_do_not_share():
+    config = models.parse_config(model_cases.CONFIGS["gemma4 per-layer inputs, shared keys"])
+    args = parse(["--page-size", "16", "--dtype", "float32"])
+    assert sizing.bytes_of_page(config, args) == 4 * 2 * 16 * (2 * 2 * 16 + 2 * 2 * 32)
 
 
 def test_greedy_tokens_of_quantised_weights_are_those_of_the_numbers_they_stand_for(

@@ -1,4 +1,4 @@
-"""A few seconds of `make fuzz` with a fixed seed, and all that it ever found."""
+"""A few seconds of `make fuzz` with a fixed seed, and every failure that it ever found."""
 
 import json
 import random
@@ -10,13 +10,14 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from fuzz import bodies, search
 from fuzz.routes import RoutesInProcess, RoutesOverHttp
 from fuzz.sockets import Conversation, Sockets
+from fuzz.tool_calls import ToolCalls
 
 from helpers.serve.live_server import serving
 
 SEED = 15
 FOUND = [
     (name, path)
-    for name in ("routes", "sockets")
+    for name in ("routes", "sockets", "calls")
     for path in sorted((search.DATA / name).glob("*.json"))
 ]
 
@@ -33,6 +34,11 @@ def sockets():
     part = Sockets()
     yield part
     part.close()
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return ToolCalls()
 
 
 def test_routes(routes, tmp_path):
@@ -55,12 +61,18 @@ def test_sockets(sockets, tmp_path):
     assert {200, 400, 404, 405} <= sockets.statuses.keys()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tool_calls(calls, tmp_path, seed):
+    search.search(calls, seed, num_cases=25, directory=tmp_path)
+    assert {"written", "through tokens", "demanded"} <= calls.done.keys()
+
+
 @pytest.mark.parametrize(("name", "path"), FOUND, ids=lambda value: getattr(value, "stem", value))
-def test_what_failed_once(routes, sockets, name, path):
-    search.replay({"routes": routes, "sockets": sockets}[name], path)
+def test_what_failed_once(routes, sockets, calls, name, path):
+    search.replay({"routes": routes, "sockets": sockets, "calls": calls}[name], path)
 
 
-# ---- the machinery: it finds what is there -----------------------------------------------------
+# ---- the fuzzer finds planted faults -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", bodies.PATHS)
@@ -70,7 +82,7 @@ def test_examples_are_good(routes, path):
 
 
 def test_a_failing_route_is_shrunk_and_kept(routes, monkeypatch, tmp_path):
-    """Of all that is in the body, what fails is left."""
+    """Only the failing part of the body is left."""
     monkeypatch.setattr(search, "SHRINK_SECONDS", 3600)
     answer = routes.answer
 

@@ -1,4 +1,4 @@
-"""Grammars: what masks allow, what is forced, how errors read, what the cache keeps."""
+"""Grammars: allowed tokens, forced tokens, error messages, the cache."""
 
 import json
 import random
@@ -91,7 +91,7 @@ def test_lark(grammars, tokenizer):
 
 
 def test_a_forced_text_needs_no_choice(grammars, tokenizer):
-    """Forced tokens are the tokenizer's own, but for the end, which other text might join."""
+    """Forced tokens are the tokenizer's own; the last may be missing, as later text may join it."""
     text = "def main():\n    return 'naïve'"
     matcher = grammars.matcher(grammar.from_regex(re.escape(text).replace("\\\n", "\n")))
     forced = matcher.take_forced()
@@ -102,7 +102,7 @@ def test_a_forced_text_needs_no_choice(grammars, tokenizer):
 
 
 def test_truncation_does_not_reach_forced_text(grammars, tokenizer):
-    """Some directories' tokenizer.json asks for it, for prompts."""
+    """Some directories' tokenizer.json asks for truncation, for prompts."""
     short = Tokenizer.from_str(tokenizer.to_str())
     short.enable_truncation(3)
     short.enable_padding(length=50)
@@ -113,7 +113,7 @@ def test_truncation_does_not_reach_forced_text(grammars, tokenizer):
 
 
 def test_token_boundaries(grammars, tokenizer):
-    """Where text is forced but not its tokens, the mask offers every token that begins with it."""
+    """If text is forced but not its tokens, the mask offers every token that begins with it."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     matcher = grammars.matcher(grammar.from_json_schema(schema))
     assert tokenizer.decode(matcher.take_forced()) == '{"name":'
@@ -142,7 +142,7 @@ def test_any_json(grammars, tokenizer):
     ],
 )
 def test_bad_grammars(grammars, text, message):
-    """One sentence each, and neither a parser's state nor the grammar in it."""
+    """One sentence each, without a parser's state and without the grammar."""
     with pytest.raises(GrammarError, match=message) as error:
         grammars.matcher(text())
     assert "\n" not in str(error.value) and len(str(error.value)) < 200

@@ -1,4 +1,4 @@
-"""Grammars of clients: what compiling one may take, and whose turn it is."""
+"""Grammars of clients: the cost limit of a compile, and the order of tenants."""
 
 import threading
 import time
@@ -10,8 +10,9 @@ from jax_attn.serve._grammar import compiler as grammar_compiler
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler, TooManyGrammars
 from jax_attn.serve._grammar.grammar import GrammarError, Grammars
+from jax_attn.serve._text import memory
 
-# 20 s and 390 MB, where nothing ends it.
+# 20 s and 390 MB without a limit.
 ENDLESS = grammar.from_json_schema({"type": "integer", "multipleOf": 999983})
 
 
@@ -31,7 +32,7 @@ def test_a_grammar_that_takes_too_long_ends_with_its_process(compiler):
     assert first is None
     compiled = compiler.compile(grammar.from_regex("[a-z]+"), "a").result(60)
     assert compiled.matcher().take_forced() == [] and compiled.num_bytes > 0
-    # Who tries again costs nothing.
+    # A second try costs nothing.
     process = compiler._trials[0]._process
     with pytest.raises(GrammarError, match="make it simpler"):
         compiler.compile(ENDLESS, "b").result(0)
@@ -50,6 +51,32 @@ def test_a_grammar_that_takes_too_much_memory(monkeypatch, tokenizer):
         compiler.close()
 
 
+def wide(number: int) -> str:
+    """A grammar that keeps a megabyte."""
+    names = [f"p{number}_{i}" for i in range(300)]
+    return grammar.from_json_schema(
+        {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    )
+
+
+@pytest.mark.skipif(not hasattr(memory._libc(), "mallinfo2"), reason="needs glibc 2.33")
+def test_the_cache_knows_what_it_keeps(tokenizer, monkeypatch):
+    """Grammars that take the place of others count in full, and go back to the system."""
+    given_back = []
+    monkeypatch.setattr(memory, "give_back", lambda: given_back.append(1))
+    monkeypatch.setattr(grammar, "_GIVE_BACK_BYTES", 2 << 20)
+    grammars = Grammars(tokenizer, 4096, [0], max_bytes=4 << 20)
+    compiler = GrammarCompiler(grammars, num_threads=1)
+    try:
+        sizes = [compiler.compile(wide(i), "a").result(60).num_bytes for i in range(9)]
+    finally:
+        compiler.close()
+    assert min(sizes) > 500_000 and max(sizes) < 1.5 * min(sizes)
+    assert len(grammars) == (4 << 20) // max(sizes)
+    dropped = (9 - len(grammars)) * min(sizes)
+    assert 1 <= len(given_back) <= dropped // (2 << 20) + 1
+
+
 def test_what_is_wrong_with_a_grammar_is_said(compiler):
     with pytest.raises(GrammarError, match="unclosed group"):
         compiler.compile(grammar.from_regex("("), "a").result(60)
@@ -63,7 +90,7 @@ def test_the_cache_answers_at_once(compiler):
     again = compiler.compile(text, "a")
     assert again.done() and again.result() is compiled
     assert compiler._grammars.num_compiled == 1
-    # Another tenant's is another one, as copies of one share what may be used up.
+    # Another tenant gets its own grammar, because copies share a budget that may be used up.
     assert compiler.compile(text, "b").result(60) is not compiled
 
 

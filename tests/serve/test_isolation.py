@@ -1,5 +1,7 @@
-"""Tenants never see each other's values: whose page becomes free is poisoned, and whoever reads one
-that another wrote is caught (see fake_device). A million steps:
+"""Tenants never see each other's values; a million steps.
+
+A freed page is poisoned, and a read of a page that another tenant wrote is caught (see
+fake_device).
 
     python -m pytest tests/serve/test_isolation.py -m hours -n 0
 """
@@ -52,7 +54,7 @@ class RetractingEngine(FakeEngine):
 
 
 def arrive(rng: random.Random, scheduler: Scheduler, name: str, now: int) -> list[Sequence]:
-    """Prompts are few and alike, whoever sends them."""
+    """All tenants draw from the same few prompts."""
     prompt = [(7 * rng.randrange(2) + i) % VOCAB for i in range(rng.randrange(1, 24))]
     prompt += [rng.randrange(VOCAB) for _ in range(rng.randrange(3))]
     params = SamplingParams(
@@ -82,7 +84,7 @@ def arrive(rng: random.Random, scheduler: Scheduler, name: str, now: int) -> lis
 
 
 def simulate(seed: int, num_steps: int) -> dict[str, int]:
-    """Steps of one engine, under load all the time."""
+    """Runs steps of one engine under constant load."""
     rng = random.Random(seed)
     scheduler = Scheduler(SYSTEMS[seed % len(SYSTEMS)])
     engine, live, num_compared = RetractingEngine(scheduler, rng), [], 0
@@ -115,7 +117,7 @@ def simulate(seed: int, num_steps: int) -> dict[str, int]:
 
 
 def check_output(seq: Sequence) -> int:
-    """What it would have had alone; a context begins with what only its namespace has."""
+    """Checks that the output is that of a run alone; a context begins with its namespace's salt."""
     expected, reason = reference_output(seq, False)
     output = seq.tokens[seq.num_prompt :]
     if seq.finish_reason in (FinishReason.ABORT, FinishReason.DEADLINE):
@@ -150,7 +152,7 @@ def test_namespaces_have_contexts_of_their_own():
 
 @pytest.mark.parametrize("mistake", ["sharing", "freeing"])
 def test_the_oracle_notices(mistake, monkeypatch):
-    """Pages shared between namespaces, and pages freed that somebody still reads."""
+    """Mistakes: pages shared between namespaces, and pages freed while in use."""
     if mistake == "sharing":
         monkeypatch.setattr(
             "jax_attn.serve._scheduling.prefix_cache.RadixCache._child_key",

@@ -1,8 +1,10 @@
-"""What the command line makes of the machine: pages of the kv cache, open files."""
+"""The command line's use of the machine: pages of the kv cache, open files."""
 
 import dataclasses
 import gc
+import json
 import resource
+import socket
 
 import jax
 import pytest
@@ -11,9 +13,12 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from tokenizers import Tokenizer
 
+from helpers import model_cases
+from jax_attn import models
 from jax_attn.serve import __main__ as main
+from jax_attn.serve import _loading
 from jax_attn.serve import _sizing as sizing
-from jax_attn.serve._engine import device
+from jax_attn.serve._engine import device, progress
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._http import http_server
 from jax_attn.serve._http.http_process import HttpProcess
@@ -21,16 +26,22 @@ from jax_attn.serve._options import engine_config, key_limits, parse
 from jax_attn.serve._scheduling.protocols import Limits
 
 PAGE_BYTES = 98304  # of the bundled model, 16 tokens in f32
-VOCAB = 4096  # of it
+VOCAB = 4096  # of the bundled model
+
+
+@pytest.fixture(scope="module")
+def model(whole_model):
+    """Here numbers of pages are those of all its layers."""
+    return whole_model
 
 
 class Allocator:
-    """Stands for AsyncEngine: has room for so many pages."""
+    """Stands in for AsyncEngine and fits only a number of pages."""
 
     def __init__(self, num_pages: int, message: str = "RESOURCE_EXHAUSTED: out of memory"):
         self.num_pages, self.message, self.asked = num_pages, message, []
 
-    def __call__(self, model, config, processes=None, draft_model=None):
+    def __call__(self, model, config, processes=None, draft_model=None, vision=None):
         self.asked.append(config.num_pages)
         self.draft_model = draft_model
         if config.num_pages > self.num_pages:
@@ -40,7 +51,7 @@ class Allocator:
 
 
 class FakeGpu:
-    """`limit`: beside what 32 rows of logits take."""
+    """A GPU with `limit` bytes besides those of 32 rows of logits."""
 
     def __init__(self, limit: int, in_use: int):
         limit += 32 * VOCAB * sizing._SAMPLING_BYTES
@@ -52,9 +63,7 @@ class FakeGpu:
 
 def make(model, monkeypatch, allocator, *options, device=None):
     monkeypatch.setattr(sizing, "AsyncEngine", allocator)
-    monkeypatch.setattr(
-        main.jax, "local_devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)]
-    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [device or FakeGpu(2000 * PAGE_BYTES, 0)])
     return sizing.make_engine(model, parse(["--dtype", "float32", *options]))
 
 
@@ -74,7 +83,7 @@ def test_pages_that_the_allocator_cannot_give_are_done_without(model, monkeypatc
 
 
 def test_pages_that_the_device_fails_to_make_later_are_done_without(model, monkeypatch):
-    """JAX makes arrays asynchronously: nobody else may be the first to wait for them."""
+    """JAX makes arrays asynchronously, so the check must wait for them before any other code."""
     init_pages, asked = device.models.init_pages, []
 
     class Missing:
@@ -82,6 +91,8 @@ def test_pages_that_the_device_fails_to_make_later_are_done_without(model, monke
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     def init(config, specs, num_pages):
+        if num_pages == 1:  # for its size
+            return init_pages(config, specs, num_pages)
         asked.append(num_pages)
         return init_pages(config, specs, num_pages) if len(asked) > 1 else (Missing(), Missing())
 
@@ -127,7 +138,7 @@ def test_as_many_open_files_as_clients():
 
 
 def test_limits_of_a_key():
-    """By default all that the engine takes; what is asked for instead, one by one."""
+    """By default a key may use the whole engine; each option lowers one limit."""
     limits = key_limits(parse(["--max-waiting", "10", "--max-running", "4"]))
     assert (limits.requests, limits.choices) == (14, 14)
     options = ["--max-requests-per-key", "1", "--max-choices-per-key", "2"]
@@ -151,7 +162,7 @@ def test_no_more_connections_than_files(caplog):
 def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, monkeypatch):
     counts = []
 
-    def count(engine):  # before the first step, and that ends the server
+    def count(engine):  # before the first step; then the server ends
         counts.append(gc.get_freeze_count())
         raise RuntimeError("enough")
 
@@ -166,7 +177,7 @@ def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, mo
 
 
 def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
-    """With a status that says so."""
+    """The exit status reports it."""
 
     def fail(engine, progress=None):
         raise RuntimeError("no memory for a step")
@@ -188,7 +199,7 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
     ],
 )
 def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens, chunks):
-    monkeypatch.setattr(main.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     args = parse(options)
     assert (args.max_running, args.max_step_tokens) == (running, tokens)
     assert (args.prefill_chunk, args.max_prefill_chunk) == chunks
@@ -196,9 +207,39 @@ def test_what_a_step_has_room_for(monkeypatch, backend, options, running, tokens
 
 def test_a_shorter_context(model, caplog):
     args = parse(["--max-model-len", "100", "--dtype", "float32"])
-    assert main._load(main.models.BUNDLED, args).config.max_positions == 100
+    assert _loading.load(models.BUNDLED, args).config.max_positions == 100
     with pytest.raises(ValueError, match="--max-model-len: expected at most the model's 2048, got"):
-        main._load(main.models.BUNDLED, parse(["--max-model-len", "2049"]))
+        _loading.load(models.BUNDLED, parse(["--max-model-len", "2049"]))
+
+
+def test_longrope_of_a_shorter_context(tmp_path, caplog):
+    """Its factors are those that transformers uses; the log says if they may be others."""
+    raw = model_cases.CONFIGS["phi3 long, partial"] | {"eos_token_id": 2}
+    model_cases.write(tmp_path, raw)
+    (tmp_path / "tokenizer.json").symlink_to(models.BUNDLED / "tokenizer.json")
+    (long,) = _loading.load(tmp_path, parse(["--dtype", "float32"])).config.kinds
+    assert "--max-model-len 16" in caplog.text
+    caplog.clear()
+    (short,) = _loading.load(tmp_path, parse(["--max-model-len", "16"])).config.kinds
+    assert long.rope.scaling.is_long and not short.rope.scaling.is_long and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"eos_token_id": None}, "config.json: eos_token_id: expected a token that ends texts, "),
+        ({"head_dim": 2048}, "config.json: AttentionSpec: head_dim_qk: "),
+        ({"layer_types": 5}, "config.json: layer_types: expected a list, got 5"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_sentence(tmp_path, changes, sentence):
+    """It names the file and the key, before any weights are read."""
+    raw = model_cases.CONFIGS["llama"] | {"eos_token_id": 2} | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(models.ModelDirectoryError) as error:
+        _loading.load(tmp_path, parse([]))
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path}/{sentence}") and "\n" not in said, said
 
 
 @pytest.mark.parametrize(
@@ -206,7 +247,7 @@ def test_a_shorter_context(model, caplog):
     [
         (["--api-key", "short"], "--api-key: key 1: expected at least 16"),
         (["--model", "no-such-directory"], "expected a directory, or ORG/NAME"),
-        (["--model", str(main.models.BUNDLED), "--revision", "x"], "has no revision"),
+        (["--model", str(models.BUNDLED), "--revision", "x"], "has no revision"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(capsys, options, sentence):
@@ -214,17 +255,61 @@ def test_what_cannot_be_served_is_one_sentence(capsys, options, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_port_that_is_no_port(capsys):
+    for port in ("80000", "-1"):
+        with pytest.raises(SystemExit):
+            main.main([f"--port={port}"])
+        said = capsys.readouterr().err
+        assert f"--port: expected a number from 0 to 65535, got {port}" in said
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(main, "load_all", lambda args: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main.main(["--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"--port: expected an address to listen on, got 127.0.0.1:{port}: Address already" in said
+    )
+
+
+def test_options_are_shown_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    top, *groups = capsys.readouterr().out.split("\n\n")[1:]
+    assert "--help" in top and top.count("  --") == 0
+    titles = [group.partition(":")[0] for group in groups]
+    assert titles[0] == "models" and titles[-1] == "log and traces" and len(titles) == 8
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch, caplog):
+    """None for work that is short, and no bar that is drawn again and again."""
+    caplog.set_level("INFO")
+    for seconds, expected in [(0.0, 3), (1000.0, 0)]:
+        monkeypatch.setattr(progress, "SECONDS", seconds)
+        caplog.clear()
+        with progress.progress_bar("compile", "executable", 3) as bar:
+            for i in range(3):
+                bar.set_postfix_str(f"executable {i}")
+                bar.update()
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) >= expected and bool(lines) == bool(expected)
+        assert all(line.startswith("compile: ") and "\r" not in line for line in lines)
+        assert not expected or "compile: 3 of 3 executables in " in lines[-1]
+
+
 def test_a_draft_model_of_other_tokens(model, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(main.models.BUNDLED / name)
-    text = (main.models.BUNDLED / "tokenizer.json").read_text("utf-8")
+        (tmp_path / name).symlink_to(models.BUNDLED / name)
+    text = (models.BUNDLED / "tokenizer.json").read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
     tokenizer.add_tokens(["another"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert main.main(["--port", "0", "--draft-model", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "--draft-model: expected one with the tokens of " in said
-    assert str(main.models.BUNDLED) in said and str(tmp_path) in said and said.count("\n") == 1
+    assert str(models.BUNDLED) in said and str(tmp_path) in said and said.count("\n") == 1
 
 
 def test_how_many_drafts():
@@ -248,7 +333,7 @@ def test_options_that_exclude_a_draft_model(capsys, options, sentence):
 
 
 def test_models_of_the_command_line(capsys):
-    assert parse([]).model == str(main.models.BUNDLED)
+    assert parse([]).model == str(models.BUNDLED)
     assert parse(["--embedding-model", "x"]).model is None
     for options in (["--draft-model", "x"], ["--distributed"], ["--served-model-name", "a", "b"]):
         with pytest.raises(SystemExit):
@@ -257,10 +342,10 @@ def test_models_of_the_command_line(capsys):
 
 
 def test_a_draft_model_has_as_many_pages(model, monkeypatch):
-    """Of its own, beside those of the model."""
+    """The draft model has pages of its own, beside those of the model."""
     allocator = Allocator(10**9)
     monkeypatch.setattr(sizing, "AsyncEngine", allocator)
-    monkeypatch.setattr(main.jax, "local_devices", lambda: [FakeGpu(2000 * PAGE_BYTES, 0)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu(2000 * PAGE_BYTES, 0)])
     args = parse(["--dtype", "float32", "--draft-model", "x"])
     sizing.make_engine(model, args, draft_model=model)
     assert allocator.asked == [850] and allocator.draft_model is model

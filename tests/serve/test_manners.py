@@ -38,7 +38,7 @@ def prompt_of(server) -> str:
 
 
 def test_unknown_fields_are_read_past_with_one_warning_each(caplog):
-    """Wherever they are."""
+    """Unknown fields at any depth of the body."""
     message = {"role": "user", "content": [{"type": "text", "text": "a", "mood": 1}], "mood": 2}
     body = {"messages": [message], "max_tokens": 2, "mood": 3, "temper": {"a": [1] * 9}}
     with serving() as server, caplog.at_level(logging.WARNING, "jax_attn.serve"):
@@ -105,7 +105,7 @@ def test_answers_come_back_in_any_shape(server, change, caplog):
 
 
 def test_whole_floats_are_integers(server):
-    """As JavaScript has them."""
+    """JavaScript writes integers this way."""
     body = {"prompt": [5.0, 6, 7.0], "max_tokens": 5.0, "n": 2.0, "seed": 1e3, "top_k": 40.0}
     answer = server.post(COMPLETIONS, body | {"stop_token_ids": [9.0], "logprobs": 1.0})
     assert answer.status == 200 and len(answer.json["choices"]) == 2
@@ -122,8 +122,16 @@ def test_an_empty_stop_is_none(server):
     assert last(server).params.stop == ()
 
 
+def test_more_choices_than_one_replica_has_room_for():
+    engine = FakeEngine(fake_model().tokenizer, max_waiting=36)
+    engine.limits.num_replicas = 4  # with room for 9 sequences each
+    with serving(engine) as server:
+        answer = server.post(COMPLETIONS, HELLO | {"n": 30})
+        assert answer.status == 200 and len(answer.json["choices"]) == 30
+
+
 def test_more_prompts_than_the_queue_holds_are_work():
-    """Some at a time, in their order, whole and as a stream."""
+    """The engine gets them in parts and in order, for whole answers and for streams."""
     engine = FakeEngine(fake_model().tokenizer, max_waiting=8)
     prompts = [[5, 6, 7 + i] for i in range(70)]
     body = {"prompt": prompts, "n": 2, "max_tokens": 2, "seed": 1, "echo": True}
@@ -154,7 +162,7 @@ def test_more_prompts_than_the_queue_holds_are_work():
 
 
 def test_many_prompts_wait_for_a_queue_that_others_fill():
-    """Refused only if nothing of them has begun."""
+    """The request is refused only if none of its prompts has begun."""
     engine = FakeEngine(fake_model().tokenizer, delay=0.005, max_waiting=8)
     body = {"prompt": [[5, 6]] * 20, "max_tokens": 3}
     with serving(engine, key_limits=MANY) as server:
@@ -238,7 +246,7 @@ def test_prompt_logprobs(server):
             assert found.keys() == {"4000", "4001", str(token)}
             assert found["4001"]["rank"] == 2 and found["4001"]["logprob"] == -1.1
             assert found[str(token)]["rank"] is None and found[str(token)]["decoded_token"]
-    for choice in scored:  # those of the output beside them, and no more of those
+    for choice in scored:  # the output's are listed apart
         assert len(choice["prompt_logprobs"]) >= 2
         assert len(choice["logprobs"]["tokens"]) == 2
     chat = server.post(CHAT, HELLO_CHAT | {"prompt_logprobs": 0}).json
@@ -301,7 +309,7 @@ def test_context_overflow_in_openais_words(server, path, body, words):
         ({"prompt": None}, "missing_required_parameter"),
         ({"n": 65}, "integer_above_max_value"),
         ({"temperature": -1}, "decimal_below_min_value"),
-        ({"suffix": "x"}, "unsupported_parameter"),
+        ({"use_beam_search": True}, "unsupported_parameter"),
         ({"cache_salt": "a" * 257}, "string_above_max_length"),
         ({"prompt": []}, "array_below_min_length"),
     ],
@@ -311,7 +319,7 @@ def test_codes_are_openais(server, change, code):
 
 
 def test_the_code_of_a_429_is_openais():
-    """Clients wait and try again where they see it; which limit it was stands beside it."""
+    """Clients that see this code wait and try again; another field names the limit."""
     limits = KeyLimits(requests=9, choices=9, tokens=100)
     with serving(key_limits=limits) as server:
         server.engine.live |= {f"other{i}": 0 for i in range(40)}
@@ -414,7 +422,7 @@ def test_reasoning_effort_reaches_the_template(tmp_path):
 
 
 def test_a_demanded_shape_is_no_thought(tmp_path):
-    """A prompt that opens the thoughts closes them then."""
+    """A prompt that opens the thoughts closes them for a response format."""
     with speaking(tmp_path, R1, '{"a": 1}') as server:
         body = HELLO_CHAT | {"response_format": {"type": "json_object"}, "max_tokens": 30}
         message = server.post(CHAT, body).json["choices"][0]["message"]
@@ -429,7 +437,7 @@ HARMONY = (
 
 
 def test_channels(tmp_path):
-    """gpt-oss's."""
+    """The channels of gpt-oss."""
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     final = f"{thought}<|channel|>final<|message|>It is 4."
     call = f'{thought}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"x": 1}}'
@@ -448,7 +456,7 @@ def test_channels(tmp_path):
         messages = [*HELLO_CHAT["messages"], past]
         assert server.post(CHAT, HELLO_CHAT | {"messages": messages}).status == 200
         assert "<|message|>Hm.<|end|>" in prompt_of(server)
-        # A demanded shape is the answer, at once.
+        # A response format is answered at once, without thoughts.
         server.engine.says = "{}"
         shape = {"response_format": {"type": "json_object"}}
         message = server.post(CHAT, HELLO_CHAT | shape).json["choices"][0]["message"]

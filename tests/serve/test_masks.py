@@ -1,4 +1,4 @@
-"""Masks beside the engine's thread: who is slow waits alone, and pays for it."""
+"""Masks outside the engine's thread: a slow grammar delays only its own sequence."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def test_a_text_job_by_job(grammars, tokenizer):
 
 
 def test_what_may_follow_drafts(grammars, tokenizer, monkeypatch):
-    """As far as there is a choice, and the grammar stays where it is."""
+    """Masks after drafts go as far as there is a choice, and the grammar keeps its position."""
     monkeypatch.setattr(token_masks, "SLOW_SECONDS", 60)
     workers = MaskWorkers(num_fast=1)
     text = grammar.from_regex("[ab][cd] and no choice")
@@ -87,7 +87,7 @@ class Stuck:
 
 
 def test_who_was_slow_keeps_nobody_else_waiting(grammars):
-    """With a single thread for the others, too."""
+    """Also if the others have a single thread."""
     workers = MaskWorkers(num_fast=1)
     slow = [SequenceGrammar(Stuck(), VOCAB // 32, False, was_slow=True) for _ in range(5)]
     for one in slow:
@@ -149,7 +149,7 @@ def test_what_a_grammar_cannot_do_is_an_error_of_its_own(grammars):
 
 
 def test_an_ambiguous_grammar_comes_to_an_end(grammars):
-    """Within a few tokens: its rows have more items than may be."""
+    """It fails within a few tokens: its rows exceed the limit on items."""
     workers, one = MaskWorkers(num_fast=1), constraint(grammars, AMBIGUOUS)
     tokens, num_tokens = [], 0
     rng = np.random.default_rng(0)

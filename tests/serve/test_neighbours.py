@@ -1,7 +1,7 @@
-"""The server's rule, for each way that is known to break it, on the command with default options:
+"""The server's rule for clients, against each known attack, on the command with default options.
 
-Whatever one client sends, another client's stream never waits more than 250 ms for it, resident
-memory grows by less than 300 MB, and nobody gets a 5xx but for a fault of ours.
+Whatever one client sends, another client's stream waits at most 250 ms for it. Resident memory
+grows by less than 300 MB, and a client gets a 5xx only for a fault of ours.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from helpers.serve.live_server import KEYS, ServerProcess, eventually, key_optio
 
 MAX_GAP = 0.25  # seconds
 MAX_GROWTH = 300_000_000  # bytes
-# A machine with other work stalls a stream, too. A stall of the server's is there every time.
+# Other work on the machine stalls a stream, too. A stall caused by the server occurs every time.
 NUM_TRIES = 3
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]

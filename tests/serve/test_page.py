@@ -1,6 +1,10 @@
-"""The web page in a real browser: it streams, shows what the engine does, and trusts no text."""
+"""The web page in a real browser: it streams, shows the engine's work, and trusts no text."""
 
+import contextlib
+import io
+import json
 import re
+import shlex
 
 import pytest
 
@@ -9,6 +13,7 @@ playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwr
 
 from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
 from helpers.serve.live_server import HANG_SECONDS, eventually, serving  # noqa: E402
+from jax_attn.serve._openai import answers  # noqa: E402
 
 expect = playwright_api.expect
 expect.set_options(timeout=1000 * HANG_SECONDS)
@@ -29,7 +34,7 @@ def new_page(browser, **options):
 
 @pytest.fixture
 def page(browser, server):
-    """Loaded; fails the test at any script error, blocked resource, or request to elsewhere."""
+    """Loads the page; fails at a script error, a blocked resource, or a request to elsewhere."""
     page = new_page(browser)
     wrong = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -115,7 +120,7 @@ def test_escape_stops_the_engine_too(page, server, monkeypatch):
 
 
 def test_errors_are_shown(page):
-    """In the server's words: what is wrong, what is too long, and what fails later."""
+    """In the server's words: invalid requests, too long ones, and late failures."""
     page.evaluate("document.getElementById('form').noValidate = true")
     alerts = page.get_by_role("alert")
     for i, (max_tokens, prompt, words) in enumerate(
@@ -130,6 +135,196 @@ def test_errors_are_shown(page):
         page.click("#send")
         expect(alerts.nth(i)).to_contain_text(words)
     expect(alerts).to_have_count(3)
+
+
+def test_comments_of_a_stream_are_no_events(page, server, monkeypatch):
+    """The server's own, which it sends while a request waits."""
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(server.engine, "holds_at", 0)
+    sent = []
+    send_comment = answers.GenerationAnswer._send_comment
+
+    async def counted(self, send):
+        await send_comment(self, send)
+        sent.append(0)
+
+    monkeypatch.setattr(answers.GenerationAnswer, "_send_comment", counted)
+    page.fill("#max_tokens", "5")
+    page.click("#send")
+    eventually(lambda: len(sent) > 2)
+    monkeypatch.setattr(server.engine, "holds_at", None)
+    expect(page.locator(".turn .stats")).to_contain_text("5 generated")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_prompt_is_kept_after_an_error(page, server, monkeypatch):
+    page.click("#tab-chat")
+    page.fill("#max_tokens", "9999")
+    page.fill("#prompt", "a long question")
+    page.click("#send")
+    expect(page.get_by_role("alert")).to_contain_text("9999 in the completion")
+    expect(page.locator("#prompt")).to_have_value("a long question")
+
+
+def test_text_that_arrives_does_not_scroll_a_reader(page, server, monkeypatch):
+    monkeypatch.setattr(server.engine, "holds_at", 120)
+    page.fill("#prompt", "import os\n" * 12)
+    page.fill("#max_tokens", "200")
+    page.click("#send")
+    eventually(lambda: 120 in server.engine.live.values())
+    output = page.locator("#output")
+    assert output.evaluate("e => e.scrollHeight > e.clientHeight + 50")
+    expect(output).to_have_js_property(
+        "scrollTop", output.evaluate("e => e.scrollHeight - e.clientHeight")
+    )
+    output.evaluate("e => { e.scrollTop = 0; }")
+    monkeypatch.undo()
+    expect(page.locator(".turn .stats")).to_contain_text("200 generated")
+    assert output.evaluate("e => e.scrollTop") == 0
+
+
+def test_a_system_prompt_and_settings_that_stay(page, server):
+    page.click("#tab-chat")
+    page.fill("#system", "Be brief.")
+    page.fill("#max_tokens", "4")
+    page.fill("#temperature", "0.3")
+    page.check("#probabilities")
+    page.reload()
+    expect(page.locator("#tab-chat")).to_have_attribute("aria-selected", "true")
+    expect(page.locator("#system")).to_have_value("Be brief.")
+    expect(page.locator("#temperature")).to_have_value("0.3")
+    expect(page.locator("#probabilities")).to_be_checked()
+    page.fill("#prompt", "hello")
+    page.click("#send")
+    expect(page.locator(".turn .stats").nth(1)).to_contain_text("4 generated")
+    seq = server.engine.submitted[-1]
+    prompt = server.engine.tokenizer.decode(seq.tokens[: seq.num_prompt])
+    assert prompt.index("Be brief.") < prompt.index("hello") and seq.params.temperature == 0.3
+    page.click("#tab-completion")
+    expect(page.locator("#system")).to_be_hidden()
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_probabilities_of_tokens(page, server, mode):
+    page.click(f"#tab-{mode}")
+    page.fill("#prompt", "import os")
+    page.fill("#max_tokens", "8")
+    page.check("#probabilities")
+    page.click("#send")
+    expect(page.locator(".turn .stats").last).to_contain_text("8 generated")
+    tokens = page.locator(".turn .token")
+    expect(tokens).to_have_count(8)
+    output = page.locator(".turn pre").last.text_content()
+    assert output.endswith("".join(tokens.all_text_contents()))  # each token is where its text is
+    tip = page.locator("#tip")
+    expect(tip).to_be_hidden()
+    tokens.nth(2).hover()
+    expect(tip).to_contain_text("60.7 %")  # exp(-0.5)
+    expect(tip).to_contain_text("22.3 %")
+    page.mouse.move(0, 0)
+    expect(tip).to_be_hidden()
+    page.focus("#output")
+    page.keyboard.press("ArrowRight")
+    expect(tokens.first).to_have_class("token shown")
+    page.keyboard.press("ArrowRight")
+    expect(tokens.nth(1)).to_have_class("token shown")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+
+
+def test_texts_are_copied(browser, server):
+    page = new_page(browser, permissions=["clipboard-read", "clipboard-write"])
+    page.goto(server.url)
+    page.fill("#max_tokens", "5")
+    page.click("#send")
+    expect(page.locator(".turn .stats")).to_contain_text("5 generated")
+    page.click(".turn .copy")
+    expect(page.locator(".turn .copy")).to_have_text("Copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.locator(".turn pre").text_content()
+    page.close()
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_request_as_code_runs(page, server, mode):
+    """Both give the page's request: curl's words as a shell splits them, Python's as it runs."""
+    openai = pytest.importorskip("openai", reason="needs the extra `test`")
+    nasty = 'it\'s "quoted" \\ $HOME `x`\nünï'
+    page.click(f"#tab-{mode}")
+    page.fill("#prompt", nasty)
+    page.fill("#seed", "7")
+    page.fill("#max_tokens", "3")
+    expect(page.locator("#model")).to_have_text("tiny")
+    page.click("#as-curl")
+    words = shlex.split(page.locator("#code-text").text_content())
+    path = "/v1/completions" if mode == "completion" else "/v1/chat/completions"
+    assert words[:2] == ["curl", server.url + path]
+    body = json.loads(words[-1])
+    assert body["seed"] == 7 and body["model"] == "tiny"
+    assert nasty == (body["prompt"] if mode == "completion" else body["messages"][-1]["content"])
+    first = server.post(path, body).json["choices"][0]
+    page.click("#code-close")
+    page.click("#as-python")
+    code = page.locator("#code-text").text_content()
+    assert openai.OpenAI and "from openai import OpenAI" in code
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
+    names["client"].close()
+    text = first["text"] if mode == "completion" else first["message"]["content"]
+    assert printed.getvalue() == text + "\n"
+    page.keyboard.press("Escape")
+    expect(page.locator("#code")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axe_finds_nothing(page, server, scheme, width):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe")
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 844})
+    expect(page.locator("#requests tr")).to_have_count(5)
+    page.click("#tab-chat")
+    page.fill("#prompt", "hello")
+    page.fill("#max_tokens", "5")
+    page.check("#probabilities")
+    page.click("#send")
+    expect(page.locator(".turn .stats").nth(1)).to_contain_text("5 generated")
+    page.fill("#max_tokens", "2000")
+    page.fill("#prompt", "hello")
+    page.evaluate("document.getElementById('form').noValidate = true")
+    page.click("#send")
+    expect(page.get_by_role("alert")).to_have_count(1)
+    checker = axe.Axe()
+    results = checker.run(page)
+    assert results.violations_count == 0, results.generate_report()
+    page.click("#as-curl")
+    results = checker.run(page)
+    assert results.violations_count == 0, results.generate_report()
+
+
+def test_on_a_phone(page):
+    """Targets of 44 px, and a row of the table that fits, with its labels."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(page.locator("#requests tr")).to_have_count(5)
+    page.click("#tab-chat")
+    small = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, textarea, a')]
+          .map((node) => [node, (node.closest('label.check') ?? node).getBoundingClientRect()])
+          .filter(([, box]) => box.width && (box.width < 43.5 || box.height < 43.5))
+          .map(([node, box]) => `${node.outerHTML} ${box.width} x ${box.height}`)"""
+    )
+    assert not small
+    row = page.locator("#requests tr").first
+    box = row.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert row.evaluate("e => e.scrollWidth <= e.clientWidth")
+    labels = row.locator("td").evaluate_all(
+        "cells => cells.map((cell) => getComputedStyle(cell, '::before').content)"
+    )
+    assert [label for label in labels if "none" not in label and label != "normal"] == [
+        f'"{name} "' for name in ("prompt", "cached", "output", "pages", "age")
+    ]
 
 
 def test_live_view(page, server):
@@ -219,7 +414,7 @@ def test_the_server_goes_away(browser):
 
 
 def test_key(browser):
-    """The browser asks for the key, and sends it with what the page fetches."""
+    """The browser asks for the key, and sends it with the page's requests."""
     with serving(api_keys=(KEY,)) as server:
         page = new_page(browser, http_credentials={"username": "me", "password": KEY})
         assert page.goto(server.url).status == 200

@@ -1,14 +1,16 @@
 """The radix cache against a dictionary that knows every page by all tokens up to its end."""
 
 import dataclasses
+import itertools
 import random
 from array import array
 
 import pytest
 
 from helpers.serve.fake_device import nodes
+from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
-from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
+from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
 
 
 def pack(*tokens: int) -> bytes:
@@ -17,17 +19,21 @@ def pack(*tokens: int) -> bytes:
 
 @dataclasses.dataclass
 class OraclePage:
-    page: int
+    page: int  # of the device; on the host: any, see `contents`
     last_access: int
     locks: int = 0
     num_children: int = 0
+    num_below: int = 0  # of them, those on the device
+    on_host: bool = False
 
 
 class Oracle:
     """The cache's contract, one page at a time."""
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, num_host_pages: int = 0):
         self.page_bytes = 4 * page_size
+        self.num_host_pages = num_host_pages
+        self.stored: list[int] = []  # pages of the device, in the order in which they went
         self.known: dict[tuple[str, bytes], OraclePage] = {}
         self.clock = 0
 
@@ -39,10 +45,25 @@ class Oracle:
     def cached(self, namespace: str, key: bytes) -> list[tuple[str, bytes]]:
         found = []
         for name in self.path(namespace, key):
-            if name not in self.known:
+            if name not in self.known or self.known[name].on_host:
                 break
             found.append(name)
         return found
+
+    def on_host(self, namespace: str, key: bytes) -> list[tuple[str, bytes]]:
+        """The names that follow those of `cached`, on the host."""
+        rest = self.path(namespace, key)[len(self.cached(namespace, key)) :]
+        known = itertools.takewhile(self.known.__contains__, rest)
+        return list(known)
+
+    def to_device(self, name: tuple[str, bytes], page: int) -> None:
+        entry = self.known[name]
+        entry.page, entry.on_host = page, False
+        if parent := self.parent(name):
+            parent.num_below += 1
+
+    def parent(self, name: tuple[str, bytes]) -> OraclePage | None:
+        return self.known.get((name[0], name[1][: -self.page_bytes]))
 
     def touch(self, names: list[tuple[str, bytes]]) -> None:
         self.clock += 1
@@ -53,13 +74,16 @@ class Oracle:
         names = self.path(namespace, key)
         duplicates = []
         for i, (name, page) in enumerate(zip(names, pages, strict=True)):
-            if name in self.known:
+            if name in self.known and self.known[name].on_host:
+                self.to_device(name, page)
+            elif name in self.known:
                 if self.known[name].page != page:
                     duplicates.append(page)
             else:
                 self.known[name] = OraclePage(page, 0)
                 if i:
                     self.known[names[i - 1]].num_children += 1
+                    self.known[names[i - 1]].num_below += 1
         self.touch(names)
         return duplicates
 
@@ -68,27 +92,47 @@ class Oracle:
             ends = [
                 (entry.last_access, name)
                 for name, entry in self.known.items()
-                if not (entry.locks or entry.num_children)
+                if not (entry.locks or entry.num_below or entry.on_host)
             ]
             if not ends:
                 return num_evicted
-            namespace, key = min(ends)[1]
-            del self.known[namespace, key]
-            parent = self.known.get((namespace, key[: -self.page_bytes]))
-            if parent:
-                parent.num_children -= 1
+            name = min(ends)[1]
+            if self.has_room(self.known[name].last_access):
+                self.known[name].on_host = True
+                self.stored.append(self.known[name].page)
+            else:
+                self.remove(name)
+            if parent := self.parent(name):
+                parent.num_below -= 1
         return num_pages
+
+    def has_room(self, last_access: int) -> bool:
+        """Makes room for a page on the host, if none there is as old as that."""
+        there = {name: entry for name, entry in self.known.items() if entry.on_host}
+        if len(there) < self.num_host_pages:
+            return True
+        ends = ((e.last_access, n) for n, e in there.items() if not (e.num_children or e.locks))
+        oldest = min(ends, default=None)
+        if oldest is None or oldest[0] > last_access:
+            return False
+        self.remove(oldest[1])
+        return True
+
+    def remove(self, name: tuple[str, bytes]) -> None:
+        if parent := self.parent(name):
+            parent.num_children -= 1
+        del self.known[name]
 
 
 def contents(cache: RadixCache) -> dict[tuple[str, bytes], tuple[int, int, int]]:
-    """(page, last_access, locks) by (namespace, all tokens)."""
+    """(page, last_access, locks) by (namespace, all tokens). Page -1: it is on the host."""
     found = {}
     stack = [("", b"", cache._root)]
     while stack:
         namespace, prefix, node = stack.pop()
         for i, page in enumerate(node.pages):
             name = namespace, prefix + node.key[: 4 * cache.page_size * (i + 1)]
-            found[name] = page, node.last_access, node.locks
+            found[name] = -1 if node.on_host else page, node.last_access, node.locks
         for child_key, child in node.children.items():
             below = child_key[0] if isinstance(child_key, tuple) else namespace
             stack.append((below, prefix + node.key, child))
@@ -98,11 +142,13 @@ def contents(cache: RadixCache) -> dict[tuple[str, bytes], tuple[int, int, int]]
 class Machine:
     """Random operations on a cache and its oracle, compared in full after each."""
 
-    def __init__(self, seed: int, page_size: int, num_pages: int):
+    def __init__(self, seed: int, page_size: int, num_pages: int, num_host_pages: int = 0):
         self.rng = random.Random(seed)
         self.allocator = PageAllocator(num_pages)
-        self.cache = RadixCache(self.allocator, page_size)
-        self.oracle = Oracle(page_size)
+        self.host = HostTier(num_host_pages) if num_host_pages else None
+        self.cache = RadixCache(self.allocator, page_size, host=self.host)
+        self.oracle = Oracle(page_size, num_host_pages)
+        self.num_returned = 0
         self.locked: list[tuple[Node, list[tuple[str, bytes]]]] = []
         self.num_pages, self.page_size = num_pages, page_size
 
@@ -114,7 +160,8 @@ class Machine:
 
     def key(self) -> tuple[str, bytes]:
         rng, page_size = self.rng, self.page_size
-        # Two tokens a position, of which one is likelier: long common prefixes and many splits.
+        # One of two tokens at each position, with unequal odds: long common prefixes and many
+        # splits.
         num_tokens = rng.randrange(6 * page_size)
         tokens = [int(rng.random() < 0.2) for _ in range(num_tokens)]
         return rng.choice("aab"), pack(*tokens)
@@ -123,15 +170,44 @@ class Machine:
         namespace, key = self.key()
         names = self.oracle.cached(namespace, key)
         assert self.cache.peek(namespace, key) == len(names)
+        on_host = self.oracle.on_host(namespace, key)
         match = self.cache.match(namespace, key)
-        self.oracle.touch(names)
+        self.oracle.touch(names + on_host)
         assert match.pages == [self.oracle.known[name].page for name in names]
         assert match.num_tokens == len(names) * self.page_size
+        assert match.num_on_host == len(on_host)
         if len(self.locked) < 4:
-            self.cache.lock(match.node)
+            node = match.node
+            if self.rng.random() < 0.5 and self.bring_back(match, on_host):
+                names, node = names + on_host, match.host_node
+            self.cache.lock(node)
             for name in names:
                 self.oracle.known[name].locks += 1
-            self.locked.append((match.node, names))
+            self.locked.append((node, names))
+
+    def bring_back(self, match: Match, on_host: list[tuple[str, bytes]]) -> bool:
+        """Brings the part on the host back, if there is room. No page of the path may go."""
+        self.cache.lock(match.host_node)
+        names = self.oracle.path(*on_host[-1]) if on_host else []
+        path = [self.oracle.known[name] for name in names]
+        for entry in path:
+            entry.locks += 1
+        self.evict(max(0, len(on_host) - self.allocator.num_free))
+        pages = self.allocator.allocate(len(on_host)) if on_host else None
+        if pages is not None:
+            there = [*self.host.allocator.allocated()]
+            self.host.take_moves()
+            self.cache.bring_back(match.host_node, pages)
+            moves = self.host.take_moves()
+            assert [move.page for move in moves] == pages and not any(m.to_host for m in moves)
+            assert all(there[move.host_page] for move in moves), "a page that nobody stored"
+            self.num_returned += len(pages)
+            for name, page in zip(on_host, pages, strict=True):
+                self.oracle.to_device(name, page)
+        self.cache.unlock(match.host_node)
+        for entry in path:
+            entry.locks -= 1
+        return pages is not None
 
     def unlock(self) -> None:
         if self.locked:
@@ -141,12 +217,13 @@ class Machine:
                 self.oracle.known[name].locks -= 1
 
     def insert(self) -> None:
-        """As a sequence does: what is cached is taken over, or some of it computed again."""
+        """Inserts as a sequence does: uses what is cached, or computes some of it again."""
         namespace, key = self.key()
         names = self.oracle.path(namespace, key)
         cached = [self.oracle.known[n].page for n in self.oracle.cached(namespace, key)]
         num_reused = self.rng.randint(0, len(cached))
         match = self.cache.match(namespace, key[: num_reused * 4 * self.page_size])
+        assert not match.num_on_host
         self.oracle.touch(names[:num_reused])
         self.cache.lock(match.node)
         for name in names[:num_reused]:
@@ -169,16 +246,22 @@ class Machine:
         if num_pages is None:
             num_pages = self.rng.randrange(4)
         assert self.cache.evict(num_pages) == self.oracle.evict(num_pages)
+        if self.host is not None:
+            stored = [move.page for move in self.host.take_moves() if move.to_host]
+            assert set(stored) <= set(self.oracle.stored), "what was forgotten at once is not moved"
+            self.oracle.stored.clear()
 
     def check(self) -> None:
         self.cache.check_integrity()
         self.allocator.check_integrity()
         known = self.oracle.known
         assert contents(self.cache) == {
-            name: (entry.page, entry.last_access, entry.locks) for name, entry in known.items()
+            name: (-1 if entry.on_host else entry.page, entry.last_access, entry.locks)
+            for name, entry in known.items()
         }
-        assert self.cache.num_cached == len(known)
-        assert self.cache.num_evictable == sum(not entry.locks for entry in known.values())
+        on_device = [entry for entry in known.values() if not entry.on_host]
+        assert self.cache.num_cached == len(on_device)
+        assert self.cache.num_evictable == sum(not entry.locks for entry in on_device)
         assert self.cache.num_cached + self.allocator.num_free == self.num_pages
 
 
@@ -188,6 +271,16 @@ SHAPES = [(1, 12), (2, 12), (3, 24), (16, 40)]  # page_size, num_pages
 @pytest.mark.parametrize("page_size, num_pages", SHAPES)
 def test_random_operations_against_the_oracle(page_size, num_pages):
     Machine(1, page_size, num_pages).run(30_000)
+
+
+@pytest.mark.parametrize("page_size, num_pages, num_host_pages", [(1, 12, 9), (3, 20, 40)])
+def test_random_operations_with_a_host_tier(page_size, num_pages, num_host_pages):
+    machine = Machine(2, page_size, num_pages, num_host_pages)
+    machine.run(4_000)
+    assert machine.num_returned > 100
+    machine.cache.clear()
+    machine.cache.check_integrity()
+    assert machine.host.counts()["cached"] == 0 or machine.locked
 
 
 @pytest.mark.slow
@@ -204,7 +297,7 @@ def make(page_size: int = 2, num_pages: int = 20) -> tuple[PageAllocator, RadixC
 
 
 def put(cache: RadixCache, *tokens: int, namespace: str = "") -> list[int]:
-    """Inserts tokens in pages of their own, and returns what the cache holds for them."""
+    """Inserts tokens in new pages, and returns what the cache holds for them."""
     pages = cache._allocator.allocate(len(tokens) // cache.page_size)
     inserted = cache.insert(namespace, pack(*tokens), pages)
     cache._allocator.free(inserted.duplicates)
@@ -313,7 +406,7 @@ def test_locks_count_and_are_never_negative():
     cache.unlock(node)
     assert cache.evict(2) == 0
     with pytest.raises(ValueError, match="expected a lock on it"):
-        cache.unlock(upper)  # locked, but from below
+        cache.unlock(upper)  # locked from below only
     cache.unlock(node)
     with pytest.raises(ValueError, match="expected a lock on it"):
         cache.unlock(node)
@@ -341,7 +434,7 @@ def test_tokens_of_any_int32():
 
 
 def test_long_prompts_are_split_where_they_part():
-    """Every border of a long node once: the bisection has no favourite."""
+    """Splits a long node at every border once: the bisection must be right at each of them."""
     for border in range(1, 67):
         _, cache = make(page_size=3, num_pages=140)
         tokens = list(range(3 * 67))
@@ -385,7 +478,8 @@ def break_parent(cache: RadixCache, node: Node) -> None:
 
 
 def break_heap(cache: RadixCache, node: Node) -> None:
-    cache._heap.clear()
+    cache._on_device.heap.clear()
+    cache._on_device.queued.clear()
 
 
 def break_clock(cache: RadixCache, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""The server as a process: signals amid load, death and restart, a log that cannot be written."""
+"""The server as a process: signals under load, death and restart, an unwritable log."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def num_taken(server: ServerProcess) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_amid_load(tmp_path, number):
-    """Whoever had an answer coming gets all of it, or is told; and the process ends well."""
+    """A client gets its whole answer or an error, and the process ends well."""
     server = ServerProcess(
         tmp_path, *key_options(tmp_path), *OPTIONS, "--drain-seconds", str(HANG_SECONDS)
     )
@@ -47,7 +47,7 @@ def test_a_signal_amid_load(tmp_path, number):
     async def load() -> list[Answer | BaseException]:
         async def one(i: int) -> Answer:
             key = KEYS[i % 2]
-            body = BODY | {"stream": i % 3 == 0}
+            body = BODY | {"stream": i % 3 == 0, "max_tokens": 30}
             return await ask(server.port, body, Authorization=f"Bearer {key}")
 
         asks = [asyncio.create_task(one(i)) for i in range(30)]
@@ -63,14 +63,14 @@ def test_a_signal_amid_load(tmp_path, number):
         assert server.process.wait(HANG_SECONDS) == 0, server.log()
         assert "Traceback" not in server.log()
     early, late = answers[:30], answers[30:]
-    # Those that had been taken are answered in full; no connection is cut without an answer.
+    # Accepted requests are answered in full; no connection is cut without an answer.
     assert all(isinstance(answer, Answer) and answer.status == 200 for answer in early), early
-    for answer in late:  # refused by the server, or by a port where nobody listens any more
+    for answer in late:  # refused by the server, or by a port that is closed
         assert isinstance(answer, ConnectionError) or answer.status in (200, 503), answer
 
 
 def test_killed_and_started_again(tmp_path):
-    """On the same port at once; and what it had started has ended with it."""
+    """A restart on the same port works at once, and child processes have ended with the server."""
     port = free_port()
     grammar = BODY | {"regex": "[a-d]{3}"}
     for _ in range(2):
@@ -87,11 +87,11 @@ def test_killed_and_started_again(tmp_path):
 
 
 def test_the_process_of_http_is_killed(tmp_path):
-    """As for want of memory: the server ends with a status that says so, and a word."""
+    """The server ends with an exit status and a log line, as when the system is out of memory."""
     server = ServerProcess(tmp_path, *OPTIONS)
     with contextlib.closing(server):
         server.wait_until_ready()
-        os.kill(server.http_pid, signal.SIGTERM)  # of a supervisor, to all processes: passed over
+        os.kill(server.http_pid, signal.SIGTERM)  # ignored: a supervisor signals all
         assert asyncio.run(ask(server.port, BODY)).status == 200
         os.kill(server.http_pid, signal.SIGKILL)
         assert server.process.wait(HANG_SECONDS) == 1
@@ -99,7 +99,7 @@ def test_the_process_of_http_is_killed(tmp_path):
 
 
 def test_a_full_disk_for_the_log(tmp_path):
-    """What is logged is lost, and nothing else."""
+    """Log lines are lost, and nothing else."""
     port = free_port()
     server = ServerProcess(tmp_path, *OPTIONS, port=port, log=Path("/dev/full"))
     with contextlib.closing(server):
@@ -112,7 +112,7 @@ def test_a_full_disk_for_the_log(tmp_path):
 
 
 def test_nobody_reads_the_log(tmp_path):
-    """A pipe whose reader has gone, as of a logger that was restarted."""
+    """A pipe without a reader, as after a logger's restart."""
     port = free_port()
     read, write = os.pipe()
     server = ServerProcess(tmp_path, *OPTIONS, port=port, log=Path(f"/dev/fd/{write}"))

@@ -1,5 +1,7 @@
-"""A server of several devices, in one process and in several: the tokens of one device, and how
-they end."""
+"""A server of several devices, in one process and in several.
+
+It has the tokens of one device, and all its processes end together.
+"""
 
 import contextlib
 import json
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -21,7 +24,7 @@ from helpers.paths import EXAMPLES
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from helpers.mesh_checks import xla_flags
-from helpers.serve.live_server import HANG_SECONDS, SAFE_PATH, START_SECONDS
+from helpers.serve.live_server import HANG_SECONDS, SAFE_PATH, START_SECONDS, eventually
 from helpers.serve.ports import free_port
 from jax_attn.serve._engine import processes as module
 from jax_attn.serve._engine.processes import Processes, Record, pack, unpack
@@ -31,7 +34,7 @@ SIZES = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "40"]
 BODIES = [
     {"prompt": "import os\nimport", "max_tokens": 12, "temperature": 0},
     {"prompt": "import os\nimport sys\n\n" * 4, "max_tokens": 8, "temperature": 0},
-    # Always token 3000, whose embedding process 1 has: logprobs tell if it sampled that, too.
+    # Always token 3000, whose embedding process 1 has: logprobs show if it sampled that, too.
     {"prompt": "x = ", "max_tokens": 9, "frequency_penalty": 1.5, "logit_bias": {"3000": 100},
      "temperature": 0, "logprobs": 1},
     {"prompt": "x = ", "max_tokens": 9, "temperature": 0, "regex": "[a-z]{4,9}"},
@@ -44,7 +47,7 @@ def environment(num_devices: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(directory, options, environments):
-    """A process for each of the options, and what each has written by now."""
+    """Starts a process for each of the options; yields processes and their output so far."""
     logs = [directory / f"log{i}" for i in range(len(options))]
     command = [sys.executable, *SAFE_PATH, "-m", "jax_attn.serve", "--port", "0", *SIZES]
     processes = []
@@ -76,7 +79,7 @@ def wait_for(pattern: str, text, processes) -> re.Match:
 
 
 def answers(url: str) -> tuple[list[str], list[float]]:
-    """Texts, and the logprobs of those that ask for them."""
+    """Texts, and the logprobs of requests that ask for them."""
     texts, logprobs = [], []
     for body in BODIES:
         request = urllib.request.Request(
@@ -92,7 +95,17 @@ def answers(url: str) -> tuple[list[str], list[float]]:
 def ready_url(logs, processes) -> str:
     url = wait_for(r"running on (http://\S+)", lambda: logs()[0], processes)[1]
     wait_for("ready; compiled", lambda: logs()[0], processes)
+    eventually(lambda: is_ready(url))  # with several replicas the other ones are, too
     return url
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=HANG_SECONDS):
+            return True
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +122,7 @@ def one_device(tmp_path_factory):
         (1, 2, ("--tensor-parallel", "2")),
         (1, 2, ("--context-parallel", "2", "--page-size", "16")),
         (2, 1, ("--tensor-parallel", "2")),
+        (1, 2, ("--data-parallel", "2")),
         pytest.param(
             2,
             2,
@@ -133,7 +147,7 @@ def test_answers_are_those_of_one_device(tmp_path, one_device, num_processes, nu
         with urllib.request.urlopen(f"{url}/metrics") as response:
             held = re.findall(r"^jax_attn_device_bytes{.*} (.*)$", response.read().decode(), re.M)
         assert len(held) == num_processes * num_devices and len(set(held)) == 1
-        # A signal to any of them ends all, and well.
+        # A signal to any of them ends all, without an error.
         processes[-1].send_signal(signal.SIGTERM)
         assert {process.wait(HANG_SECONDS) for process in processes} == {0}, logs()
         assert "Traceback" not in "".join(logs())
@@ -154,7 +168,7 @@ def test_a_killed_process_ends_the_others(tmp_path, dead):
 
 
 class Store:
-    """The key-value store of two processes, of which one has not come further than `keys`."""
+    """The key-value store of two processes; the other process has only set `keys`."""
 
     def __init__(self, keys):
         self.keys = {f"{module._ROOT}/{key}": value for key, value in keys.items()}
@@ -184,7 +198,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch):
-    """That of process 0, when process 1 has a name."""
+    """The store of process 0 after process 1 has set its name."""
     store = Store({"name/1": "elsewhere, pid 5", "beat/1": "[1, 0, false]"})
     monkeypatch.setattr(module.jax.distributed, "initialize", lambda *args, **options: None)
     monkeypatch.setattr(module.jax, "process_index", lambda: 0)
@@ -204,7 +218,7 @@ def test_who_has_a_name_has_beaten(store):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """A queue of what this process would have ended with: status and sentence."""
+    """A queue of the exits that this process would have made: status and sentence."""
     ended = queue.SimpleQueue()
 
     def end(status, sentence):
@@ -216,7 +230,7 @@ def ended(monkeypatch):
 
 
 def test_a_watch_that_fails_ends_the_process(store, ended):
-    """Nobody would notice any more that another one is dead."""
+    """Without the watch, no process would notice that another one is dead."""
     Processes(None, None, None, 5)
     store.dir_error = RuntimeError("the store is gone\nin C++")
     status, sentence = ended.get(timeout=HANG_SECONDS)
@@ -226,12 +240,12 @@ def test_a_watch_that_fails_ends_the_process(store, ended):
 
 
 def test_who_goes_when_told_has_not_failed(store, ended, monkeypatch):
-    """The watch of process 0 sees that process 1 has gone before the thread that waits for it."""
+    """The watch of process 0 sees the end of process 1 before the thread that waits for it."""
     processes = Processes(None, None, None, 5)
 
     def go(self):
         store.key_value_set(f"{module._ROOT}/gone/1", json.dumps([0, ""]), True)
-        time.sleep(0.5)  # fifty beats
+        time.sleep(0.5)  # fifty heartbeats
 
     monkeypatch.setattr(Processes, "_await_others", go)
     threading.Thread(target=processes.end, args=(0,), daemon=True).start()
@@ -240,7 +254,7 @@ def test_who_goes_when_told_has_not_failed(store, ended, monkeypatch):
 
 
 def launched(launcher: str, index: int, port: int) -> dict[str, str]:
-    """What it sets."""
+    """The environment variables that the launcher sets."""
     if launcher == "slurm":
         return {
             "SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost",

@@ -1,4 +1,4 @@
-"""The engine behind a wire: as AsyncEngine in every respect, and when either side is gone."""
+"""The engine over a socket: the same behaviour as AsyncEngine, and the loss of either side."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def engine(model, device):
 
 @contextlib.asynccontextmanager
 async def remote(engine: AsyncEngine):
-    """RemoteEngine here; the host has a thread and an event loop of its own."""
+    """A RemoteEngine here; the host has its own thread and event loop."""
     ours, theirs = socket.socketpair()
     host = EngineHost(engine, Wire(theirs))
     thread = threading.Thread(target=lambda: asyncio.run(host.run("hello", signals=False)))
@@ -103,7 +103,7 @@ def test_what_arrives_is_what_was_sent(engine):
 
 
 def test_refusals(engine):
-    """Of the same classes, with the same sentences; the engine goes on."""
+    """The same exceptions with the same sentences; the engine goes on."""
 
     async def main():
         async with remote(engine) as client:
@@ -136,7 +136,7 @@ def test_a_mistake_of_ours_is_in_the_log(engine, monkeypatch, caplog):
 
 @pytest.mark.parametrize("when", ["compiling", "running", "at once"])
 def test_a_client_that_leaves(engine, when, monkeypatch):
-    """Its sequences end, also one whose grammar is still being compiled; the others' do not."""
+    """Its sequences end, even while a grammar compiles; other clients are not affected."""
     scheduler = engine._engine.scheduler
     hold(
         monkeypatch,
@@ -222,7 +222,7 @@ def test_an_engine_that_gives_up(engine, monkeypatch):
 
 
 def test_a_process_that_dies():
-    """Whoever waits is told, for the first token or for an answer."""
+    """Every waiting call gets an error, for the first token or for an answer."""
 
     async def main():
         ours, theirs = socket.socketpair()
@@ -248,7 +248,7 @@ def test_a_process_that_dies():
 
 
 def test_messages_that_the_other_side_does_not_read_yet():
-    """More than sockets hold: nobody waits, and all arrives in order and whole."""
+    """More than sockets hold: no sender waits, and all messages arrive whole and in order."""
     messages = [(i, bytes([i % 251]) * (i * 37 % 5_000)) for i in range(3_000)]
     messages[7] = (7, b"x" * 5_000_000)
 
@@ -270,7 +270,7 @@ def test_messages_that_the_other_side_does_not_read_yet():
         assert [message for message in received if message != "late"] == messages
         sender.close()
         await ended.wait()
-        reader.send("nobody is there")  # and nothing happens
+        reader.send("nobody is there")  # no effect
         reader.close()
 
     asyncio.run(asyncio.wait_for(main(), 240))

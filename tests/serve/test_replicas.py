@@ -52,7 +52,7 @@ class Proxy:
         block = block.replace("listen 127.0.0.1:8000;", f"listen 127.0.0.1:{self.port};")
         kinds = "client_body", "proxy", "fastcgi", "uwsgi", "scgi"
         temporary = [f"{kind}_temp_path {self.directory};" for kind in kinds]
-        user = "user root;" * (os.getuid() == 0)  # who may read a directory of pytest
+        user = "user root;" * (os.getuid() == 0)  # may read pytest's directory
         (self.directory / "nginx.conf").write_text(
             f"daemon off; {user} pid nginx.pid; error_log error.log; worker_processes 1;\n"
             f"events {{}}\nhttp {{\naccess_log off; {' '.join(temporary)}\n{block}}}\n"
@@ -99,7 +99,7 @@ def proxy(tmp_path, replicas):
 
 
 def places(proxy: Proxy, replicas) -> dict[str, int]:
-    """Of each session: which replica answers."""
+    """The replica that answers each session."""
     found = {}
     for session in SESSIONS:
         before = [len(replica.engine.submitted) for replica in replicas]
@@ -110,7 +110,7 @@ def places(proxy: Proxy, replicas) -> dict[str, int]:
 
 
 def leave(replica) -> None:
-    """What SIGTERM does."""
+    """Does what SIGTERM does."""
     replica.app.state.server.drain()
     replica.uvicorn.should_exit = True
 
@@ -120,7 +120,7 @@ def test_a_session_stays_where_it_is(proxy, replicas):
     assert places(proxy, replicas) == first
     counts = [list(first.values()).count(i) for i in range(3)]
     assert min(counts) >= 8, counts
-    # A tenant's sessions are others than another tenant's, and no header is one client.
+    # Tenants' sessions differ, and requests without a session header are one client's.
     num_submitted = [len(replica.engine.submitted) for replica in replicas]
     for _ in range(4):
         assert proxy.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
@@ -142,7 +142,7 @@ def test_draining(proxy, replicas):
     time.sleep(0.3)
     then = places(proxy, replicas)
     stream.join(HANG_SECONDS)
-    # What ran is complete.
+    # The running answer is complete.
     assert answer[0][0] == 200 and answer[0][1].endswith(b"data: [DONE]\n\n"), answer
     for session, place in first.items():
         assert then[session] != leaving
@@ -152,7 +152,7 @@ def test_draining(proxy, replicas):
 
 
 def test_one_that_refuses(proxy, replicas):
-    """As one does that compiles: 503, to requests of open connections, too."""
+    """Like a replica that compiles: 503, also to requests of open connections."""
     first = places(proxy, replicas)
     replicas[0].engine.ready = False
     then = places(proxy, replicas)
@@ -162,7 +162,7 @@ def test_one_that_refuses(proxy, replicas):
 
 
 def test_one_that_dies(tmp_path, replicas):
-    """It takes a connection, and closes it without an answer."""
+    """It accepts a connection and closes it without an answer."""
     with socket.create_server(("127.0.0.1", 0)) as dying:
 
         def die() -> None:

@@ -1,4 +1,4 @@
-"""/v1/responses, with a fake engine behind it: items in and out, events, what is kept of them."""
+"""/v1/responses with a fake engine: items in and out, events, stored responses."""
 
 import json
 
@@ -12,12 +12,12 @@ from pydantic import BaseModel, TypeAdapter  # noqa: E402
 from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
 from helpers.serve.live_server import KEYS, eventually, serving  # noqa: E402
 from jax_attn.serve._openai.limits import KeyLimits  # noqa: E402
-from jax_attn.serve._openai.response_store import ResponseStore, StoredResponse  # noqa: E402
+from jax_attn.serve._openai.response_store import BoundedStore, StoredResponse  # noqa: E402
 
 PATH = "/v1/responses"
 HELLO = {"input": "hello", "max_output_tokens": 4}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-# Shows all that it gets, and knows of thoughts and calls.
+# Shows everything that it gets, and supports thoughts and calls.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>"
     "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
@@ -41,7 +41,7 @@ TOOL = {
 
 @pytest.fixture
 def server(tmp_path):
-    """It says what server.engine.says."""
+    """A server whose engine answers server.engine.says."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     engine = FakeEngine(fake_model().tokenizer)
     engine.limits.max_model_len = 1024
@@ -62,9 +62,9 @@ def prompt_of(server) -> str:
 
 
 def is_valid(response) -> None:
-    """By the client's own types, which it does not check itself."""
+    """Validates with the client's own types, which the client itself does not do."""
     plain = response if isinstance(response, dict) else response.model_dump(warnings=False)
-    if plain.get("usage"):  # which newer types have, of caches with a price
+    if plain.get("usage"):  # newer types need prices of caches
         plain["usage"]["input_tokens_details"]["cache_write_tokens"] = 0
     TypeAdapter(openai.types.responses.Response).validate_python(plain)
 
@@ -101,7 +101,7 @@ def test_text(server, client):
 
 
 def test_items(server):
-    """All kinds. Thoughts, a text and calls that follow each other are one message."""
+    """All kinds. Consecutive thoughts, text and calls become one message."""
     items = [
         {"role": "developer", "content": "D"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "U"}]},
@@ -131,7 +131,7 @@ def test_items(server):
     ("change", "param", "words"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "input[0].content[0].type", "'input_image' is not supported"),
+         "input", "pictures are not supported by this server"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
          "input[0].content[0].type", "'input_file'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'"),
@@ -140,9 +140,11 @@ def test_items(server):
          "input[0].call_id", "no function_call has it"),
         ({"input": []}, "input", "at least 1"),
         ({"input": None}, "input", "required"),
-        ({"background": True}, "background", "not supported"),
-        ({"conversation": "c"}, "conversation", "not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]", "encrypted_content"),
+        ({"background": True, "stream": True}, "background", "needs stream: false"),
+        ({"background": True, "store": False}, "background", "needs stream: false"),
+        ({"conversation": "c", "previous_response_id": "r"}, "conversation", "only one of"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "encrypted_content"),
+        ({"top_logprobs": 20, "max_output_tokens": 900}, "max_output_tokens", "are more than"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema belongs to"),
@@ -199,7 +201,7 @@ def test_an_empty_answer_has_a_message(server):
     assert message["type"] == "message" and message["content"][0]["text"] == ""
 
 
-# ---- thoughts, calls, shapes -------------------------------------------------------------------
+# ---- thoughts, calls, response formats ---------------------------------------------------------
 
 
 def test_thoughts_and_calls(server, client):
@@ -215,7 +217,7 @@ def test_thoughts_and_calls(server, client):
     assert 3 < details.reasoning_tokens < response.usage.output_tokens - 30
     one = client.responses.create(**request, parallel_tool_calls=False)
     assert len(one.output) == 3
-    # The call's result, by way of what is kept, and by hand.
+    # The call's result, with the stored response and with all items sent again.
     prompts = []
     outputs = [
         {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
@@ -307,8 +309,36 @@ def test_events_of_a_text(server):
     assert {event["item_id"] for event in middle[1:-1]} == {item["id"]}
 
 
+def test_a_call_that_is_cut_in_a_stream(server, client):
+    """Its item is incomplete, and the conversation that goes on has no such call."""
+    server.engine.says = f"So: {CALL}\n{CALL}"
+    num_tokens = len(server.engine.tokenizer.encode(server.engine.says).ids)
+    body = {"input": "a", "tools": [TOOL], "max_output_tokens": num_tokens - 8}
+    events = stream_of(server, body)
+    last = events[-1]["response"]
+    is_valid(last)
+    assert last["status"] == "incomplete"
+    assert [item["type"] for item in last["output"]] == ["message", *["function_call"] * 2]
+    assert [item["status"] for item in last["output"][1:]] == ["completed", "incomplete"]
+    assert '{"x": 1}'.startswith(last["output"][2]["arguments"])
+    assert [e["item"] for e in events if e["type"].endswith("item.done")] == last["output"]
+    answer = {"type": "function_call_output", "output": "done"}
+    answer["call_id"] = last["output"][1]["call_id"]
+    client.responses.create(model="tiny", input=[answer], previous_response_id=last["id"])
+    assert prompt_of(server) == 'user: a;assistant: So:[f {"x": 1}];tool: donef;'
+
+    made = client.conversations.create()
+    cut = stream_of(server, body | {"conversation": made.id})[-1]["response"]
+    assert cut["output"][2]["status"] == "incomplete"
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert [item.type for item in items] == ["message", "message", "function_call"]
+    answer["call_id"] = cut["output"][1]["call_id"]
+    client.responses.create(model="tiny", input=[answer], conversation=made.id)
+    assert prompt_of(server) == 'user: a;assistant: So:[f {"x": 1}];tool: donef;'
+
+
 def test_events_of_thoughts_and_calls(server, client):
-    """As the client puts them together; each is one that it knows."""
+    """The client can assemble the events, and knows the type of each."""
     server.engine.says = f"<think>Hm, hm.</think>So: {CALL}"
     request = {"input": "a", "tools": [TOOL], "max_output_tokens": 200}
     events = stream_of(server, request)
@@ -325,6 +355,8 @@ def test_events_of_thoughts_and_calls(server, client):
     items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     assert items == events[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    pieces = [e["delta"] for e in events if e["type"].endswith("function_call_arguments.delta")]
+    assert "".join(pieces) == items[-1]["arguments"] == '{"x": 1}' and len(pieces) > 3
     with client.responses.stream(model="tiny", **request) as stream:
         for _ in stream:
             pass
@@ -365,7 +397,7 @@ def test_a_client_that_leaves(server):
     eventually(lambda: outcome in server.get("/metrics").body)
 
 
-# ---- what is kept ------------------------------------------------------------------------------
+# ---- stored responses --------------------------------------------------------------------------
 
 
 def test_a_conversation(server, client):
@@ -389,11 +421,148 @@ def test_a_conversation(server, client):
     ):
         with pytest.raises(openai.NotFoundError, match="not found: it is not yours, was not"):
             gone()
-    # Others need not have it.
+    # Earlier responses need not be stored.
     client.responses.create(model="tiny", input="a", previous_response_id=third.id)
     assert "user: two" in prompt_of(server)
-    with pytest.raises(openai.BadRequestError, match="background"):
+    with pytest.raises(openai.BadRequestError, match="it has ended"):
         client.responses.cancel(third.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_the_text_alone(server, stream):
+    server.engine.says = "<think>Hm.</think>It is 4."
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    body = {"input": "a", "max_output_tokens": 60} | more
+    if stream:
+        events = stream_of(server, body)
+        response = events[-1]["response"]
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        entries = [entry for event in deltas for entry in event["logprobs"]]
+        assert entries == response["output"][1]["content"][0]["logprobs"]
+    else:
+        response = server.post(PATH, body).json
+        entries = response["output"][1]["content"][0]["logprobs"]
+    is_valid(response)
+    assert "".join(entry["token"] for entry in entries) == "It is 4."
+    assert entries[0]["logprob"] == -0.5 and len(entries[0]["top_logprobs"]) == 2
+    assert response["top_logprobs"] == 2
+    none = server.post(PATH, HELLO).json["output"][-1]["content"][0]
+    assert none["logprobs"] == []
+
+
+def test_input_items_and_their_tokens(server, client):
+    items = [
+        {"role": "user", "content": "U", "id": "msg_mine"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "H"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "O"},
+    ]
+    counted = client.responses.input_tokens.count(model="tiny", input=items, instructions="I")
+    response = client.responses.create(model="tiny", input=items, instructions="I")
+    assert counted.input_tokens == response.usage.input_tokens
+    listed = list(client.responses.input_items.list(response.id, limit=2, order="asc"))
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item.type for item in listed] == kinds and listed[0].id == "msg_mine"
+    assert len({item.id for item in listed}) == 5
+    assert listed[0].content[0].type == "input_text" and listed[2].content[0].text == "A"
+    newest = client.responses.input_items.list(response.id, limit=2)
+    assert [item.type for item in newest.data] == kinds[:2:-1] and newest.has_more
+    first = prompt_of(server)
+    again = [item.model_dump(warnings=False) for item in listed]
+    client.responses.create(model="tiny", input=again, instructions="I")
+    assert prompt_of(server) == first  # what is read back may be sent again, thoughts included
+    for query, words in [
+        ("limit=0", "1 to 100"),
+        ("limit=" + "9" * 5000, "1 to 100"),
+        ("order=up", "asc or desc"),
+        ("after=x", "no it"),
+    ]:
+        answer = server.get(f"{PATH}/{response.id}/input_items?{query}")
+        assert answer.status == 400 and words in answer.error["message"]
+    assert server.get(f"{PATH}/x/input_items").status == 404
+
+
+def test_in_the_background(server, client):
+    server.engine.says, server.engine.holds_at = "", 3
+    begun = client.responses.create(model="tiny", input="a", background=True, max_output_tokens=9)
+    is_valid(begun)
+    assert begun.background and begun.status in ("queued", "in_progress")
+    eventually(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        client.responses.create(model="tiny", input="b", previous_response_id=begun.id)
+    server.engine.holds_at = None
+    eventually(lambda: client.responses.retrieve(begun.id).status == "incomplete")
+    assert client.responses.retrieve(begun.id).usage.output_tokens == 9
+    server.engine.says = "Yes."
+    client.responses.create(model="tiny", input="b", previous_response_id=begun.id)
+    with pytest.raises(openai.BadRequestError, match="it has ended"):
+        client.responses.cancel(begun.id)
+
+
+def test_the_background_is_left(server, client):
+    server.engine.says, server.engine.holds_at = "", 3
+    ask = {"model": "tiny", "input": "a", "background": True}
+    first, second = (client.responses.create(**ask) for _ in range(2))
+    eventually(lambda: len(server.engine.live) == 2)
+    assert client.responses.cancel(first.id).status == "cancelled"
+    assert client.responses.cancel(first.id).status == "cancelled"
+    assert client.responses.retrieve(first.id).status == "cancelled"
+    client.responses.delete(second.id)
+    eventually(lambda: not server.engine.live)
+    assert server.get(f"{PATH}/{second.id}").status == 404
+    server.engine.holds_at = None
+    server.engine._fail_tokens = server.engine.tokenizer.encode(";").ids
+    third = client.responses.create(**ask)
+    eventually(lambda: client.responses.retrieve(third.id).status == "failed")
+    assert client.responses.retrieve(third.id).error.message == "asked to fail"
+    assert not server.app.state.server.limiter.held("")
+
+
+def test_a_conversation_object(server, client):
+    made = client.conversations.create(
+        items=[{"role": "user", "content": "one"}], metadata={"a": "b"}
+    )
+    assert made.metadata == {"a": "b"} and made.id.startswith("conv_")
+    server.engine.says = "<think>Hm.</think>It is 4."
+    first = client.responses.create(model="tiny", input="two", conversation=made.id)
+    assert first.conversation.id == made.id
+    is_valid(first)
+    client.responses.create(model="tiny", input="three", conversation={"id": made.id}, store=False)
+    assert prompt_of(server) == (
+        "user: one;user: two;assistant: <think>Hm.</think>It is 4.;user: three;"
+    )
+    items = list(client.conversations.items.list(made.id, order="asc", limit=3))
+    kinds = ["message", "message", "reasoning", "message", "message", "reasoning", "message"]
+    assert [item.type for item in items] == kinds
+    assert client.conversations.items.retrieve(items[2].id, conversation_id=made.id).id
+    client.conversations.items.delete(items[0].id, conversation_id=made.id)
+    added = client.conversations.items.create(made.id, items=[{"role": "user", "content": "four"}])
+    assert added.data[0].content[0].text == "four"
+    client.responses.create(model="tiny", input="five", conversation=made.id)
+    assert prompt_of(server).startswith("user: two;") and "user: four;user: five" in prompt_of(
+        server
+    )
+    assert client.conversations.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    assert client.conversations.retrieve(made.id).metadata == {"c": "d"}
+    assert client.conversations.delete(made.id).deleted
+    for gone in (
+        lambda: client.conversations.retrieve(made.id),
+        lambda: client.responses.create(model="tiny", input="a", conversation=made.id),
+        lambda: client.conversations.items.list(made.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not found: it is not yours, was deleted"):
+            gone()
+    with pytest.raises(openai.BadRequestError, match="items"):
+        client.conversations.create(items=[{"role": "user", "content": "a"}] * 21)
+
+
+def test_conversations_of_another_tenant():
+    with serving(api_keys=KEYS) as server:
+        keys = [{"Authorization": f"Bearer {key}"} for key in KEYS]
+        id = server.post("/v1/conversations", {}, **keys[0]).json["id"]
+        for path in (f"/v1/conversations/{id}", f"/v1/conversations/{id}/items"):
+            assert [server.get(path, **key).status for key in keys] == [200, 404]
 
 
 def test_not_stored(server):
@@ -441,7 +610,7 @@ def stored(num_bytes: int) -> StoredResponse:
 
 
 def test_the_store_forgets_what_was_not_used_for_longest():
-    store = ResponseStore(max_bytes=100, max_count=3)
+    store = BoundedStore(max_bytes=100, max_count=3)
     for name in "abc":
         store.put("t", name, stored(30))
     assert store.get("t", "a") is not None
@@ -449,20 +618,20 @@ def test_the_store_forgets_what_was_not_used_for_longest():
     assert [store.get("t", name) is not None for name in "abcd"] == [True, False, True, True]
     store.put("t", "e", stored(70))  # by bytes: a and c go; d is small
     assert [store.get("t", name) is not None for name in "acde"] == [False, False, True, True]
-    store.put("t", "f", stored(101))  # more than there is room for
+    store.put("t", "f", stored(101))  # larger than the store
     assert not any(store.get("t", name) for name in "adef")
     store.put("t", "g", stored(100))
     assert store.get("t", "g") and store.remove("t", "g") and not store.remove("t", "g")
 
 
 def test_one_tenant_does_not_crowd_out_another():
-    store = ResponseStore(max_bytes=100, max_count=10)
+    store = BoundedStore(max_bytes=100, max_count=10)
     store.put("quiet", "q", stored(20))
     for i in range(50):
         store.put("loud", str(i), stored(10))
     assert store.get("quiet", "q") and not store.get("loud", "0") and store.get("loud", "49")
     assert store.get("quiet", "49") is None
-    many = ResponseStore(max_bytes=1000, max_count=5)
+    many = BoundedStore(max_bytes=1000, max_count=5)
     many.put("quiet", "q", stored(500))
     for i in range(50):
         many.put("loud", str(i), stored(1))

@@ -1,4 +1,4 @@
-"""Sampling against a plain numpy oracle: which tokens may come, how often, what else changes."""
+"""Sampling against a plain numpy oracle: possible tokens, their frequency, changes of state."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ def params(**kwargs) -> SamplingParams:
 
 
 def probabilities(logits, p: SamplingParams, tokens=(), num_prompt=0, allowed=None) -> np.ndarray:
-    """The oracle: what `sample` must draw from, in float64, by sorting and in plain words."""
+    """The oracle: the distribution that `sample` must draw from, in float64, by sorting."""
     scores = np.float64(logits)
     for token, bias in p.logit_bias:
         scores[token] += bias
@@ -36,7 +36,7 @@ def probabilities(logits, p: SamplingParams, tokens=(), num_prompt=0, allowed=No
         x[x < np.sort(x)[::-1][min(p.top_k, len(x)) - 1]] = 0
     x /= x.sum()
     order = np.argsort(-x, kind="stable")
-    before = np.append(0, np.cumsum(x[order])[:-1])  # mass of what is likelier
+    before = np.append(0, np.cumsum(x[order])[:-1])  # mass of likelier tokens
     x[order[before >= p.top_p]] = 0
     x[x < p.min_p * x.max()] = 0
     return x / x.sum()
@@ -133,7 +133,7 @@ def test_distribution(name):
     for begin in range(0, num_draws, ROWS):
         batch.records["position"][:] = begin + np.arange(ROWS)
         counts += np.bincount(np.asarray(batch.sample().tokens), minlength=VOCAB)
-        batch.state = batch.state._replace(counts=jnp.array(history))  # the draw never happened
+        batch.state = batch.state._replace(counts=jnp.array(history))  # undoes the draw's count
     assert not counts[expected == 0].any()
     likely = expected * num_draws >= 5
     wanted = num_draws * np.append(expected[likely], expected[~likely].sum())
@@ -144,7 +144,7 @@ def test_distribution(name):
 
 
 def test_counts_grow_with_the_output():
-    """Penalties see what was sampled, not only what was set on admission."""
+    """Penalties see sampled tokens, not only those set on admission."""
     p = params(temperature=0, frequency_penalty=1.0, presence_penalty=0.25)
     logits = np.random.default_rng(2).normal(0, 1, VOCAB).astype(np.float32)
     tokens = list(HISTORY)
@@ -180,7 +180,7 @@ def test_a_row_depends_on_nothing_but_itself():
 
 
 def test_kinds_agree():
-    """A row gets the same token from the dearer executables."""
+    """A row gets the same token from the more expensive executables."""
     logits = np.random.default_rng(4).normal(0, 1, VOCAB).astype(np.float32)
     plain = {
         i: {"logits": logits, "params": params(seed=i), "position": 7 * i} for i in range(ROWS)
@@ -243,7 +243,7 @@ def test_tiny_temperature_is_greedy():
 
 
 def test_logprobs():
-    """Of the model's own logits, whatever bias, penalties and filters did."""
+    """The model's own logits count, without bias, penalties and filters."""
     rng = np.random.default_rng(6)
     logits = rng.normal(0, 2, (2, VOCAB)).astype(np.float32)
     p = params(logprobs=5, temperature=0.5, top_k=3, logit_bias=((7, 50.0),))
@@ -260,7 +260,7 @@ def test_logprobs():
 
 @pytest.mark.parametrize("kind", sampling.KINDS)
 def test_greedy_beside_a_row_with_a_mask(kind):
-    """One token less in one row of many: of that row alone the next best is taken."""
+    """One token is masked in one row of many: only that row takes its second-best token."""
     logits = np.random.default_rng(5).normal(0, 1, VOCAB).astype(np.float32)
     best, second = np.argsort(-logits)[:2]
     rows = {i: {"logits": logits, "params": params(temperature=0)} for i in range(ROWS)}
@@ -271,7 +271,7 @@ def test_greedy_beside_a_row_with_a_mask(kind):
 
 @pytest.mark.parametrize("kind", sampling.KINDS)
 def test_void_rows_and_nan(kind):
-    """A void row changes no slot; NaN logits give -1 and harm no neighbour."""
+    """A void row changes no slot; NaN logits give -1 and affect no neighbour."""
     logits = np.random.default_rng(7).normal(0, 1, VOCAB).astype(np.float32)
     bad = np.where(np.arange(VOCAB) == 9, np.nan, logits)
     p = params(temperature=0)
@@ -297,7 +297,7 @@ def test_what_a_slot_held_before_is_forgotten():
 
 
 def test_rows_are_filled_anew():
-    """A slot's parameters are those of the last sequence in it, and rows behind are void."""
+    """A slot's parameters are those of the last sequence in it, and unused rows are void."""
     slots, rows = sampling.SlotParams(SLOTS), np.full((ROWS, sampling.ROW_WORDS), 77, np.int32)
     slots.set(2, params(logit_bias=((1, 1.0),)))
     slots.set(2, params(top_k=3, temperature=0.5, seed=2**32 + 5))

@@ -17,7 +17,7 @@ from jax_attn.serve._scheduling.step_plan import StepPlan
 
 
 def test_when_a_sequence_first_got_in():
-    """What came before that was its time in the queue."""
+    """The time before that was its time in the queue."""
     scheduler = Scheduler(config(max_running=1))
     first, second = (sequence(name, range(4), max_tokens=2) for name in "ab")
     scheduler.add(first, second)
@@ -93,11 +93,24 @@ SYSTEMS = {
     "padded": config(num_pages=40, step_sizes=(8, 32)),
     "page size 1": config(page_size=1, num_pages=120, max_kv_pages_step=240),
     "page size 7": config(page_size=7, num_pages=20, max_waiting=5),
+    "host": config(num_pages=30, num_host_pages=40),
+    "host, tight": config(num_pages=26, num_host_pages=7, max_step_tokens=12, prefill_chunk=5),
+    "host, page size 1": config(
+        page_size=1, num_pages=120, max_kv_pages_step=240, num_host_pages=70
+    ),
+    "states": config(num_states=40, checkpoint_tokens=8, num_pages=40),
+    "states, tight": config(
+        num_states=16, checkpoint_tokens=12, num_pages=30, max_step_tokens=12, prefill_chunk=5
+    ),
+    "states, growing": config(
+        num_states=20, page_size=7, num_pages=20, max_waiting=5, step_sizes=(8, 16)
+    ),
+    "states, no prefix cache": config(num_pages=40, prefix_cache=False, num_states=16),
 }
 
 
 def simulate(system: str, depth: int, forces: bool, seeds) -> None:
-    totals = {"preemptions": 0, "cached": 0, "reasons": set()}
+    totals = {"preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
         _, seqs = Traffic(seed).run(scheduler, depth, forces)
@@ -112,11 +125,13 @@ def simulate(system: str, depth: int, forces: bool, seeds) -> None:
         stats = scheduler.stats()
         totals["preemptions"] += stats.num_preemptions
         totals["cached"] += stats.num_prompt_tokens_cached
+        totals["returned"] += stats.host["returned"] if stats.host else 0
         assert_drained(scheduler)
-    # What the simulation is for must have happened in it.
+    # Checks that every event that the simulation is for has occurred.
     assert totals["reasons"] == set(FinishReason) - {FinishReason.ERROR}
     assert totals["preemptions"] > 0 or system in ("roomy", "one at a time")
-    assert (totals["cached"] > 0) == (system != "no prefix cache")
+    assert (totals["cached"] > 0) == ("no prefix cache" not in system)
+    assert (totals["returned"] > 0) == ("host" in system)
 
 
 @pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])
@@ -143,7 +158,7 @@ def test_deterministic(system):
 
 
 class Diligent(Admission):
-    """Looks the queue up in every step, whether anybody could enter or not."""
+    """Searches the queue in every step, even if no sequence can enter."""
 
     _least_need = property(lambda self: None, lambda self, need: None)
 
@@ -184,7 +199,7 @@ def test_a_queue_that_nobody_leaves_is_looked_up_once():
 
 
 def test_preempted_sequences_end_as_if_they_had_run_alone():
-    """Six that grow to 25 pages each in a pool of 30: the youngest gives way again and again."""
+    """Six that grow to 25 pages each in a pool of 30: the youngest is preempted again and again."""
     scheduler = Scheduler(config(num_pages=30))
     engine = FakeEngine(scheduler)
     seqs = [sequence(f"{i}", range(10 * i, 10 * i + 10), max_tokens=90) for i in range(6)]
@@ -199,7 +214,7 @@ def test_preempted_sequences_end_as_if_they_had_run_alone():
     assert finished == seqs, "the oldest first"
     for seq in seqs:
         assert seq.tokens[seq.num_prompt :] == reference_output(seq, False)[0]
-    # No thrash: each is put off a few times, not at every page, and finds part of what it had.
+    # No thrashing: each is preempted a few times, not at every page, and finds some of its pages.
     num_needed = sum(len(seq.tokens) - 1 for seq in seqs)
     assert 5 <= scheduler.stats().num_preemptions <= 15
     assert engine.device.num_tokens_run < 1.7 * num_needed
@@ -207,7 +222,7 @@ def test_preempted_sequences_end_as_if_they_had_run_alone():
 
 
 def test_pages_that_are_shared_are_found_by_the_fake_device_if_written():
-    """The oracle itself: it must notice a page that somebody else wrote over."""
+    """The oracle itself must notice a page that another sequence overwrote."""
     scheduler = Scheduler(config())
     engine = FakeEngine(scheduler)
     seq = sequence("a", range(10), max_tokens=20)
@@ -222,7 +237,7 @@ def test_pages_that_are_shared_are_found_by_the_fake_device_if_written():
 
 
 def test_where_nobody_waits_no_prompt_is_copied(monkeypatch):
-    """To find out who shares it: 4 bytes a token, in every step while a long one was read."""
+    """A copy to find sharers took 4 bytes a token in every step of a long prompt."""
     scheduler = Scheduler(config())
     scheduler.add(sequence("a", [3]), sequence("b", range(90)))
     advance(scheduler)
@@ -259,7 +274,7 @@ def test_chunks_fill_what_a_step_is_padded_to():
 
 
 def test_chunks_grow_with_what_waits():
-    """An eighth of it, from prefill_chunk to max_prefill_chunk, whether it runs or queues."""
+    """A chunk is an eighth of waiting and running prompts: prefill_chunk to max_prefill_chunk."""
     for lens, num_tokens in (((16,), 2), ((40,), 5), ((20, 20), 5), ((60, 60, 60, 60), 9)):
         scheduler = Scheduler(config(prefill_chunk=2, max_prefill_chunk=9))
         scheduler.add(sequence("d", [1], max_tokens=50))
@@ -268,11 +283,11 @@ def test_chunks_grow_with_what_waits():
         for _ in range(2):
             steps = scheduled(advance(scheduler))
             assert steps.pop("d") == 1
-            assert sum(steps.values()) in (num_tokens, num_tokens - 1)  # less waits by then
+            assert sum(steps.values()) in (num_tokens, num_tokens - 1)  # fewer wait by then
 
 
 def test_a_prompt_whose_logprobs_are_wanted_has_as_many_tokens_as_rows_are_left():
-    """It shares the rows with whoever waits: half of what is left each time."""
+    """The rows are shared with waiting requests: each takes half of what is left."""
     scheduler = Scheduler(config())
     wanted = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=True)
     scheduler.add(Sequence("a", "a", list(range(40)), wanted))
@@ -388,7 +403,7 @@ def test_longest_prefix_first():
 
 @pytest.mark.parametrize("starvation_steps", [1, 3, 7])
 def test_starvation_is_bounded(starvation_steps):
-    """One slot, and always somebody with a longer cached prefix."""
+    """One slot, and always a sequence with a longer cached prefix in the queue."""
     scheduler = Scheduler(config(max_running=1, starvation_steps=starvation_steps))
     scheduler.add(sequence("seed", range(20), max_tokens=1))
     advance(scheduler)
@@ -421,6 +436,26 @@ def test_a_starved_sequence_that_does_not_fit_holds_back_the_others():
     assert len(admitted) == 4  # three overtook it
 
 
+def test_who_waited_behind_a_starved_sequence_enters_when_that_is_aborted():
+    scheduler = Scheduler(config(num_pages=20, starvation_steps=1))
+    scheduler.add(sequence("runs", range(4), max_tokens=60))
+    advance(scheduler)
+    scheduler.add(sequence("big", range(100, 170), max_tokens=2))
+    scheduler.add(sequence("overtakes", range(200, 204), max_tokens=60))
+    assert [seq.id for seq in advance(scheduler).admitted] == ["overtakes"]
+    scheduler.add(sequence("waits", range(300, 304), max_tokens=60))
+    for _ in range(2):
+        assert not advance(scheduler).admitted
+    scheduler.abort("big")
+    assert [seq.id for seq in advance(scheduler).admitted] == ["waits"]
+
+
+def test_stats_of_a_new_scheduler():
+    stats = dataclasses.asdict(Scheduler(config()).stats())
+    assert stats.pop("states") is None and stats.pop("host") is None
+    assert stats.pop("num_free_pages") == 100 and set(stats.values()) == {0}
+
+
 def test_siblings_compute_their_prompt_once():
     scheduler = Scheduler(config(max_step_tokens=64, prefill_chunk=64))
     engine = FakeEngine(scheduler)
@@ -430,7 +465,7 @@ def test_siblings_compute_their_prompt_once():
     assert scheduled(engine.step(1)) == {"a.0": 1, "a.1": 3, "a.2": 3, "a.3": 3}
     running = scheduler.running
     assert all(seq.pages[:10] == running[0].pages[:10] for seq in running)
-    assert len({seq.pages[10] for seq in running}) == 4  # the partial page is everyone's own
+    assert len({seq.pages[10] for seq in running}) == 4  # each sequence has its own partial page
     while engine.has_work:
         engine.step(2)
         scheduler.check_integrity()
@@ -439,7 +474,7 @@ def test_siblings_compute_their_prompt_once():
 
 
 def test_a_shared_prefix_is_computed_once_and_no_longer_waited_for():
-    """Half of the prompts is shared, and it takes two steps: the others start in the third."""
+    """Half of the prompts is shared and takes two steps: the others start in the third."""
     scheduler = Scheduler(config(max_step_tokens=16, prefill_chunk=16))
     shared = list(range(24))
     a = sequence("a", [*shared, *range(100, 140)])
@@ -456,7 +491,7 @@ def test_a_shared_prefix_is_computed_once_and_no_longer_waited_for():
 
 @pytest.mark.parametrize("max_running", [64, 8])
 def test_the_hit_rate_of_a_shared_system_prompt_is_the_ideal_one(max_running):
-    """64 requests at once: 2,048 tokens are computed by the first alone, however many may run."""
+    """64 requests at once: only the first computes the 2,048 tokens, however many may run."""
     scheduler = Scheduler(
         config(
             page_size=16,
@@ -488,7 +523,7 @@ def test_nobody_waits_for_another_namespace_or_without_a_cache():
 
 
 def test_a_page_computed_twice_is_kept_once():
-    """Two prompts that only turn out alike when both are running: here, in their outputs."""
+    """Two prompts become alike only while both are running: here, in their outputs."""
     scheduler = Scheduler(config())
     engine = FakeEngine(scheduler)
     scheduler.add(sequence("a", range(8), max_tokens=9))
@@ -540,7 +575,7 @@ def test_the_preempted_wait_before_those_that_never_ran():
     old, early = sequence("old", range(8), max_tokens=30), sequence("early", range(50, 58))
     late = sequence("late", range(100, 112), max_tokens=20)
     scheduler.add(old, early, late)
-    assert list(scheduled(advance(scheduler))) == ["late", "old"]  # by what is cached
+    assert list(scheduled(advance(scheduler))) == ["late", "old"]  # by cached tokens
     assert run_until_preempted(scheduler).preempted == [late]
     assert scheduler.waiting == [late, early]
 
@@ -592,7 +627,7 @@ def test_a_preempted_sequence_can_end_by_its_late_token():
 
 
 def test_a_preempted_sequence_whose_late_token_is_lost_samples_again():
-    """After a failed step, as the engine recovers."""
+    """After a failed step, the engine recovers this way."""
     scheduler = Scheduler(config(num_pages=8, max_running=2))
     old, young = (sequence(f"{i}", range(10 * i, 10 * i + 8), max_tokens=20) for i in range(2))
     scheduler.add(old, young)
@@ -604,7 +639,7 @@ def test_a_preempted_sequence_whose_late_token_is_lost_samples_again():
     num_tokens = len(young.tokens)
     scheduler.finish(old, FinishReason.ERROR)
     scheduler.append(young, [], num_sampled=young.num_in_flight)
-    scheduler.cache.evict(scheduler.cache.num_cached)
+    scheduler.cache.clear()
     scheduler.check_integrity()
     assert scheduled(scheduler.schedule(0)) == {"1": num_tokens}
     scheduler.abort("1")
@@ -700,7 +735,7 @@ def test_the_queue_is_bounded_and_takes_siblings_together():
 
 @pytest.mark.parametrize("num_steps", range(8))
 def test_abort_in_any_state(num_steps):
-    """Waiting, amid the prompt, decoding with tokens in flight; siblings and all."""
+    """Waiting, in the middle of the prompt, decoding with tokens in flight, with siblings."""
     scheduler = Scheduler(config(max_step_tokens=8, prefill_chunk=8, max_running=2))
     engine = FakeEngine(scheduler)
     seqs = [sequence(f"a.{i}", range(18), max_tokens=10) for i in range(3)]
@@ -807,7 +842,7 @@ def test_config_refuses(changes, message):
         ("presence_penalty", float("nan")),
         ("frequency_penalty", float("inf")),
         ("logprobs", -1),
-        ("prompt_logprobs", True),  # how many?
+        ("prompt_logprobs", True),  # no number
         ("stop", ("a", "")),
         ("logit_bias", ((3, float("nan")),)),
     ],
@@ -855,7 +890,7 @@ def test_integrity_check_sees_what_the_parts_cannot():
 
 
 def test_no_jax():
-    """In a package of the same name without its __init__, which imports jax."""
+    """Imports from a package of the same name without its __init__, which imports jax."""
     package = Path(sys.modules[Scheduler.__module__].__file__).parents[2]
     code = f"""
 import importlib, pkgutil, sys, types
@@ -873,7 +908,7 @@ assert not {{"jax", "jaxlib", "numpy"}} & set(sys.modules)
 
 
 def test_the_tree_is_bounded_by_the_pool():
-    """A long life in a small pool leaves no nodes behind but those of cached pages."""
+    """A long run in a small pool leaves only the nodes of cached pages."""
     scheduler = Scheduler(config(num_pages=20))
     for i in range(300):
         scheduler.add(sequence(f"{i}", range(i, i + 9), max_tokens=2, namespace=f"tenant {i}"))

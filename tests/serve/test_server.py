@@ -1,5 +1,6 @@
-"""The HTTP server, with a fake engine behind it: routes, limits, errors, streams, disconnects."""
+"""The HTTP server with a fake engine: routes, limits, errors, streams, disconnects."""
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -17,7 +18,8 @@ from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import HANG_SECONDS, eventually, joined, post_bytes, serving
 from jax_attn.serve._http import auth
 from jax_attn.serve._http import server as server_module
-from jax_attn.serve._http.connection import Connection, DiscardBody
+from jax_attn.serve._http.connection import Connection, DiscardBody, _Turns
+from jax_attn.serve._http.fair_loop import MOST
 from jax_attn.serve._openai import answers, schemas
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.tenants import namespace
@@ -116,7 +118,7 @@ def test_chat_uses_the_template(server):
     seq = server.engine.submitted[-1]
     text = server.engine.tokenizer.decode(seq.tokens, skip_special_tokens=False)
     assert text == "<|endoftext|># Be brief.\n# a\n# b\n"
-    # By default, all that the context leaves.
+    # The default is what the context leaves.
     assert seq.params.max_tokens == server.engine.limits.max_model_len - seq.num_prompt
 
 
@@ -162,7 +164,7 @@ def test_many_prompts(server):
 
 
 def test_echo_with_logprobs(server):
-    """As lm-evaluation-harness asks for them: of the tokens of the text, the prompt's first."""
+    """lm-evaluation-harness asks so: logprobs of the prompt's tokens, then of the output's."""
     text = "class É:\n    pass"
     ids = server.engine.tokenizer.encode(text).ids
     body = {"prompt": [ids, ids[:3]], "echo": True, "logprobs": 2, "max_tokens": 2, "seed": 1}
@@ -171,7 +173,7 @@ def test_echo_with_logprobs(server):
         n, found = len(prompt), choice["logprobs"]
         assert found["token_logprobs"] == [None, *[-4.0] * (n - 1), -0.5, -0.5]
         assert found["top_logprobs"][0] is None
-        # The token is among them if it is none of the likeliest.
+        # The token is added if it is not among the likeliest.
         assert [len(top) for top in found["top_logprobs"][1:]] == [3] * (n - 1) + [2, 2]
         for token, logprob, top in list(zip(*list(found.values())[:3], strict=True))[1:]:
             assert top[token] == logprob
@@ -198,7 +200,7 @@ def test_echo_with_logprobs(server):
 
 
 def test_echo_alone(server):
-    """max_tokens 0: what is there already, and nothing more."""
+    """max_tokens 0 returns the prompt, and nothing more."""
     body = {"prompt": "class A:", "echo": True, "logprobs": 0, "max_tokens": 0}
     answer = server.post(COMPLETIONS, body).json
     (choice,) = answer["choices"]
@@ -209,14 +211,14 @@ def test_echo_alone(server):
     assert answer["usage"]["completion_tokens"] == 0 < answer["usage"]["prompt_tokens"]
     *chunks, _ = server.events(COMPLETIONS, body)
     assert [json.loads(chunk)["choices"] for chunk in chunks] == [answer["choices"]]
-    # All of the context may be prompt.
+    # The prompt may fill the context.
     full = {"prompt": [1] * server.engine.limits.max_model_len}
     assert server.post(COMPLETIONS, full | {"max_tokens": 0}).status == 200
     assert server.post(COMPLETIONS, full | {"max_tokens": 1}).error["param"] == "prompt"
 
 
 def test_logprobs_are_bounded(server, monkeypatch):
-    """Those of prompts that are echoed, and those of the output, of all choices."""
+    """The bound counts echoed prompts, and the output of all choices."""
     monkeypatch.setattr(schemas, "MAX_SCORES", 3 * 20 * 6)
     prompts = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True, "max_tokens": 0}
     outputs = {"prompt": [[1] * 10] * 2, "n": 3, "max_tokens": 10}
@@ -227,7 +229,7 @@ def test_logprobs_are_bounded(server, monkeypatch):
     chat = HELLO_CHAT | {"logprobs": True, "top_logprobs": 5}
     assert server.post(CHAT, chat | {"max_tokens": 60}).status == 200
     assert server.post(CHAT, chat | {"max_tokens": 61}).error["param"] == "logprobs"
-    # Without max_tokens, it is what the context and this bound leave.
+    # Without max_tokens, the limit is what the context and this bound leave.
     del chat["max_tokens"]
     answer = server.post(CHAT, chat | {"n": 2}).json
     assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [30, 30]
@@ -293,6 +295,55 @@ def test_null_is_absent(server):
         assert server.post(path, dict.fromkeys(names) | base).status == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_token_ids(server, path):
+    """Whole or in events, also of choices and prompts of which an event may have no text."""
+    body = {"n": 2, "seed": 1, "max_tokens": 9, "return_token_ids": True}
+    body |= {"prompt": ["import os", "class A"]} if path == COMPLETIONS else HELLO_CHAT | body
+    whole = server.post(path, body).json
+    seqs = {int(seq.id.rpartition("-")[2]): seq for seq in server.engine.submitted[-4:]}
+    chunks = [json.loads(event) for event in server.events(path, body)[:-1]]
+    for choice in whole["choices"]:
+        index, parts = choice["index"], []
+        prompts = [choice.get("prompt_token_ids") or whole.get("prompt_token_ids")]
+        for chunk in chunks:
+            (part,) = chunk["choices"]
+            if part["index"] == index:
+                parts += part["token_ids"]
+                prompts += filter(
+                    None, [part.get("prompt_token_ids") or chunk.get("prompt_token_ids")]
+                )
+        assert parts == choice["token_ids"] and len(parts) == 9
+        if path == COMPLETIONS:
+            text = server.engine.tokenizer.decode(parts)
+            assert text.split() == choice["text"].split()
+        assert prompts == [seqs[index].tokens[: seqs[index].num_prompt]] * 2
+    assert whole["usage"]["completion_tokens"] == 9 * len(whole["choices"])
+    for choice in server.post(path, body | {"return_token_ids": False}).json["choices"]:
+        assert choice["token_ids"] is None
+
+
+def test_tokens_as_token_ids(server):
+    """Log-probabilities name tokens by ids, as vLLM does, and keep their offsets and bytes."""
+    body = {"max_tokens": 5, "seed": 3, "return_token_ids": True}
+    plain = server.post(COMPLETIONS, HELLO | body | {"logprobs": 1}).json["choices"][0]
+    asked = HELLO | body | {"logprobs": 1, "return_tokens_as_token_ids": True}
+    whole = server.post(COMPLETIONS, asked).json["choices"][0]
+    assert whole["text"] == plain["text"]
+    expected = [f"token_id:{token}" for token in whole["token_ids"]]
+    assert whole["logprobs"]["tokens"] == expected
+    assert all(
+        name in top for name, top in zip(expected, whole["logprobs"]["top_logprobs"], strict=True)
+    )
+    assert whole["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    asked = HELLO_CHAT | body | {"logprobs": True, "return_tokens_as_token_ids": True}
+    whole = server.post(CHAT, asked).json["choices"][0]
+    entries = whole["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{t}" for t in whole["token_ids"]]
+    said = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+    assert said == whole["message"]["content"]
+
+
 def test_deadline(slow_server):
     answer = slow_server.post(COMPLETIONS, HELLO | {"max_tokens": 200, "deadline": 0.1}).json
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -320,6 +371,14 @@ def test_deadline(slow_server):
 def test_grammars(server, field):
     assert server.post(CHAT, HELLO_CHAT | field).status == 200
     assert server.engine.submitted[-1].params.grammar
+
+
+def test_the_schema_of_huggingface_hub_is_followed(server):
+    format = {"type": "json_object", "value": {"title": "mark", "type": "object"}}
+    assert server.post(CHAT, HELLO_CHAT | {"response_format": format}).status == 200
+    assert "mark" in server.engine.submitted[-1].params.grammar
+    answer = server.post(CHAT, HELLO_CHAT | {"response_format": format | {"type": "text"}})
+    assert answer.status == 400 and answer.error["param"] == "response_format"
 
 
 def test_text_format_is_no_grammar(server):
@@ -425,7 +484,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"prompt": [1] * 256}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt"),
         (COMPLETIONS, {"max_tokens": "4"}, "max_tokens"),
-        (COMPLETIONS, {"max_tokens": 255}, "prompt"),  # of which there is too much, too
+        (COMPLETIONS, {"max_tokens": 255}, "prompt"),  # the prompt is too long, too
         (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": 65}, "n"),
@@ -443,7 +502,11 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"max_tokens": -1}, "max_tokens"),
         (COMPLETIONS, {"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         (COMPLETIONS, {"suffix": "x"}, "suffix"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"suffix": "x", "echo": True}, "suffix"),
+        (COMPLETIONS, {"suffix": "x", "prompt": [5]}, "suffix"),
+        (CHAT, {"prediction": {"type": "content", "content": "a"}, "n": 2}, "prediction"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
         (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
         (COMPLETIONS, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
@@ -493,7 +556,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url.url",
         ),
         ("/tokenize", {"messages": HELLO_CHAT["messages"]}, "prompt"),  # beside prompt
         ("/detokenize", {"tokens": [4096]}, "tokens"),
@@ -512,12 +575,15 @@ def test_400_names_the_field(server, path, change, param):
 
 
 def test_an_image_is_refused_by_its_name(server, caplog):
-    """Before its fields count as unknown ones."""
+    """The check comes before its fields count as unknown ones."""
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    for role in ("user", "assistant"):
+    for role, words in (
+        ("user", "pictures are not supported by this server, whose model reads texts only"),
+        ("assistant", "'image_url' is not supported by this server"),
+    ):
         answer = server.post(CHAT, {"messages": [{"role": role, "content": [part]}]})
         assert answer.status == 400 and answer.error["code"] == "unsupported_parameter"
-        assert "'image_url' is not supported by this server" in answer.error["message"]
+        assert words in answer.error["message"]
     assert "unknown field" not in caplog.text
 
 
@@ -584,7 +650,7 @@ def test_408_for_a_body_that_does_not_come():
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"before"], ids=str)
 def test_a_connection_that_asks_for_nothing_is_closed(server, sent, monkeypatch):
-    """Also one that sends its headers a byte at a time, and that had an answer before."""
+    """Also one that sends its headers byte by byte, and one that had an answer before."""
     monkeypatch.setattr(Connection, "head_seconds", 0.3)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     begin = time.monotonic()
@@ -634,7 +700,7 @@ def test_429_when_the_queue_is_full(slow_server):
 
 
 def test_a_full_queue_comes_before_the_body(monkeypatch):
-    """Before it is read, parsed, rendered and cut into tokens."""
+    """The refusal comes before the body is read, parsed, rendered and tokenized."""
     engine = FakeEngine(fake_model().tokenizer, delay=0.02, max_waiting=2)
     engine.limits.max_running = 1
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -665,7 +731,7 @@ def test_429_says_which_limit_of_a_key(limit, change):
     most = {"requests": 2, "choices": 4, "tokens": 16}
     limits = KeyLimits(**{"requests": 9, "choices": 9, limit: most[limit]})
     engine = FakeEngine(fake_model().tokenizer)
-    engine.holds_at = 3  # steps, so that those of two tokens end
+    engine.holds_at = 3  # steps, so that sequences of two tokens end
     with serving(engine, api_keys=KEYS, key_limits=limits) as server:
         auth = "".join(f"{name}: {value}\r\n" for name, value in bearer(KEYS[0]).items())
         raw = post_bytes(COMPLETIONS, body).replace(b"\r\n", f"\r\n{auth}".encode(), 1)
@@ -678,22 +744,22 @@ def test_429_says_which_limit_of_a_key(limit, change):
             assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[1])).ok
         eventually(lambda: not engine.live)
         assert server.post(COMPLETIONS, body | {"max_tokens": 2}, **bearer(KEYS[0])).ok
-        eventually(lambda: not server.app.state.server.gate.held("key0"))
+        eventually(lambda: not server.app.state.server.limiter.held("key0"))
 
 
 def test_a_request_that_is_more_than_all_may_be_is_400():
-    """There is no use in trying again."""
+    """Another try would not help."""
     limits = KeyLimits(requests=9, choices=2, tokens=16)
     with serving(key_limits=limits) as server:
         for change in ({"n": 3}, {"prompt": [5] * 17}):
             answer = server.post(COMPLETIONS, HELLO | change)
             assert answer.status == 400 and "in one request" in answer.error["message"]
             assert "retry-after" not in answer.headers
-        assert not server.app.state.server.gate.held("")
+        assert not server.app.state.server.limiter.held("")
 
 
 def test_log_probabilities_that_are_held_are_bounded():
-    """Of an answer that is to be whole; of a stream none are."""
+    """Whole answers hold them until the end; streams hold none."""
     limits = KeyLimits(requests=9, choices=9, scores=200)
     body = HELLO | {"max_tokens": 50, "logprobs": 3}
     with serving(key_limits=limits) as server:
@@ -701,23 +767,23 @@ def test_log_probabilities_that_are_held_are_bounded():
         answer = server.post(COMPLETIONS, body | {"n": 2})
         assert answer.status == 429 and answer.error["reason"] == "too_many_scores"
         assert len(server.events(COMPLETIONS, body | {"n": 2})) > 50
-        eventually(lambda: not server.app.state.server.gate.held(""))
+        eventually(lambda: not server.app.state.server.limiter.held(""))
         assert len(server.engine.aborted) == 2 and not server.engine.live
 
 
 def test_bodies_that_are_held_are_bounded():
-    """Short ones go through, and what is refused holds nothing."""
+    """Short bodies go through, and refused ones hold nothing."""
     limits = KeyLimits(requests=100, choices=100, body_bytes=1 << 20)
     long = {"prompt": "a" * (700 << 10)}
     with serving(key_limits=limits) as server:
         with server.connect(post_bytes(COMPLETIONS, long)[:-1]) as connection:
-            eventually(lambda: server.app.state.server.gate.held("")["body_bytes"] > 600_000)
+            eventually(lambda: server.app.state.server.limiter.held("")["body_bytes"] > 600_000)
             answer = server.post(COMPLETIONS, long)
             assert answer.status == 429 and answer.error["reason"] == "too_many_body_bytes"
             assert server.post(COMPLETIONS, HELLO).status == 200
             connection.sendall(b"}")
             assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]  # too many tokens
-        eventually(lambda: not server.app.state.server.gate.held(""))
+        eventually(lambda: not server.app.state.server.limiter.held(""))
 
 
 def test_503_until_ready_while_draining_and_after_a_failure():
@@ -748,7 +814,7 @@ def test_a_failing_request_fails_alone(server):
 
 
 def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
-    """And of one choice, not of all."""
+    """The error belongs to one choice, not to all."""
     body = HELLO | {"max_tokens": 9, "regex": "[a-z ]+"}
     server.engine.stuck = {"0"}
     answer = server.post(COMPLETIONS, body)
@@ -765,11 +831,11 @@ def test_a_grammar_that_gets_stuck_is_the_clients_fault(server):
     server.engine.stuck = {"0", "1"}
     assert server.post(COMPLETIONS, body | {"n": 2}).status == 400
     assert not server.engine.live
-    server.engine.stuck = set()  # the server is that of other tests, too
+    server.engine.stuck = set()  # other tests use the server, too
 
 
 def test_the_engine_stops_at_work(slow_server):
-    """The drain takes too long: what still runs is told so, and what comes now as well."""
+    """The drain takes too long: running and new requests get an error."""
     slow_server.engine.holds_at = 2
     with slow_server.connect(
         post_bytes(COMPLETIONS, HELLO | {"stream": True, "max_tokens": 200})
@@ -829,7 +895,7 @@ def test_a_client_that_does_not_read_stops_nobody(slow_server):
 
 
 def test_a_client_that_does_not_read_is_cut(monkeypatch):
-    """And its request ends, whether its answer comes bit by bit or whole."""
+    """Its request ends, for streams and for whole answers."""
     monkeypatch.setattr(Connection, "write_seconds", 0.2)
     for stream in (False, True):
         with serving() as server:
@@ -842,11 +908,11 @@ def test_a_client_that_does_not_read_is_cut(monkeypatch):
                 outcome = b'requests_total{outcome="disconnected"} 1.0'
                 eventually(lambda: outcome in server.get("/metrics").body)  # noqa: B023
             assert not server.engine.live
-            assert not server.app.state.server.gate.held("")
+            assert not server.app.state.server.limiter.held("")
 
 
 def test_a_slow_reader_gets_all(monkeypatch):
-    """Whenever it has read some, its time begins anew."""
+    """Each read of the client restarts its time limit."""
     timers, pause_writing = [], Connection.pause_writing
 
     def pause(connection):
@@ -871,7 +937,7 @@ def test_a_slow_reader_gets_all(monkeypatch):
 
 
 def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
-    """Before the first token, too. Clients pass over the comments."""
+    """Also before the first token. Clients ignore the comments."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.05)
     engine = FakeEngine(fake_model().tokenizer)
     body = HELLO | {"stream": True, "max_tokens": 3}
@@ -893,7 +959,7 @@ def test_a_stream_that_waits_shows_that_it_lives(monkeypatch):
 
 
 def test_connections_are_capped(server, monkeypatch):
-    """With a sentence, and others take their places when they go."""
+    """A refused client gets a sentence, and closed connections make room."""
     for name, most in (("max_connections", 3), ("max_of_address", 2)):
         eventually(lambda: not server.num_connections)
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
@@ -1025,7 +1091,7 @@ def test_a_tenant_sees_its_own(locked_server, monkeypatch):
 
 
 def test_a_view_is_not_made_for_every_poll(locked_server, monkeypatch):
-    """Of a tree of thousands it takes some milliseconds, of the engine's thread and this one."""
+    """A view of a tree of thousands takes some milliseconds on the engine's and this thread."""
     snapshot, times = locked_server.engine.picture, []
 
     def count():
@@ -1077,7 +1143,7 @@ def test_the_body_of_a_stranger_is_not_read(locked_server):
 
 
 def test_who_still_sends_reads_the_error(locked_server, monkeypatch):
-    """A connection that is closed under what was not read is reset."""
+    """Closing a connection with unread data would reset it."""
     monkeypatch.setattr(DiscardBody, "seconds", HANG_SECONDS)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     with locked_server.connect(f"{head}Content-Length: 60000\r\n\r\n".encode()) as connection:
@@ -1091,7 +1157,7 @@ def test_who_still_sends_reads_the_error(locked_server, monkeypatch):
 
 
 def test_compare_is_constant_time_and_complete(monkeypatch):
-    """Every key is compared, in full, by the function made for it, whichever matches."""
+    """Every key is compared in full by the constant-time function, whichever matches."""
     compared = []
 
     def compare(a, b):
@@ -1119,7 +1185,7 @@ ORIGIN = "http://localhost:3000"
 
 
 def test_web_pages_of_allowed_origins():
-    """Before it posts JSON, or sends a key, a browser asks; and it shows a page what it may see."""
+    """A browser asks before it posts JSON or sends a key; a page sees only what it may."""
     asks = {"Access-Control-Request-Method": "POST"}
     asks["Access-Control-Request-Headers"] = "authorization, content-type"
     with serving(api_keys=KEYS, allowed_origins=(ORIGIN,)) as server:
@@ -1152,7 +1218,7 @@ def test_key_files(tmp_path):
 
 
 def test_a_pipelined_request_has_time_of_its_own(slow_server, monkeypatch):
-    """The timer that waits for the next request is not for one that is there already."""
+    """The timer for the next request does not apply to one that has arrived."""
     monkeypatch.setattr(Connection, "head_seconds", 0.2)
     body = HELLO | {"max_tokens": 30}  # half a second
     with slow_server.paused():
@@ -1160,6 +1226,23 @@ def test_a_pipelined_request_has_time_of_its_own(slow_server, monkeypatch):
     with connection:
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert received.count(b'"finish_reason":"length"') == 2
+
+
+def test_a_turn_that_fails_is_the_last_of_no_others(caplog):
+    called = []
+
+    async def main():
+        turns = _Turns(asyncio.get_running_loop())
+        for number in range(3 * MOST):
+            turns.wait(lambda number=number: called.append(1 // (number % 2)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        turns.wait(lambda: called.append(2))
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert called == [1] * (3 * MOST // 2) + [2]
+    assert caplog.text.count("ZeroDivisionError") == len(caplog.records) > 0
 
 
 def test_pipelined_and_broken_http(server):

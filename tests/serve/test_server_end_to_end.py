@@ -56,7 +56,7 @@ def server(tmp_path_factory):
         assert server.metric("jax_attn_compilations_total") == 0
 
 
-# Which the bundled model's own has not.
+# The bundled model's own template has no tools.
 TOOLS_TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"arguments": {}}{% endif %}"""
 
 
@@ -73,7 +73,7 @@ def client(server):
 
 
 def test_completion(client):
-    # In how many chunks it comes depends on how fast they are read; test_server.py counts them.
+    # The number of chunks depends on how fast they are read; test_server.py counts them.
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0}
     request["extra_body"] = {"ignore_eos": True}
     answer = client.completions.create(**request)
@@ -128,7 +128,7 @@ def test_chat(client):
 
 
 def test_logprobs_of_the_prompt(client):
-    """What is generated has the same logprobs when it is asked about, though it is cached."""
+    """Generated text has the same logprobs as a prompt, though it is cached."""
     request = {"model": MODEL, "temperature": 0, "logprobs": 3}
     choice = client.completions.create(prompt=PROMPT, max_tokens=20, **request).choices[0]
     again = client.completions.create(
@@ -242,7 +242,7 @@ def test_tools(client):
 
 
 def test_responses(client):
-    """A stream, its conversation gone on with, a demanded call, and a shape."""
+    """A stream, a continued conversation, a required call, and a response format."""
     request = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
     whole = client.responses.create(input="Read a file.", **request)
     events = list(client.responses.create(input="Read a file.", **request, stream=True))
@@ -312,14 +312,14 @@ def test_disconnect_frees_the_engine(server, client):
         next(iter(stream))
     disconnected = 'jax_attn_requests_total{outcome="disconnected"}'
     num_gone = server.metric(disconnected)
-    with server.engine_stopped():  # or it might be done first
+    with server.engine_stopped():  # otherwise it might be done first
         for stream in streams:
             stream.close()
         eventually(lambda: server.metric(disconnected) == num_gone + 4)
         before = server.metric("jax_attn_generated_tokens_total")
     eventually(lambda: not server.metric("jax_attn_sequences_running"))
     assert server.metric("jax_attn_generated_tokens_total") - before < 4 * 400
-    # Nothing leaked: what is not free is cached, and nobody holds it.
+    # Nothing leaked: pages that are not free are cached, and nothing holds them.
     assert server.metric('jax_attn_pages{state="used"}') == 0
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).choices
 
@@ -330,7 +330,7 @@ def test_disconnect_frees_the_engine(server, client):
     ids=["headers", "body"],
 )
 def test_caps(server, header, status):
-    """As docs/server.md says, of the server as the command starts it."""
+    """The limits in docs/server.md, for the server as the command starts it."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     request = "\r\n".join([*lines, f"Authorization: Bearer {KEYS[0]}", header, "", ""])
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
@@ -361,7 +361,7 @@ def test_full_queue(server):
     for thread in threads:
         thread.join(HANG_SECONDS)
     assert outcomes[:12] == ["refused"] * 12 and len(outcomes) == 24
-    # Of 12 that come before the next step, the engine lets 8 wait.
+    # If 12 come before the next step, the engine lets 8 of them wait.
     assert outcomes.count("refused") + outcomes.count(200) == 24 and outcomes.count(200) >= 8
 
 

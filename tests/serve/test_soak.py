@@ -1,7 +1,7 @@
 """The whole server under abuse: disconnects, nonsense, preemption, ten times too many requests.
 
-The engine is the real one, on a small random model, behind HTTP. In the end nothing may be left of
-what came: no page held, no lock, no stream, no memory.
+The engine is the real one, on a small random model, behind HTTP. In the end nothing may be left: no
+page held, no lock, no stream, no memory.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 
-# Three that run need more pages than there are: sequences have up to 14 each.
+# Three running sequences need more pages than there are: each has up to 14.
 CONFIG = EngineConfig(
     num_pages=28, page_size=4, max_running=12, max_step_tokens=32, max_waiting=100
 )
@@ -97,7 +97,7 @@ def check_nothing_is_left(engine: AsyncEngine) -> None:
 
 
 def valid_request(rng: random.Random) -> dict:
-    """Prompts of few beginnings, so that they share pages; up to 54 tokens in all."""
+    """Prompts with few different beginnings, so that they share pages; up to 54 tokens in all."""
     prompt = [1 + rng.randrange(3)] * rng.randrange(1, 12) + [rng.randrange(4096)] * rng.randrange(
         4
     )
@@ -160,7 +160,7 @@ def check_answer(body: dict, answer: Answer) -> None:
 
 
 async def soak(port: int, num_requests: int, at_tenth) -> collections.Counter:
-    """at_tenth(i) is called while nobody asks, after each tenth of the requests."""
+    """at_tenth(i) is called after each tenth of the requests, while no client runs."""
     rng = random.Random(0)
     outcomes: collections.Counter = collections.Counter()
 
@@ -195,8 +195,8 @@ async def soak(port: int, num_requests: int, at_tenth) -> collections.Counter:
 
 # ---- the command, among attackers --------------------------------------------------------------
 
-# Of what clients do. Those of attackers that cost a machine a second or more are few, so that the
-# others come to their turn.
+# Shares of the clients' actions. Attacks that cost a machine a second or more are few, so that the
+# others also run.
 LEAVES, ATTACKS, HEAVY_ATTACKS = 0.2, 0.1, 0.003
 MAX_ATTACKED_GROWTH = 48 << 20  # bytes of the server, over the second half
 light = sorted(attackers.ATTACKERS.keys() - attackers.HEAVY)
@@ -218,7 +218,7 @@ async def abuse(port: int, seeds: Iterable[int], outcomes: collections.Counter) 
             outcomes["attack"] += 1
         else:
             body = valid_request(rng) | {"priority": rng.randrange(-9, 9)}
-            if "regex" not in body:  # short, as it is requests that are to be many
+            if "regex" not in body:  # short, so that there are many requests
                 body["max_tokens"] %= 9
             authorization = {"Authorization": f"Bearer {key}"}
             if kind < ATTACKS + LEAVES:
@@ -246,7 +246,7 @@ async def abuse(port: int, seeds: Iterable[int], outcomes: collections.Counter) 
     ids=["1200", "1200-drafts", "100000"],
 )
 def test_soak_with_attackers(tmp_path, num_requests, options):
-    """Two tenants and a bystander, attackers of all kinds, one in five goes before the end."""
+    """Two tenants and a bystander, all attackers; one client in five leaves before the end."""
     server = ServerProcess(tmp_path, *key_options(tmp_path), *options)
     rng = random.Random(0)
     outcomes: collections.Counter = collections.Counter()
@@ -293,7 +293,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(
     "num_requests",
-    [400, pytest.param(8_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [120, 400, pytest.param(8_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_soak(model, device, num_requests):
     memory = []
@@ -319,7 +319,7 @@ def test_soak(model, device, num_requests):
 
 
 def test_overload(model, device, monkeypatch):
-    """Ten times what may run and wait at once: each is refused at once, or answered in full."""
+    """Ten times what may run and wait: each request is refused at once, or answered in full."""
     most = OVERLOADED.max_waiting
     num_waiting, tasks = [], []
     body = {"prompt": [5] * 8, "max_tokens": 16, "ignore_eos": True, "n": 1}
@@ -331,18 +331,18 @@ def test_overload(model, device, monkeypatch):
 
     with serving_real(model, device, OVERLOADED) as (server, engine):
         engine.on_stats = lambda stats: num_waiting.append(stats["waiting"])
-        # It works once somebody has been refused.
+        # The engine works once a request has been refused.
         hold(monkeypatch, engine, lambda: True, lambda: any(task.done() for task in tasks))
         answers = asyncio.run(overload(server.port, engine))
-        eventually(lambda: is_at_rest(engine))  # as the numbers come behind the events of a step
+        eventually(lambda: is_at_rest(engine))  # the numbers come after a step's events
         stats, metrics = engine.stats(), server.get("/metrics").body.decode()
-        # And when it is over, all is as before.
+        # Afterwards all is as before.
         check_answer(body, asyncio.run(ask(server.port, body)))
     accepted = [answer for answer in answers if answer.status == 200]
     refused = [answer for answer in answers if answer.status == 429]
     assert len(accepted) + len(refused) == len(answers)
     assert len(accepted) >= most and len(refused) > 0
-    # Those that were preempted wait, too, and are never refused.
+    # Preempted sequences wait, too, and are never refused.
     assert 0 < max(num_waiting) <= most + OVERLOADED.max_running
     for answer in accepted:
         check_answer(body, answer)

@@ -9,7 +9,7 @@ TOKENIZER = models.BUNDLED / "tokenizer.json"
 
 
 def test_byte_level():
-    """Joined, the bytes of any text's tokens are the text's: also inside of a character."""
+    """The joined bytes of any text's tokens are the text's, also inside a character."""
     tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
     token_bytes = TokenBytes(tokenizer)
     text = "def f():\n\treturn 'é 漢字 🙂 \x00\x7f\xad'"

@@ -1,4 +1,4 @@
-"""Tool calls: demanded by a grammar, found in a text, shown to the model, told to the client."""
+"""Tool calls: required by a grammar, found in a text, shown to the model, sent to the client."""
 
 import json
 import random
@@ -9,7 +9,12 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from helpers.serve.fake_engine import MODEL, FakeEngine, fake_model
 from helpers.serve.live_server import serving
-from jax_attn.serve._chat import tools
+from helpers.serve.streamed_calls import Joined, calls_of_chunks, split, streamed
+from helpers.serve.tokenizer_kinds import byte_level, with_added
+from helpers.serve.written_calls import as_gemma, written
+from jax_attn.serve._chat import strict_json, tools
+from jax_attn.serve._chat.growing_calls import GrowingCalls
+from jax_attn.serve._chat.harmony import HarmonySplitter
 from jax_attn.serve._chat.tools import (
     BARE,
     DEEPSEEK,
@@ -39,7 +44,7 @@ WEATHER = {
         "$defs": {"unit": {"enum": ["C", "F"]}},
     },
 }
-# Without a reference, of which there is no grammar in Gemma's format.
+# Without a reference, which Gemma's format cannot express as a grammar.
 PLAIN_WEATHER = WEATHER | {
     "parameters": {
         "type": "object",
@@ -48,26 +53,17 @@ PLAIN_WEATHER = WEATHER | {
     }
 }
 NOTHING = {"name": "do-nothing"}
+NAMES = {"get_weather", "do-nothing", "f", "g", "g-h"}
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, NOTHING)]
+BIG = {"const": 2**53 + 1}
 ASKED = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "max_tokens": 100}
 
 
 def call(name: str, arguments: dict, format=TAGGED) -> str:
-    """One of several; with an identifier where the format has one."""
+    """One of several calls; with an identifier if the format has one."""
     before = (format.before_name + name + format.before_arguments).replace("#" * 9, "123abcDEF")
     written = as_gemma(arguments, format.quote) if format.quote else json.dumps(arguments)
     return before + written + format.behind
-
-
-def as_gemma(value, quote: str) -> str:
-    if isinstance(value, str):
-        return quote + value + quote
-    if isinstance(value, list):
-        return f"[{','.join(as_gemma(item, quote) for item in value)}]"
-    if isinstance(value, dict):
-        pairs = (f"{key}:{as_gemma(item, quote)}" for key, item in value.items())
-        return f"{{{','.join(pairs)}}}"
-    return json.dumps(value)
 
 
 def calls(format, *one: str) -> str:
@@ -75,7 +71,7 @@ def calls(format, *one: str) -> str:
 
 
 def mistral_tokenizer():
-    """The bundled model's, with more special tokens; and these by their texts."""
+    """The bundled model's tokenizer with more special tokens, by their texts."""
     tokenizer = fake_model().tokenizer
     texts = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
     tokenizer.add_special_tokens(texts)
@@ -83,6 +79,11 @@ def mistral_tokenizer():
 
 
 PARIS = call("get_weather", {"city": "Paris"})
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
 ARGUMENTS = {"x": [1, -2.5, True, None, "a,b]"], "y": {"z": "}é\n", "w": {}}, "v": []}
 IDLE = call("do-nothing", {})
 
@@ -103,7 +104,8 @@ IDLE = call("do-nothing", {})
         ),
         (TAGGED, f"{IDLE} and then\n", "and then\n", [("do-nothing", {})]),
         (TAGGED, '<tool_call>{"name":"f"}</tool_call>', "", [("f", {})]),
-        # No calls, and not to be lost: cut off, no JSON, no name, arguments that are no object.
+        # Text that is no call and must not be lost: cut off, no JSON, no name, arguments not an
+        # object.
         (TAGGED, PARIS[:-5], PARIS[:-5], []),
         (TAGGED, "<tool_call>\nhello\n</tool_call>", "<tool_call>\nhello\n</tool_call>", []),
         (TAGGED, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
@@ -154,6 +156,51 @@ IDLE = call("do-nothing", {})
             for raw in ("", "call:f", "call:f{a}", "call:f{a:b}", "call:f{a:1", "call:f{}}", "f{}")
         ),
         (GEMMA_4, "<|tool_call>call:f{" + "a:{" * 9999, "nothing less", []),
+        # JSON with the name of no function, or with more than a call has, is an answer.
+        *(
+            (BARE, text, text, [])
+            for text in (
+                '{"name": "Paris", "population": 5}',
+                '{"name": "Paris", "parameters": {}}',
+                '{"name": "f", "population": 5}',
+                '{"name": "f"}; {"name": "Paris"}',
+                '[{"name": "f"}]',
+            )
+        ),
+        (BARE, '{"type": "function", "name": "f", "arguments": {}}', "", [("f", {})]),
+        # Malformed calls end at the first mark, and others follow.
+        (TAGGED, f'<tool_call>{{"a</tool_call> x {IDLE}', "nothing more", [("do-nothing", {})]),
+        (NAMED, '[TOOL_CALLS]f{"a[TOOL_CALLS]g{}', "nothing more", [("g", {})]),
+        (
+            TAGGED,
+            f'<tool_call>{{"a\n</tool_call> x {call("f", {"a": "</tool_call>"})}',
+            "nothing more",
+            [("f", {"a": "</tool_call>"})],
+        ),
+        (GEMMA_4, '<|tool_call>call:f{a:<|"|><tool_call|>', "nothing less", []),
+        (TAGGED, '<tool_call>{"name": "\\ud800"}</tool_call>', "nothing less", []),
+        (TAGGED, '<tool_call>{"name": ""}</tool_call>', "nothing less", []),
+        *(
+            (format, before + number + behind, "nothing less", [])
+            for number in ("NaN", "Infinity", "-Infinity")
+            for format, before, behind in (
+                (TAGGED, '<tool_call>{"name": "f", "arguments": {"x": ', "}}</tool_call>"),
+                (BARE, '{"name": "f", "parameters": {"x": ', "}}"),
+                (NAMED, '[TOOL_CALLS]f[ARGS]{"x": ', "}"),
+                (GEMMA_4, "<|tool_call>call:f{x:", "}<tool_call|>"),
+                (
+                    DEEPSEEK,
+                    f'{DEEPSEEK.opening}{DEEPSEEK.before_name}f<｜tool▁sep｜>{{"x": ',
+                    f"}}{DEEPSEEK.behind}{DEEPSEEK.closing}",
+                ),
+            )
+        ),
+        (
+            GEMMA_4,
+            '<|tool_call>call:f{<|"|>a b<|"|>: None}<tool_call|>',
+            "",
+            [("f", {"a b": None})],
+        ),
         (NAMED, "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS]{", []),
         (NAMED, call("f", {}, NAMED) + "[TOOL_CALLS]", "[TOOL_CALLS]", [("f", {})]),
     ],
@@ -161,20 +208,222 @@ IDLE = call("do-nothing", {})
 def test_calls_are_found_however_the_text_is_cut(format, text, shown, expected):
     rng = random.Random(text)
     for longest in (len(text) + 1, 1, 2, 3, 5, 8, 13):
-        parser, got_text, got_calls, rest = ToolParser(format), "", [], text
+        parser, got_text, got_calls, rest = ToolParser(format, NAMES), "", [], text
         while rest:
             n = rng.randint(1, longest)
             new_text, new_calls = parser.push(rest[:n])
             got_text, rest = got_text + new_text, rest[n:]
             got_calls += new_calls
         last_text, last_calls = parser.flush()
+        if shown == "nothing more":
+            shown = text[: text.rindex(format.begin)].rstrip()
         assert got_text + last_text == (text if shown == "nothing less" else shown)
         found = [(c.name, json.loads(c.arguments)) for c in got_calls + last_calls]
         assert found == expected
 
 
+FORMATS = (
+    TAGGED, BARE, LISTED, LISTED_SPACE, NAMED, NAMED_ID, DEEPSEEK, DEEPSEEK_V3, FUNCTION_GEMMA,
+    GEMMA_4, HARMONY,
+)  # fmt: skip
+
+
+def read(format, *pieces) -> list[tuple[str, str]]:
+    if format == HARMONY:
+        splitter = HarmonySplitter()
+        parts = [*map(splitter.push, pieces), splitter.flush()]
+        return [(call.name, call.arguments) for part in parts for call in part.calls]
+    parser = ToolParser(format, NAMES)
+    parts = [*map(parser.push, pieces), parser.flush()]
+    return [(call.name, call.arguments) for _, calls in parts for call in calls]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_marks_in_arguments(format):
+    """The marks of every format are text in a string, also beside quotes and backslashes."""
+    marks = [mark for each in FORMATS for mark in each.marks if mark != format.quote]
+    texts = [*marks, "```", "{", "}]", "; "]
+    if not format.quote:
+        texts += [f'\\"{mark}"' for mark in marks] + ["\\", '"']
+    arguments = json.dumps({"x": texts, "y": {"z": "".join(texts)}}, ensure_ascii=False)
+    text = written(format, [("f", arguments), ("g", arguments)])
+    for pieces in ([text], list(text)):
+        assert read(format, *pieces) == [("f", arguments), ("g", arguments)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_arguments_keep_their_values(format):
+    """Numbers keep all their digits, and half a surrogate pair its escape, which can be sent."""
+    arguments = '{"x": [1e999, -1e400, 123456789012345678901, 0.10000000000000000555, 1.0, 5e-324]}'
+    assert read(format, written(format, [("f", arguments)])) == [("f", arguments)]
+    if not format.quote:
+        arguments = '{"a\\udfff": ["\\ud800", "\\udc00\\ud800", "\\ud83d\\ude00 \\u00e9"]}'
+        ((_, found),) = read(format, written(format, [("f", arguments)]))
+        found.encode()
+        assert json.loads(found) == json.loads(arguments)
+
+
+# ---- while they are written --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_arguments_come_as_they_are_written(format):
+    """However the text is cut, the pieces are the whole's arguments, and each is the earliest."""
+    values = ARGUMENTS | {"e": [[], {}, [{"a": [1e3]}]], "t": "</tool_call> [TOOL_CALLS] \\ {"}
+    made = [("f", json.dumps(values, ensure_ascii=False)), ("g", "{}"), ("f", '{"a": "b"}')]
+    text = written(format, made)
+    cuts = [[text[:at], text[at:]] for at in range(1, len(text), 3)]
+    rng = random.Random(0)
+    for longest in (1, 2, 5, 9):
+        places = sorted(rng.sample(range(len(text)), len(text) // longest))
+        cuts.append([text[a:b] for a, b in zip([0, *places], [*places, None], strict=True)])
+    for pieces in ([text], list(text), *cuts):
+        content, found, splitter = streamed(format, NAMES, pieces)
+        assert (content, found) == ("", made)
+        assert [(c.function.name, c.function.arguments) for c in splitter.calls] == made
+    splitter, told = split(format, NAMES), []
+    for at, character in enumerate(text):
+        splitter.push(character, None, streams=True)
+        parts = [*splitter.continued, *splitter.begun]
+        told += [at] * any(part.arguments for part in parts)
+    # One character at a time: all but those of marks, escapes, numbers and words.
+    assert len(told) > 0.4 * sum(len(arguments) for _, arguments in made)
+
+
+@pytest.mark.parametrize(
+    ("format", "raw"),
+    [
+        (TAGGED, '<tool_call>{"id": [{"x": "}"}], "arguments": {"a": 1}, "name": "f"}</tool_call>'),
+        (TAGGED, '<tool_call> [ {"name":"f","arguments":{"a":1},"type":"x"} ] </tool_call>'),
+        (TAGGED, '<tool_call>{"name": "g", "arguments": {"a": 2}, "name": "f", '
+         '"arguments": {"a": 1}}</tool_call>'),
+        (TAGGED, '<tool_call>f {"a" : 1 }</tool_call>'),
+        (LISTED, '[TOOL_CALLS][{"arguments": {"\\u0061": 1}, "id": "123abcDEF", "name": "f"}]'),
+        (BARE, ' {"type": "function", "name": "f", "parameters": {"a":\n1}}'),
+        (GEMMA_4, "<|tool_call>call: f {<|\"|>a<|\"|> : 1 }<tool_call|>"),
+        (DEEPSEEK, f"{DEEPSEEK.begin}<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+         f'```json\n{{"a":1}}\n```<｜tool▁call▁end｜>{DEEPSEEK.end}'),
+    ],
+)  # fmt: skip
+def test_calls_that_are_written_otherwise(format, raw):
+    for pieces in ([raw], list(raw)):
+        content, found, splitter = streamed(format, NAMES, pieces)
+        assert content == "" and found[-1] == ("f", '{"a": 1}')
+        # What has been sent cannot be taken back.
+        assert len(found) == 1 + (len(pieces) > 1 and '"g"' in raw)
+        assert [call.function.name for call in splitter.calls] == ["f"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stream_ends_in_arguments(format):
+    """A call that is cut has a valid beginning of its arguments, and none is complete."""
+    arguments = '{"city": "\\ud83d\\ude00 P", "x": [1.5e3, true, {"y": null}]}'
+    if format.quote:
+        arguments = '{"city": "😀 P", "x": [1.5e3, true, {"y": null}]}'
+    text = written(format, [("f", arguments)])
+    whole = strict_json.rewritten(arguments)
+    end = len(text) - len(format.behind + format.closing) - len("<|call|>") * (format == HARMONY)
+    lengths = []
+    for at in range(1, end):
+        _, found, splitter = streamed(format, NAMES, [text[:at]], "length")
+        assert not splitter.calls
+        assert len(found) <= 1 and all(name == "f" for name, _ in found)
+        lengths += [len(part) for _, part in found if whole.startswith(part)]
+    assert len(lengths) >= 0.8 * len(arguments) and lengths == sorted(lengths)
+    assert lengths[-1] >= len(whole) - 2
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"x": NaN}', '{"x": 1,}', '{"x" 1}', '{"x": "\n"}', '{"x": 01}']
+)
+def test_malformed_arguments_in_a_stream(broken):
+    """The call ends before what is malformed; the text and the other calls are the whole's."""
+    text = f'<tool_call>{{"name": "f", "arguments": {broken}}}</tool_call>\n{IDLE}'
+    for pieces in ([text], list(text)):
+        content, found, splitter = streamed(TAGGED, NAMES, pieces)
+        assert content == text[: text.rindex("<tool_call>")].rstrip()
+        assert found[-1] == ("do-nothing", "{}") and len(splitter.calls) == 1
+        assert all(arguments.strip() in broken for _, arguments in found[:-1])
+
+
+def test_the_most_calls_of_a_stream():
+    text = written(TAGGED, [("f", '{"a": 1}'), ("g", "{}")])
+    for pieces in ([text], list(text)):
+        splitter, joined = split(TAGGED, NAMES, most=1), Joined()
+        for piece in pieces:
+            splitter.push(piece, None, streams=True)
+            for part in (*splitter.continued, *splitter.begun):
+                joined.add(part)
+        assert [call["name"] for call in joined.calls] == ["f"] and joined.ended == {0}
+
+
+@pytest.mark.parametrize("format", [TAGGED, GEMMA_4, HARMONY])
+def test_arguments_are_read_once(format, monkeypatch):
+    """A long argument costs each character once, not with each token again."""
+    num_read, push = 0, GrowingCalls.push
+
+    def counted(self, text):
+        nonlocal num_read
+        before = self.at
+        push(self, text)
+        num_read += self.at - before
+
+    monkeypatch.setattr(GrowingCalls, "push", counted)
+    text = written(format, [("f", json.dumps({"a": "b" * 3000, "c": int("1" * 3000)}))])
+    _, found, _ = streamed(format, NAMES, list(text))
+    assert len(found) == 1 and num_read <= len(text)
+
+
+def test_channels():
+    splitter = HarmonySplitter()
+    text = (
+        ' to=functions.f<|channel|>commentary json<|message|>{"a": "<|call|>"}<|call|>'
+        '<|start|>assistant<|channel|>commentary to=functions.g<|message|>{"a": NaN}<|call|>'
+        '<|start|>assistant<|channel|>commentary to=functions.g<|message|>{"a<|call|>'
+        "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>done<|return|>"
+    )
+    for pieces in ([text], list(text)):
+        splitter = HarmonySplitter()
+        parts = [*map(splitter.push, pieces), splitter.flush()]
+        (found,) = [each for part in parts for each in part.calls]
+        assert found == ToolCall("f", '{"a": "<|call|>"}')
+        assert "".join(part.reasoning for part in parts) == "hm"
+        assert "".join(part.content for part in parts) == '{"a": NaN}\n{"a\ndone'
+    for text in ("t", "to be", "<", "to=x"):
+        splitter = HarmonySplitter()
+        shown = splitter.push(text).content + splitter.flush().content
+        assert shown == ("" if text == "to=x" else text)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ToolParser(TAGGED), '<tool_call>{"a' + "</tool_call>" * 500),
+        (lambda: ToolParser(TAGGED), '<tool_call>{"a</tool_call>' * 500),
+        (lambda: ToolParser(NAMED), '[TOOL_CALLS]f{"a' * 500),
+        (HarmonySplitter, '<|channel|>x to=f<|message|>{"a<|call|>' * 500),
+    ],
+)
+def test_malformed_calls_cost_a_few_searches(make, text, monkeypatch):
+    """Not one of the rest of the text for each."""
+    num_places = 0
+    is_inside = strict_json.StringScan.is_inside
+
+    def counted(self, *args):
+        nonlocal num_places
+        num_places += 1
+        return is_inside(self, *args)
+
+    monkeypatch.setattr(strict_json.StringScan, "is_inside", counted)
+    parser = make()
+    parser.push(text)
+    parser.flush()
+    assert num_places <= 20 * 1000
+
+
 def test_identifiers():
-    """Those that a model gave, and otherwise any that its template will take back."""
+    """The model's own identifiers, and otherwise new ones that its template accepts."""
     assert ToolParser(NAMED_ID).push(call("f", {}, NAMED_ID) * 2)[1] == [
         ToolCall("f", "{}", "123abcDEF")
     ]
@@ -193,12 +442,14 @@ def test_text_is_not_held_longer_than_it_must():
     assert parser.push(" <tool") == ("", [])
     assert parser.push("box>") == (" <toolbox>", [])
     assert parser.push(f"x{PARIS}") == ("x", [ToolCall("get_weather", '{"city": "Paris"}')])
+    malformed = '<tool_call>say "hi</tool_call>'
+    assert ToolParser(TAGGED).push(malformed) == (malformed, [])
     parser = ToolParser(BARE)
     assert parser.push("No") == ("No", [])
     assert parser.push("{") == ("{", [])
 
 
-# ---- demanded ----------------------------------------------------------------------------------
+# ---- required ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,6 +468,15 @@ def test_text_is_not_held_longer_than_it_must():
         (TAGGED, True, {"type": "integer"}, IDLE, True),
         (TAGGED, True, {"type": "integer"}, "x", False),
         (BARE, True, None, call("get_weather", {"city": "a"}, BARE), True),
+        (BARE, True, PERSON, call("get_weather", {"city": "a", "unit": "C"}, BARE), True),
+        (BARE, True, PERSON, '{"name":"Ann","age":5}', True),
+        (BARE, True, PERSON, '{"name":"get_weather","age":5}', True),
+        (BARE, True, PERSON, '{"name":"get_weather"}', False),
+        (BARE, True, PERSON, call("get_weather", {}, BARE), False),
+        (BARE, True, {"required": ["x"]}, '{"x":1}', True),
+        (BARE, True, {}, "[1]", True),
+        (HARMONY, True, PERSON, '<|channel|>final<|message|>{"name":"Ann","age":5}', True),
+        (HARMONY, True, PERSON, '{"name":"Ann","age":5}', False),
         (BARE, True, None, PARIS, False),
         *(
             (format, parallel, None, calls(format, *[call("do-nothing", {}, format)] * n), fits)
@@ -247,7 +507,7 @@ def test_text_is_not_held_longer_than_it_must():
         (LISTED, True, None, calls(LISTED_SPACE, call("do-nothing", {}, LISTED)), False),
         (NAMED_ID, True, None, call("do-nothing", {}, NAMED), False),
         (NAMED, True, {"type": "integer"}, "17", True),
-        # Letters in the place of special tokens are no call.
+        # Plain text in the place of special tokens is no call.
         (NAMED, True, None, None, False),
     ],
 )
@@ -322,17 +582,21 @@ def test_stream(server):
     server.engine.says = f"Wait.\n{PARIS}\n{IDLE}"
     *chunks, done = server.events(CHAT, ASKED | {"n": 2})
     assert done == "[DONE]"
-    texts, calls, reasons = {0: "", 1: ""}, {0: [], 1: []}, {}
+    texts, reasons, num_pieces = {0: "", 1: ""}, {}, 0
     for chunk in map(json.loads, chunks):
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["delta"]["content"] or ""
-        calls[choice["index"]] += choice["delta"]["tool_calls"] or []
         reasons[choice["index"]] = choice["finish_reason"]
+        num_pieces += bool(choice["delta"]["tool_calls"])
     assert texts == {0: "Wait.", 1: "Wait."} and set(reasons.values()) == {"tool_calls"}
-    for made in calls.values():
-        assert [c["index"] for c in made] == [0, 1]
-        assert [c["function"]["name"] for c in made] == ["get_weather", "do-nothing"]
-    assert len({c["id"] for made in calls.values() for c in made}) == 4
+    made = [calls_of_chunks(chunks, choice) for choice in (0, 1)]
+    assert len({c["id"] for calls in made for c in calls}) == 4
+    for calls in made:
+        assert [c["function"] for c in calls] == [
+            {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+            {"name": "do-nothing", "arguments": "{}"},
+        ]
+    assert num_pieces > 2 * 6  # the arguments came as they were written
 
 
 def test_no_call_and_no_tools(server):
@@ -342,12 +606,9 @@ def test_no_call_and_no_tools(server):
         assert choice["finish_reason"] == "stop" and choice["message"]["tool_calls"] is None
         assert choice["message"]["content"] == "It rains."
         assert ("TOOLS" in prompt_of(server)) == (body is ASKED)
-    server.engine.says = PARIS  # of which nobody spoke
+    server.engine.says = PARIS  # the request did not mention it
     answer = server.post(CHAT, ASKED | {"tool_choice": "none"}).json["choices"][0]
     assert answer["message"]["content"] == PARIS and answer["finish_reason"] == "stop"
-    server.engine.says = PARIS
-    answer = server.post(CHAT, ASKED | {"max_tokens": 9}).json["choices"][0]
-    assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("<tool")
 
 
 def test_one_call_at_most(server):
@@ -355,6 +616,72 @@ def test_one_call_at_most(server):
     body = ASKED | {"parallel_tool_calls": False}
     (made,) = server.post(CHAT, body).json["choices"][0]["message"]["tool_calls"]
     assert made["function"]["name"] == "get_weather"
+
+
+@pytest.mark.parametrize("format", [TAGGED, LISTED, NAMED, DEEPSEEK, FUNCTION_GEMMA, BARE, HARMONY])
+def test_a_call_that_is_cut_is_no_text(format):
+    """Wherever max_tokens cuts the call, none of its marks is text."""
+    text = ("" if format is BARE else "Wait. ") + calls(
+        format, call("get_weather", {"city": "P"}, format)
+    )
+    first = text.index(",") if format is BARE else text.index(format.begin) + 2
+    if format is HARMONY:  # its marks are tokens, which nothing cuts
+        first = text.index(format.begin) + len(format.begin)
+    for end in range(first, len(text) - len(format.behind + format.closing)):
+        if format is HARMONY:
+            splitter = HarmonySplitter()
+            shown = splitter.push(text[:end]).content + splitter.flush(is_cut=True).content
+        else:
+            parser = ToolParser(format, NAMES)
+            shown = parser.push(text[:end])[0] + parser.flush(is_cut=True)[0]
+        assert shown.strip() == ("" if format is BARE else "Wait."), (text[:end], shown)
+
+
+@pytest.mark.parametrize("text", ["a < b, <", "say <tool_call> to", '{"answer": 4', "Wait. <x"])
+def test_a_text_that_is_cut_stays(text):
+    for format in (TAGGED, BARE):
+        parser = ToolParser(format, NAMES)
+        shown = parser.push(text)[0] + parser.flush(is_cut=True)[0]
+        assert shown.replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_call_that_is_cut_over_http(server):
+    server.engine.says = f"Wait.\n{PARIS}"
+    num_tokens = len(server.engine.tokenizer.encode(server.engine.says).ids)
+    for max_tokens in range(3, num_tokens - 2, 4):
+        body = ASKED | {"max_tokens": max_tokens}
+        choice = server.post(CHAT, body).json["choices"][0]
+        *chunks, _ = server.events(CHAT, body)
+        deltas = [json.loads(chunk)["choices"][0]["delta"]["content"] or "" for chunk in chunks]
+        assert choice["message"]["content"] == "".join(deltas) == "Wait."
+        assert choice["finish_reason"] == "length" and not choice["message"]["tool_calls"]
+
+
+def test_a_function_that_is_named_is_called_once(server):
+    server.engine.says = f"{IDLE}\n{IDLE}"
+    named = {"type": "function", "function": {"name": "do-nothing"}}
+    (made,) = server.post(CHAT, ASKED | {"tool_choice": named}).json["choices"][0]["message"][
+        "tool_calls"
+    ]
+    assert made["function"]["name"] == "do-nothing"
+    assert ")*" not in server.engine.submitted[-1].params.grammar
+    answer = server.post(CHAT, ASKED | {"tool_choice": "required"}).json["choices"][0]
+    assert len(answer["message"]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(server, mode):
+    server.engine.says = IDLE
+    one = [{"type": "function", "function": {"name": "do-nothing"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": one}}
+    assert server.post(CHAT, ASKED | {"tool_choice": choice}).status == 200
+    assert "get_weather" not in prompt_of(server) and "do-nothing" in prompt_of(server)
+    grammar = server.engine.submitted[-1].params.grammar
+    assert (grammar is None) == (mode == "auto")
+    one[0]["function"]["name"] = "other"
+    answer = server.post(CHAT, ASKED | {"tool_choice": choice})
+    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+    assert "'other' is none of the tools" in answer.error["message"]
 
 
 def test_choice(server):
@@ -370,6 +697,66 @@ def test_choice(server):
     assert server.post(CHAT, ASKED | {"response_format": response_format}).status == 200
     text = server.engine.submitted[-1].params.grammar
     assert "mark" in text and "get_weather" in text
+
+
+def test_a_plain_answer_in_llamas_format(tmp_path):
+    """JSON that calls none of the functions is the answer, whole and streamed."""
+    parameters = '{"name": NAME, "parameters": dictionary of argument name and its value}'
+    (tmp_path / "chat_template.jinja").write_text(f"{{{{ tools }}}} {parameters}")
+    engine = FakeEngine(fake_model().tokenizer)
+    engine.limits.max_model_len = 1000
+    engine.says = '{"name": "Paris", "parameters": {}}'
+    with serving(engine, directory=tmp_path) as server:
+        choice = server.post(CHAT, ASKED).json["choices"][0]
+        assert choice["message"]["content"] == engine.says
+        assert choice["message"]["tool_calls"] is None and choice["finish_reason"] == "stop"
+        *chunks, _ = server.events(CHAT, ASKED)
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta["content"] or "" for delta in deltas) == engine.says
+        assert not any(delta["tool_calls"] for delta in deltas)
+
+
+def test_added_tokens_that_are_not_special(directory, monkeypatch):
+    """Qwen's <tool_call> is one: a demanded call is written with it."""
+    model = fake_model()
+    model.tokenizer = with_added(byte_level(), {"<tool_call>": (), "</tool_call>": ()})
+    model.config.vocab_size = model.tokenizer.get_vocab_size()
+    monkeypatch.setattr("helpers.serve.live_server.fake_model", lambda: model)
+    engine = FakeEngine(model.tokenizer)
+    engine.limits.max_model_len = 1000
+    engine.says = IDLE
+    named = {"type": "function", "function": {"name": "do-nothing"}}
+    with serving(engine, directory=directory) as server:
+        for choice in ("required", named):
+            answer = server.post(CHAT, ASKED | {"tool_choice": choice})
+            assert answer.json["choices"][0]["message"]["tool_calls"], answer.body
+            matcher = engine._grammars.matcher(server.engine.submitted[-1].params.grammar)
+            assert matcher.take_forced()[:1] == [model.tokenizer.token_to_id("<tool_call>")]
+            assert server.engine.submitted[-1].params.skip_special_tokens
+        beyond = ASKED | {"messages": [{"role": "user", "content": "a <image>"}]}
+        with_added(model.tokenizer, {"<image>": ()})  # as in Gemma 3 1B
+        answer = server.post(CHAT, beyond)
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert "beyond the vocabulary" in answer.error["message"]
+
+
+def test_half_a_surrogate_pair(server):
+    """In arguments, whole and streamed, and back in the conversation."""
+    arguments = '{"city": "\\ud800", "x": 1e999}'
+    server.engine.says = (
+        f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    )
+    (made,) = server.post(CHAT, ASKED).json["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["arguments"] == arguments
+    *chunks, _ = server.events(CHAT, ASKED)
+    assert calls_of_chunks(chunks)[0]["function"] == made["function"]
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": made["id"], "content": "rain"},
+    ]
+    assert server.post(CHAT, ASKED | {"messages": messages, "max_tokens": 5}).status == 200
+    assert "CALL get_weather \ufffd;" in prompt_of(server)
 
 
 def test_the_conversation_is_shown_to_the_model(server):
@@ -405,16 +792,37 @@ def test_the_conversation_is_shown_to_the_model(server):
             },
             "tools",
         ),
+        *(
+            (
+                {
+                    "messages": [
+                        {
+                            "role": "assistant",
+                            "tool_calls": [
+                                {"id": "c", "function": {"name": "f", "arguments": raw}}
+                            ],
+                        }
+                    ]
+                },
+                "messages[0].tool_calls[0].function.arguments",
+            )
+            for raw in ("[", "[]", "{} x", '{"x": NaN}', f'{{"x": {"9" * 5000}}}')
+        ),
         (
             {
-                "messages": [
+                "tool_choice": "required",
+                "tools": [
                     {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}],
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": {"x": BIG}}},
                     }
-                ]
+                ],
             },
-            "messages[0].tool_calls[0].function.arguments",
+            "tools",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": BIG}}},
+            "response_format",
         ),
     ],
 )
@@ -431,6 +839,7 @@ def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
             "b": {"type": "array", "items": {"type": "number"}},
             "c": {"type": "object", "properties": {"d": {"const": "x"}}},
             "e": {"type": "boolean"},
+            "größe": {"enum": [{"a": ["x, y", 2**60 + 1]}, [], 'say "é"']},
         },
         "required": ["b", "e"],
     }
@@ -442,6 +851,10 @@ def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
         ({"b": [], "e": False}, True),
         ({"b": [1], "c": {}, "e": False}, True),
         ({"a": -5, "b": [], "e": True}, True),
+        ({"b": [], "e": True, "größe": {"a": ["x, y", 2**60 + 1]}}, True),
+        ({"b": [], "e": True, "größe": 'say "é"'}, True),
+        ({"b": [], "e": True, "größe": []}, True),
+        ({"b": [], "e": True, "größe": {"a": ["x", 2**60 + 1]}}, False),
         ({"a": 1}, False),
         ({"b": ["x"], "e": True}, False),
         ({"b": [], "c": {"d": "y"}, "e": True}, False),
@@ -451,6 +864,9 @@ def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
             for token in tokenizer.encode(call("f", arguments, GEMMA_4)).ids:
                 matcher.advance(token)
             assert fits and matcher.is_stopped, arguments
+            assert read(GEMMA_4, call("f", arguments, GEMMA_4)) == [
+                ("f", json.dumps(arguments, ensure_ascii=False))
+            ]
         except grammar.GrammarError:
             assert not fits, arguments
 
@@ -464,6 +880,9 @@ def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
         {"properties": {"x": {"type": "array"}}},
         {"properties": {"x": True}},
         {"properties": {"x": {"enum": []}}},
+        {"properties": {"x": {"const": 'a <|"|> b'}}},
+        {"properties": {"x y": {"type": "null"}}},
+        {"properties": {"x": {"const": float("inf")}}},
         {"required": ["x"]},
     ],
 )
@@ -472,15 +891,19 @@ def test_what_cannot_be_demanded_of_gemma_is_refused(tmp_path, schema):
     function = {"name": "f", "parameters": {"type": "object"} | schema}
     body = ASKED | {"tools": [{"type": "function", "function": function}], "max_tokens": 5}
     with serving(directory=tmp_path) as server:
-        answer = server.post(CHAT, body | {"tool_choice": "required"})
+        demands, asks = (
+            json.dumps(each).replace("Infinity", "1e999").encode()
+            for each in (body | {"tool_choice": "required"}, body)
+        )
+        answer = server.post(CHAT, demands)
         assert (answer.status, answer.error["param"]) == (400, "tools"), answer.body
         assert "cannot be demanded" in answer.error["message"]
-        assert server.post(CHAT, body).status == 200
+        assert server.post(CHAT, asks).status == 200
 
 
 @pytest.mark.parametrize("format", [LISTED, LISTED_SPACE, NAMED, NAMED_ID])
 def test_mistral(tmp_path, monkeypatch, format):
-    """Special tokens are seen where there are tools, and identifiers are such as it takes back."""
+    """Special tokens are found in requests with tools; identifiers fit its template."""
     written = {LISTED: "[TOOL_CALLS][", LISTED_SPACE: "[TOOL_CALLS] ["}.get(
         format, format.before_name + format.before_arguments
     )
@@ -511,9 +934,7 @@ def test_mistral(tmp_path, monkeypatch, format):
         *chunks, _ = server.events(CHAT, ASKED)
         deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta["content"] or "" for delta in deltas) == "Wait."
-        streamed = [c for delta in deltas for c in delta["tool_calls"] or []]
-        assert [c["function"] for c in streamed] == [c["function"] for c in made]
-        assert [c["index"] for c in streamed] == [0, 1]
+        assert [c["function"] for c in calls_of_chunks(chunks)] == [c["function"] for c in made]
 
         messages = [*ASKED["messages"], choice["message"] | {"content": None, "refusal": None}]
         messages.append({"role": "tool", "tool_call_id": first["id"], "content": "rain"})

@@ -1,4 +1,4 @@
-"""csrc/select: which kernel a target gets, and how it says why."""
+"""csrc/select: which kernel a target gets, and the reasons it gives."""
 
 import itertools
 import logging
@@ -9,7 +9,7 @@ import jax_attn as ja
 from jax_attn import _environment
 from jax_attn._spec import spec as spec_module
 
-# Fields of the kernel configuration that JAX_ATTN_PRINT_CONFIG=1 must give a reason for.
+# Fields of the kernel configuration for which JAX_ATTN_PRINT_CONFIG=1 must give a reason.
 _CHOSEN = {"tile_q", "tile_kv", "num_ctas", "item_cost", "split_cost", "kv_cost"}
 _CHOSEN_FOR_CUDA = {"main_loop", "cached_tokens"}
 
@@ -41,13 +41,13 @@ def test_every_choice_says_why(target, options, monkeypatch, capsys):
     tiles = range(chosen["num_tiles"])
     assert " ".join(str(chosen[f"tile_q_{i}"]) for i in tiles) in told["tile_q"]
     assert str(chosen["item_cost"]) in told["item_cost"]
-    last = lines[-1]  # what has no reason, and nothing twice
+    last = lines[-1]  # fields without a reason; no field appears twice
     assert all(f" {field}=" in last for field in ("num_warps", "max_items"))
     assert not any(f" {field}=" in last for field in told)
 
 
 def test_loops_of_devices():
-    """Hopper's loop runs nowhere else, and shared memory decides what the portable one may take."""
+    """Hopper's main loop runs only on Hopper; shared memory limits the portable loop's tiles."""
     chosen = {t: _spec(t).kernel_config for t in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")}
     assert {t: c["main_loop"] for t, c in chosen.items() if c["main_loop"]} == {"sm_90": 1}
     assert _spec("sm_90", dtype="float32").kernel_config["main_loop"] == 0
@@ -65,13 +65,13 @@ def test_loops_of_devices():
         assert _spec("sm_100", **latent).kernel_config["main_loop"] == 0
     assert chosen["sm_80"]["tile_q_1"] == 128 and chosen["sm_86"]["tile_q_1"] == 64
     assert chosen["sm_100"]["num_stages"] > chosen["sm_80"]["num_stages"]
-    # The usual part of an architecture, or what the target says.
+    # The architecture's usual GPU, unless the target names the number of SMs.
     assert chosen["sm_90"]["num_ctas"] == 132 and chosen["sm_80"]["num_ctas"] == 2 * 108
     assert _spec("sm_90:114").kernel_config["num_ctas"] == 114
 
 
 def test_batches_of_decodes_alone():
-    """On Hopper, where no batch has more rows of a kv head than a decode tile, whatever it is."""
+    """Hopper's decode kernel: for capacities whose rows of a kv head always fit its tile."""
 
     def tiles(**options: object) -> list[int]:
         config = _spec("sm_90", **options).kernel_config
@@ -84,10 +84,10 @@ def test_batches_of_decodes_alone():
     ]
     assert tiles(max_qo_tokens=2, num_kv_heads=2) == [32]
     assert tiles(max_qo_tokens=3, num_kv_heads=2) == [32, 128]
-    # Steps and queues are those of larger batches, and so are the bits of a row.
+    # Steps and queues are those of larger batches, so a row's bits are the same.
     few, many = (_spec("sm_90", max_qo_tokens=n).kernel_config for n in (8, 9))
     assert all(few[f] == many[f] for f in ("tile_kv", "num_ctas", "min_chunk", "kv_cost_0"))
-    # One height, whatever the capacities.
+    # One tile M, whatever the capacities.
     assert tiles(max_qo_tokens=1, schedule="fixed_split", kv_split=256) == [64]
 
 

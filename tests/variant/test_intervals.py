@@ -17,7 +17,7 @@ def truncated(a, b):
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-# Of Python integers, as csrc/variant/program.h has them.
+# On Python integers, as csrc/variant/program.h defines them.
 OPERATIONS = {
     "abs": lambda a: wrapped(abs(a)),
     "add": lambda a, b: wrapped(a + b),
@@ -61,7 +61,7 @@ def test_of_integers(op):
             low, high = found.lo.item(), found.hi.item()
             assert low <= got <= high, (op, spans, values, got, low, high)
         exact += found.lo.item() == found.hi.item()
-    assert exact > 100, exact  # and it is not always anything
+    assert exact > 100, exact  # the intervals are not always all of i32
 
 
 @pytest.mark.parametrize("op", ("and", "or", "xor", "eq", "ne", "not", "select"))
@@ -90,7 +90,7 @@ def test_of_booleans(op):
 
 @pytest.mark.parametrize("rank", (1, 2, 3))
 def test_loads(rank):
-    """Stretches of any length, whatever length the hint says; beyond the ends they are clamped."""
+    """Loads of any length, whatever the hint says; indices beyond the ends are clamped."""
     rng = np.random.default_rng(rank)
     shape = (3, 4, 50)[3 - rank :]
     exact = 0

@@ -107,7 +107,7 @@ def test_a_gpu_gives_what_a_cpu_does(backend, case, name):
     if case.sinks and VARIANTS[name][2] == "none":
         pytest.skip("there are no sinks without a softmax")
     variant, operands = variant_of(name)
-    # What a row does not see is NaN, also in keys and values of documents that are not its own.
+    # Hidden rows are NaN, also keys and values of other documents.
     batch = build(case, "normal")
     got = run(case, batch, variant, operands, None)
     again = run(case, batch, variant, operands, None)
@@ -138,7 +138,7 @@ def test_new_contents_and_lengths_compile_nothing(backend):
 @pytest.mark.parametrize("name", ("documents", "prefix_lm", "sigmoid", "some_keys"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_step_lists_give_what_all_steps_do(backend, case, name):
-    """Of documents in rows, so that steps are hidden and shown as a whole, too."""
+    """Documents in rows, so that some whole steps are hidden and some are shown."""
     if case.sinks and VARIANTS[name][2] == "none":
         pytest.skip("there are no sinks without a softmax")
     variant, operands = variant_of(name)

@@ -1,5 +1,7 @@
-"""The backward pass with variants, against jax.vjp of dense attention in float64 that calls the
-user's functions."""
+"""The backward pass with variants against an oracle.
+
+The oracle is jax.vjp of dense attention in float64 that calls the user's functions.
+"""
 
 import dataclasses
 import os
@@ -83,7 +85,7 @@ def test_dtypes(dtype, logits, mask, backend):
 )
 @pytest.mark.parametrize("logits, mask", [(per_row, sinks_and_window), (None, documents)])
 def test_plans(fields, logits, mask):
-    """per_row: of a score after the soft cap, whose derivative by an operand it is, too."""
+    """per_row changes the score after the soft cap; its derivative by an operand is that score."""
     check(dataclasses.replace(SHORT, **fields), logits, mask)
 
 
@@ -104,7 +106,7 @@ def test_the_score_itself_after_a_soft_cap():
 @on_every_cpu
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation, backend):
-    """Each rule, by the score and by an operand that is read twice, at indices that are clamped."""
+    """Each rule, by the score and by an operand that is read twice, at clamped indices."""
     rng = np.random.default_rng(2)
     case = Case("", (7, 9), (30, 41), head_dim_qk=16)
     operands = {"x": rng.normal(size=(33, 4)).astype(np.float32)}
@@ -112,7 +114,7 @@ def test_operations(operation, backend):
 
 
 def test_operands_of_every_shape():
-    """Small ones have a copy of each kv head, of large ones that heads share they take turns."""
+    """Small operands have a copy for each kv head; heads take turns with large shared ones."""
 
     def logits(score, at, scale, by_kv_head, by_row, whole):
         score = score * scale + by_kv_head[at.kv_head, at.q_pos]
@@ -128,7 +130,7 @@ def test_operands_of_every_shape():
     check(Case("", (20,), (200,), head_dim_qk=16), logits, operands=operands)
 
 
-# ---- which gradients, and what is not there
+# ---- which gradients, and missing values
 
 
 def test_only_what_is_differentiated_is_computed():
@@ -176,7 +178,7 @@ def test_a_row_that_is_not_finite_makes_nan_of_the_operands_that_it_reads():
 
 
 def test_prefixes_in_common():
-    """Items of several requests' rows, under a mask and a bias by key row alone."""
+    """Items of several requests' rows, under a mask and a bias that depend on the key row alone."""
 
     def mask(at, hidden):
         return ~hidden[at.kv_row]
@@ -253,7 +255,7 @@ def test_operands_of_split_heads():
 
 
 def check_operands_of_split_heads():
-    """Parts that devices have of one sum are not added up."""
+    """The parts of one sum on several devices are not added up, so such operands are refused."""
     variant = ja.Variant(lambda score, at, scale: score * scale, operands={"scale": 1.0})
     case = Case("", (20,), (30,), 2, 1, 16, page_size=None)
     batch = build(case)
@@ -310,7 +312,7 @@ def test_damaged_words_of_a_gradient():
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="backward pass: gradient|program"):
             run(words, sums)
-    for place in (2, 3):  # what is loaded, and its derivative
+    for place in (2, 3):  # the load, and its derivative
         for bad in (-1, 4, 1000):
             words = (*good[:place], bad, *good[place + 1 :])
             with pytest.raises(jax.errors.JaxRuntimeError, match="backward pass: gradient"):

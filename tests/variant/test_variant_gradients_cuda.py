@@ -1,5 +1,7 @@
-"""The backward pass with variants on CUDA: what is called there, and on a GPU against jax.vjp of
-dense attention in float64."""
+"""The backward pass with variants on CUDA: its custom call, and results on a GPU.
+
+The oracle is jax.vjp of dense attention in float64.
+"""
 
 import dataclasses
 
@@ -69,7 +71,7 @@ def test_a_gradient_of_another_variant_is_refused():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_backward_pass_lowers_for_cuda(dtype):
-    """With two words of each element of the operands that are differentiated, and no others."""
+    """The workspace has two words for each element of differentiated operands, and no others."""
     variant, operands = variant_of(t5_bias, documents)
     spec = ja.AttentionSpec(
         4, 2, 64, dtype=dtype, page_size=16, max_batch=3, max_qo_tokens=500, max_kv_pages=40,
@@ -157,7 +159,7 @@ def test_without_softmax(logits, mask, cap, backend):
 @on_gpu
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation, backend):
-    """By the score and by an operand that is read twice, at indices that are clamped."""
+    """By the score and by an operand that is read twice, at clamped indices."""
 
     def logits(score, at, x):
         return OPERATIONS[operation](score, x[at.kv_pos, at.head] + x[at.q_pos - 40, 0])
@@ -170,7 +172,7 @@ def test_operations(operation, backend):
 @on_gpu
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 def test_operands_of_every_size(size, backend):
-    """A scalar, one of each row, one of each key and one of each logit: terms of any magnitude."""
+    """A scalar, one for each row, for each key and for each logit: terms of any magnitude."""
 
     def logits(score, at, scale, by_row, by_key, whole):
         score = score * scale + by_row[at.q_row] * 0.1
@@ -188,7 +190,7 @@ def test_operands_of_every_size(size, backend):
 
 @on_gpu
 def test_a_prompt_that_requests_share(backend):
-    """Keys and values of one pool, read by several requests, at positions of their own."""
+    """Several requests read keys and values of one pool, each at its own positions."""
     case = Case(
         "", (40, 30, 20), (200, 210, 220), dtype="bfloat16", branches=("aaab", "aaac", "aaad"),
         branch_tokens=48,
@@ -198,8 +200,8 @@ def test_a_prompt_that_requests_share(backend):
 
 @on_gpu
 def test_what_a_mask_hides_has_no_gradient_and_no_influence(backend):
-    # The forward pass computes rows again whose step has a hidden value that is not finite: the
-    # same but for rounding, which d_q of a row of one key is made of.
+    # The forward pass recomputes rows whose step has a hidden non-finite value. They are equal up
+    # to rounding, and d_q of a row with one key consists of rounding errors.
     for got, want in on_cpus.gradients_beside_nan("bfloat16", None):
         got, want = got.astype(np.float32), want.astype(np.float32)
         most = 6 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(want).max()

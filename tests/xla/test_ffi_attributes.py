@@ -1,4 +1,4 @@
-"""Attributes of a call are data from outside, too: of an exported executable, or made by hand."""
+"""Attributes of a call are outside data, too: from an exported executable, or made by hand."""
 
 import dataclasses
 
@@ -65,7 +65,7 @@ OPS = pytest.mark.parametrize("op", [attention, append_kv, plan])
 
 
 def sentence_of(call):
-    """What the call says, or None."""
+    """The call's error message, or None."""
     try:
         jax.block_until_ready(call())
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -74,8 +74,10 @@ def sentence_of(call):
 
 
 def test_any_number_of_a_problem():
-    """Each in turn is refused by its name, or makes a problem with a layout: CheckProblem, which
-    the handlers ask, too."""
+    """Each number of a problem is refused by its name, or makes a problem with a layout.
+
+    CheckProblem decides, and the handlers call it, too.
+    """
     spec, config = SPEC.problem.spec, SPEC.problem.config
     refused = set()
     for name in (*spec, *config):
@@ -90,14 +92,14 @@ def test_any_number_of_a_problem():
             except ValueError as error:
                 assert str(error).startswith("AttentionSpec: ") and "expected" in str(error)
                 refused |= {name} if f"AttentionSpec: {name}: " in str(error) else set()
-    doubles = {"sm_scale", "logits_soft_cap"}  # of which any finite number is one
+    doubles = {"sm_scale", "logits_soft_cap"}  # any finite number is valid
     computed = {"max_merge_groups", "max_partials", "max_shared_tokens"}
     assert {*spec, *config} - refused <= doubles | computed
 
 
 @pytest.mark.parametrize("op, step", [(attention, 1), (append_kv, 7), (plan, 7)])
 def test_words_of_the_problem(op, step):
-    """Each call is compiled, so few values, and of some handlers few words."""
+    """Each call is compiled, so there are few values, and few words for some handlers."""
     words = np.asarray(SPEC.problem.words, np.int64)
     assert len(words) == len(WORDS)
     assert sentence_of(lambda: op(words, SPEC.workspace_words)) is None
@@ -117,7 +119,7 @@ def test_other_numbers_of_words(op):
 
 
 def test_random_words():
-    """Several at once, among them those of other places."""
+    """Several words at once, some with values from other offsets."""
     rng = np.random.default_rng(0)
     words = np.asarray(SPEC.problem.words, np.int64)
     for _ in range(20):
@@ -143,7 +145,7 @@ def test_attributes_of_merge():
 
 
 def test_the_backward_pass_of_what_has_none():
-    """Fresh keys, say, would be read from pages."""
+    """Fresh keys, for example, would be read from pages."""
     spec = dataclasses.replace(SPEC, share_prefixes=False, fresh_kv=True)
     rows = np.ones(spec.o_shape[:2], f32)
     operands = BackwardOperands(
@@ -161,7 +163,7 @@ def test_the_backward_pass_of_what_has_none():
 
 
 def test_a_tampered_export_is_refused():
-    """The words of the attribute lie in the blob as they are."""
+    """The attribute's words are in the blob unchanged."""
 
     def attend(q, k, v, buffer):
         import jax_attn as ja
@@ -199,7 +201,7 @@ def test_a_problem_is_checked_where_it_is_made(changed, name):
 
 
 def test_words_of_a_program():
-    """Whatever they are: a sentence, or a program that runs within its bounds."""
+    """Any words give an error sentence or a program that runs within its bounds."""
     variant = ja.Variant(
         logits=lambda score, at, slopes: score - slopes[at.head] * (at.q_pos - at.kv_pos),
         mask=lambda at, slopes: slopes[at.kv_row] < 2,

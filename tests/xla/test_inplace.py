@@ -1,4 +1,4 @@
-"""The cache is updated in place: no copy of it in the compiled module, whatever is around it."""
+"""The cache is updated in place: no compiled module has a copy of it."""
 
 import dataclasses
 import re
@@ -36,7 +36,7 @@ def make_spec(backend):
 
 
 def make_plan(spec, step):
-    """Decode step `step`, which may be traced."""
+    """Plan for decode step `step`, which may be traced."""
     kv_lens = STARTS + 1 + step
     if isinstance(step, int):
         return ja.plan(spec, np.arange(BATCH + 1), kv_lens, PAGE_INDPTR, PAGE_INDICES)
@@ -54,7 +54,7 @@ def layer(x, k_pages, v_pages, plan, index):
 
 
 def rotated_layer(x, k_pages, v_pages, plan, index):
-    """The same, rotated by quarters of a turn."""
+    """The same layer, rotated by quarters of a turn."""
     qkv = jnp.concatenate([x, 1 - x, x + 1, x - 1], axis=1).reshape(BATCH, -1)
     cos, sin = (jnp.full((BATCH, DIM // 2), value, jnp.float32) for value in (0, 1))
     q, k_pages, v_pages = ja.append_rotated(qkv, cos, sin, k_pages, v_pages, plan, layer=index)
@@ -101,7 +101,7 @@ def inputs():
 
 
 def assert_no_cache_copy(compiled, shape=SHAPE):
-    """Nothing but calls, loops and their plumbing may produce an array of the cache's size."""
+    """Only calls, loops and their plumbing may produce an array of the cache's size."""
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < CACHE_BYTES / 8, memory
     dims = ",".join(map(str, shape))
@@ -139,7 +139,7 @@ def test_one_step(name, backend):
 @on_every_platform
 @pytest.mark.parametrize("step", [layer, rotated_layer])
 def test_one_step_of_a_cache_without_layers(step, backend):
-    """As it is: what is reshaped on its way from a donated argument is copied, there and back."""
+    """Without reshapes: XLA copies a reshaped donated argument, there and back."""
     plan = make_plan(make_spec(backend), 0)
     x, k_pages, v_pages = inputs()
     stacked = jax.jit(step)(x, k_pages, v_pages, plan, 1)
@@ -175,7 +175,7 @@ def test_without_donation_the_old_cache_is_untouched(backend):
 
 
 def loop_over_host_plans(spec, num_steps):
-    """A decode loop of which every plan was made ahead, one row each."""
+    """A decode loop whose plans were all made before, one row each."""
     buffers = jnp.stack([jnp.asarray(make_plan(spec, i).buffer) for i in range(num_steps)])
 
     def loop(x, k_pages, v_pages, buffers, until):
@@ -190,7 +190,7 @@ def loop_over_host_plans(spec, num_steps):
 
 
 def loop_that_plans(spec):
-    """A decode loop that plans inside: no host in it."""
+    """A decode loop that plans inside, without the host."""
 
     def loop(x, k_pages, v_pages, until):
         def body(state):

@@ -28,14 +28,14 @@ ARCH = 90
 SPEC = ja.AttentionSpec(
     num_qo_heads=8,
     num_kv_heads=2,
-    head_dim_qk=72,  # that no other test compiles
+    head_dim_qk=72,  # no other test compiles it
     max_batch=4,
     max_qo_tokens=16,
     max_kv_pages=32,
     target="sm_90",
 )
 
-# A process of its own, with nothing but the extension: prepares one kernel, prints what came of it.
+# A process with only the extension: prepares one kernel and prints the outcome.
 CHILD = """
 import importlib.util, json, os, sys
 extension, nvrtc, cache_dir, dtype, user, log = json.loads(sys.argv[1])
@@ -61,8 +61,11 @@ def start(
     prefix: tuple[str, ...] = (),
     log: bool = False,
 ) -> subprocess.Popen[str]:
-    """user: whose id the process takes on, 0: nobody else's. prefix: a command that runs it. log:
-    whether it prints which kernels it compiles."""
+    """Starts CHILD.
+
+    user: the user id that the process takes on; 0: unchanged. prefix: a command that runs it. log:
+    print which kernels it compiles.
+    """
     nvrtc = jit.nvrtc_candidates() if nvrtc is None else nvrtc
     arguments = [_core.__file__, nvrtc, cache_dir, dtype, user, log]
     command = [*prefix, sys.executable, "-c", CHILD, json.dumps(arguments)]
@@ -177,7 +180,7 @@ def test_unwritable_folder_keeps_kernels_in_memory(tmp_path, nvrtc):
 
 
 def only_in_memory(result: dict, stats: dict, err: str, why: str) -> bool:
-    """The kernel is there, and one sentence says why it is nowhere else."""
+    """True if the kernel is in memory only and one sentence says why."""
     assert result["origin"] == "compiled" and result["cache_path"] == "" and stats["corrupt"] == 0
     [line] = err.splitlines()
     assert line.startswith("jax_attn: compiled kernels are kept in memory only: ")
@@ -207,7 +210,7 @@ def test_folder_that_others_may_write_is_no_cache(cache_dir, mode):
     cache_dir.chmod(mode)
     for folder in cache_dir.parents:
         if folder.owner() == cache_dir.owner() and folder.stat().st_mode & 0o77 == 0:
-            folder.chmod(0o755)  # what pytest keeps to itself protects what is in it
+            folder.chmod(0o755)  # opens pytest's private parent folders
     why = f"{cache_dir} can be written by other users (its mode is {mode:o})"
     assert only_in_memory(*finish(start(str(cache_dir))), why)
     assert entries(cache_dir) == before
@@ -262,7 +265,7 @@ def test_full_disk(tmp_path, nvrtc):
     probe = subprocess.run([*in_full_disk, "true"], capture_output=True, text=True)
     if probe.returncode != 0:
         pytest.skip(f"no file system of a few bytes: {probe.stderr.strip()}")
-    # Nothing is left of what did not fit: the second one fails for want of the same room.
+    # Nothing is left of the failed write; a second one fails for the same lack of space.
     result, stats, err = finish(start(str(tmp_path / "cache"), prefix=in_full_disk))
     assert only_in_memory(result, stats, err, "No space left on device")
 
@@ -284,10 +287,10 @@ def test_cache_folder_of_the_environment(monkeypatch, tmp_path):
     assert of(HOME="/h", XDG_CACHE_HOME="/x") == "/x/jax_attn"
     assert of(HOME="/h", XDG_CACHE_HOME="") == of(HOME="/h", XDG_CACHE_HOME="x")
     assert of(HOME="/h", XDG_CACHE_HOME="x") == "/h/.cache/jax_attn"
-    assert of(HOME="/h", JAX_ATTN_CACHE_DIR="") == ""  # none
+    assert of(HOME="/h", JAX_ATTN_CACHE_DIR="") == ""  # no cache
     assert of(HOME="/h", JAX_ATTN_CACHE_DIR="~/c") == "/h/c"
     monkeypatch.chdir(tmp_path)
-    assert of(JAX_ATTN_CACHE_DIR="c") == str(tmp_path / "c")  # wherever the process goes later
+    assert of(JAX_ATTN_CACHE_DIR="c") == str(tmp_path / "c")  # absolute: chdir has no effect
     with pytest.raises(
         ValueError, match=r"JAX_ATTN_CACHE_DIR: expected a path in UTF-8, got '/\\udc"
     ):
@@ -295,7 +298,7 @@ def test_cache_folder_of_the_environment(monkeypatch, tmp_path):
 
 
 def test_no_home(monkeypatch, nvrtc):
-    """Neither in the environment nor known to the system, as users of containers are."""
+    """The environment and the system have no home folder, as for users of containers."""
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)
@@ -306,7 +309,7 @@ def test_no_home(monkeypatch, nvrtc):
     assert not os.path.lexists(folder)
 
 
-# ---- precompile ----------------------------------------------------------------------------------
+# ---- precompile ---------------------------------------------------------------------------------
 
 FORKS = """
 import dataclasses, os, signal
@@ -362,13 +365,13 @@ def test_precompile_without_gpu(cache_dir_here):
     kernels = ja.precompile([SPEC, SPEC])
     assert [kernel.name.split("-")[:2] for kernel in kernels] == [
         ["attention", "sm_90a"],
-        ["plan", "sm_90a"],  # and the one that is told which prefixes are shared
+        ["plan", "sm_90a"],  # for given prefix levels
         ["plan", "sm_90a"],
         ["append", "sm_90a"],
         ["append_rotated", "sm_90a"],
         ["merge", "sm_90a"],
     ]
-    attention = kernels[0]  # the others may be known from other tests of this process
+    attention = kernels[0]  # other tests of this process may have compiled the others
     assert attention.origin == "compiled" and attention.milliseconds > 0
     assert pathlib.Path(attention.cache_path, "kernel.cu").exists()
     assert pathlib.Path(attention.cache_path) in entries(cache_dir_here)
@@ -401,8 +404,8 @@ def test_switches_of_the_compile_log(cache_dir_here, capfd, monkeypatch):
 
 
 def test_a_traced_call_starts_its_compile(cache_dir_here, monkeypatch):
-    """Before XLA gets to see it: what it instantiates is in memory then, or on its way."""
-    spec = dataclasses.replace(SPEC, head_dim_qk=80, dtype="float32")  # that no other test compiles
+    """Tracing starts it before XLA sees the call, so the kernel is ready or on its way."""
+    spec = dataclasses.replace(SPEC, head_dim_qk=80, dtype="float32")  # no other test compiles it
     k, v = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.kv_shapes(4, 16))
     q = jax.ShapeDtypeStruct(spec.q_shape, jnp.float32)
     plan = ja.plan(spec, [0, 1], [5], [0, 1], [0])
@@ -421,7 +424,7 @@ def test_a_traced_call_starts_its_compile(cache_dir_here, monkeypatch):
 
 
 def test_kernels_compile_at_the_same_time(cache_dir_here, monkeypatch):
-    pool = ThreadPoolExecutor(2)  # also where there is one core
+    pool = ThreadPoolExecutor(2)  # also on one core
     monkeypatch.setattr(jit, "_pool", lambda: pool)
     specs = [dataclasses.replace(SPEC, dtype="float32", head_dim_qk=dim) for dim in (88, 104)]
     begin = time.perf_counter()
@@ -443,10 +446,10 @@ def test_toolkit_of_the_environment_is_searched(monkeypatch):
     monkeypatch.setattr(_environment, "cuda_toolkits", ["/opt/some_cuda"])
     candidates = jit.nvrtc_candidates()
     assert "/opt/some_cuda/lib64/libnvrtc.so.13" in candidates
-    assert candidates[-2:] == ["libnvrtc.so.13", "libnvrtc.so.12"]  # the loader's own search, last
+    assert candidates[-2:] == ["libnvrtc.so.13", "libnvrtc.so.12"]  # last: the loader's search
 
 
-# --- on a GPU: what only a real driver can show ---
+# --- on a GPU: needs a real driver ---
 
 NUM_CALLS = 8  # in one jit; XLA captures runs of 5 and more
 

@@ -22,11 +22,11 @@ def count_compilations():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield events
-    # There is no public way to take a listener back; it only appends to a list of its own.
+    # No public function removes a listener; it only appends to its own list.
 
 
 def random_batch(rng, spec):
-    """Lengths anywhere between nothing and the capacities; qo_len <= kv_len, as append needs."""
+    """Random lengths from nothing to the capacities; qo_len <= kv_len, as append needs."""
     batch_size = int(rng.integers(0, spec.max_batch + 1))
     max_pages = spec.max_kv_pages // max(batch_size, 1)
     max_qo_len = spec.max_qo_tokens // max(batch_size, 1)

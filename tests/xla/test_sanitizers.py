@@ -1,5 +1,7 @@
-"""compute-sanitizer over every CUDA kernel: reads out of bounds, races in shared memory, misuse of
-barriers. A few small cases of each kernel, compared with the reference as elsewhere."""
+"""compute-sanitizer over every CUDA kernel: out-of-bounds reads, races in shared memory, barriers.
+
+A few small cases of each kernel, compared with the reference as elsewhere.
+"""
 
 import os
 import subprocess
@@ -36,7 +38,7 @@ plan/test_step_list_gradients.py::test_a_plan_believes_its_map_on_cuda[True-cuda
 variant/test_variant_gradients_cuda.py::test_dtypes[t5_bias-documents-bfloat16-cuda]
 """.split()
 
-# What racecheck of CUDA 13.0 calls a race, in kernels of ten lines, too, and is none by PTX.
+# racecheck of CUDA 13.0 reports this race, which PTX does not define as one, even in ten lines.
 _A_SHARED_BARRIER = "__syncthreads, after some threads of the CTA alone have met at a named barrier"
 _ONE_ARRIVES = "a named barrier that one side arrives at and the other waits for"
 _LANE_0_ARRIVES = "an mbarrier at which lane 0 arrives for its warp, behind __syncwarp"
@@ -59,12 +61,12 @@ NOT_FOR_RACECHECK = {
 def test_sanitizer(tool):
     cases = [c for c in CASES if tool != "racecheck" or c not in NOT_FOR_RACECHECK]
     result = subprocess.run(
-        # As ours are named; XLA's are not asked about.
+        # Matches our kernels' names; XLA's kernels are not checked.
         ["compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=_kernel"]
         + ["--error-exitcode", "1", sys.executable, "-m", "pytest", "-q", "-x"]
         + ["-p", "no:cacheprovider", *(str(TESTS / case) for case in cases)],
         cwd=ROOT,
-        # Each array is an allocation of its own, whose end memcheck knows.
+        # Each array is a separate allocation, whose end memcheck knows.
         env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

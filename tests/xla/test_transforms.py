@@ -191,7 +191,7 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
 
 
 def test_no_call_has_an_operand_without_elements():
-    """XLA of jax 0.11 crashes over one in a shard_map that is not under jit."""
+    """XLA of jax 0.11 crashes over an empty operand in a shard_map that is not under jit."""
     latent = {"num_kv_heads": 1, "head_dim_qk": 48, "head_dim_vo": 32, "mla": True, "sm_scale": 1.0}
     case = Case("", (1, 17), (300, 40), kv_dtype="float8_e4m3fn", **latent)
     batch, spec = build(case), ja.AttentionSpec(**case.spec_fields(), target="cpu")
@@ -217,11 +217,11 @@ def test_no_call_has_an_operand_without_elements():
         assert all(x.aval.size for x in call.invars), call
 
 
-# ---- vmap ----------------------------------------------------------------------------------------
+# ---- vmap ---------------------------------------------------------------------------------------
 
 
 def call_with_a_batch_axis(op, plan, b):
-    """The operation as a function of one array, and two of these."""
+    """The operation as a function of one array, and two arrays for it."""
     if op == "attention":
         return lambda q: ja.attention(q, b.k, b.v, plan, layer=1), np.stack([b.q, b.q + 1])
     if op == "append_kv":
@@ -257,7 +257,7 @@ def test_vmap_of_a_merge(backend):
             assert_same_bits(name, a[i], want)
 
 
-# ---- gradients -----------------------------------------------------------------------------------
+# ---- gradients ----------------------------------------------------------------------------------
 
 
 @on_every_platform
@@ -305,7 +305,7 @@ def test_merge_under_checkpoint_and_grad(backend):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-# ---- sharding ------------------------------------------------------------------------------------
+# ---- sharding -----------------------------------------------------------------------------------
 
 SHARDED = textwrap.dedent(
     """
@@ -413,8 +413,9 @@ ON_MESH = textwrap.dedent(
     for spec in (batch, heads, both, P(None, None, ("data", "model"))):
         check("o", ja.dot_product_attention, qkv, spec)
         check("gradients", slope, qkv, spec)
-    check("lengths", lambda *x: ja.dot_product_attention(*x, **lengths), qkv, heads)
-    check("gradients", lambda *x: slope(*x, **lengths), qkv, heads)
+    for spec in (batch, heads, both):
+        check("lengths", lambda *x: ja.dot_product_attention(*x, **lengths), qkv, spec)
+        check("gradients", lambda *x: slope(*x, **lengths), qkv, spec)
     # Arrays that a call reads besides: where the rows are, or one for all.
     mask, bias = rng.random((4, 1, 20, 20)) < 0.8, rng.normal(size=(1, 8, 1, 20))
     more = *qkv, bias.astype(np.float32), mask, np.int32([5, 20, 7, 1])
@@ -433,19 +434,21 @@ ON_MESH = textwrap.dedent(
     def few_kv_heads(q):
         return ja.dot_product_attention(q, *(x[:, :, :2] for x in qkv[1:]))
 
+    def one_kv_head(q):
+        return ja.dot_product_attention(q, *(x[:, :, :1] for x in qkv[1:]))
+
     # Otherwise it is refused, and nothing is gathered.
     for compute, arrays, spec in (
         (ja.dot_product_attention, qkv, P(None, "data")),
         (few_kv_heads, qkv[:1], P(None, None, ("data", "model"))),
-        (lambda *x: ja.dot_product_attention(*x, **lengths), qkv, batch),
+        (one_kv_head, qkv[:1], heads),
         (ja.merge_states, states, P("data")),
     ):
         try:
             check("others", compute, arrays, spec)
             raise AssertionError(spec)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            assert isinstance(error, ValueError) == ("KIND" == "Explicit"), error
-            assert ": sharding: expected " in str(error), error
+        except ValueError as error:  # itself, where XLA's partitioner finds it, too
+            assert re.match("\\w+: sharding: expected ", str(error)), error
 
     # What takes a plan, of one device's heads, runs where the heads are; pages stay in place.
     mesh = jax.make_mesh((2, 2), ("other", "model"), axis_types=(AxisType.KIND,) * 2)
@@ -570,9 +573,9 @@ ON_MESH = textwrap.dedent(
                 with jax.set_mesh(mesh):
                     attend(plan, *split)
                 raise AssertionError((rows_spec, pages_spec))
-            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-                assert re.search("(attention: q|append_kv: k_\\w+): expected .*docs/devices.md",
-                                 str(error)), error
+            except NotImplementedError as error:
+                assert re.match("(attention: q|append_kv: k_\\w+): expected .*docs/devices.md",
+                                str(error)), error
     # Heads that are no multiple of the spec's.
     try:
         with jax.set_mesh(mesh):
@@ -594,7 +597,7 @@ def test_one_kv_head_a_device():
 
 
 def check_one_kv_head_a_device():
-    """Of grouped queries: Shardy takes no size of a factor that is an axis of k and v."""
+    """Grouped queries: Shardy rejects a size for a factor that is an axis of k and v."""
     spec = ja.AttentionSpec(
         4, 1, 16, dtype="float32", page_size=None, max_qo_tokens=20, max_kv_tokens=30, max_batch=1
     )

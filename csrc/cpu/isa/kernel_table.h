@@ -4,6 +4,7 @@
 #include "cpu/kernels.h"
 #include "cpu/kernels/attend.h"
 #include "cpu/kernels/backward_pass.h"
+#include "cpu/kernels/lora_pass.h"
 #include "cpu/kernels/product_pass.h"
 #include "cpu/kernels/reduce.h"
 
@@ -28,6 +29,9 @@ template <class Isa, typename T>
 constexpr CpuProductKernels kProductKernels = {Product<Isa, T>::RowBytes, Product<Isa, T>::WidenRow,
                                                Product<Isa, T>::Run};
 
+template <class Isa, typename T>
+constexpr CpuLoraKernels kLoraKernels = {Lora<Isa, T>::Shrink, Lora<Isa, T>::Expand};
+
 template <class Isa, typename T, typename Kv = T>
 constexpr CpuTypeKernels kTypeKernels = MakeTypeKernels<Isa, T, Kv>();
 
@@ -45,7 +49,8 @@ constexpr CpuKernels MakeKernels(const char* name) {
         &kTypeKernels<Isa, float, E4m3>}},
       {&kCodeKernels<Isa, Bf16>, &kCodeKernels<Isa, F16>, &kCodeKernels<Isa, float>},
       {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>},
-      {&kProductKernels<Isa, Bf16>, &kProductKernels<Isa, F16>, &kProductKernels<Isa, float>}};
+      {&kProductKernels<Isa, Bf16>, &kProductKernels<Isa, F16>, &kProductKernels<Isa, float>},
+      {&kLoraKernels<Isa, Bf16>, &kLoraKernels<Isa, F16>, &kLoraKernels<Isa, float>}};
 }
 
 }  // namespace

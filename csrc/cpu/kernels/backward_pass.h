@@ -51,7 +51,9 @@ struct BackwardBuffers {
   const char** d_o_rows;  // [max_rows]
   i32* tokens;            // [max_rows] query token of the item
   i64* heads;             // [max_rows] row of lse, and of q in units of head_dim
-  float* lse_log2;        // [max_rows] inf for rows that do not count
+  float* lse_log2;        // [max_rows] inf for rows that do not count; see far_shift
+  float* far_shift;       // [max_rows] scores of a far row are taken relative to it; otherwise 0
+  char* is_far;           // [max_rows] 1: BackwardTask::far_rows
   float* d;               // [max_rows]
   char* is_nan;           // [max_rows] 1: it has a number that is not finite
   char* q_t;              // [max_rows / kPanel, q_t_bytes] columns are rows, depth is head_dim_qk;
@@ -110,6 +112,8 @@ struct BackwardBuffers {
     tokens = Take<i32>(base, max_rows);
     heads = Take<i64>(base, max_rows);
     lse_log2 = Take<float>(base, max_rows);
+    far_shift = Take<float>(base, max_rows);
+    is_far = Take<char>(base, max_rows);
     d = Take<float>(base, max_rows);
     is_nan = Take<char>(base, max_rows);
     q_t = Take<char>(base, row_panels * q_t_bytes);
@@ -188,11 +192,13 @@ class BackwardPass {
 
   void Run() {
     LoadRows();
+    if (task_.finds_sums && !any_far_row_) return;
     for (i64 i = item_.kv_begin / buf_.tile_kv; i * buf_.tile_kv < item_.kv_end; ++i) {
       const i64 entry = p_.steps != nullptr ? p_.steps[i] : 2 * i + 1;  // see WorkItem
       is_masked_ = (entry & 1) != 0;
       AddBlock((entry >> 1) * buf_.tile_kv);
     }
+    if (task_.finds_sums) return;
     for (i64 r = 0; r < rows_; ++r) {
       PutRow(buf_.d_q + r * buf_.k_columns, p_.head_dim_qk, task_.row_uses[buf_.tokens[r]],
              task_.d_q, buf_.heads[r] / p_.num_qo_heads, r % p_.group_size);
@@ -208,7 +214,9 @@ class BackwardPass {
   };
   static Rule MakeRule(const AttentionParams& p) {
     const float cap = p.logits_soft_cap > 0 ? p.logits_soft_cap : 0.0f;
-    return {p.sm_scale * kLog2e, cap > 0 ? p.sm_scale / cap : 0.0f, cap * kLog2e, p.sm_scale};
+    const float scale =
+        p.sm_scale < 0 ? -Finite(-p.sm_scale * kLog2e) : Finite(p.sm_scale * kLog2e);
+    return {scale, cap > 0 ? p.sm_scale / cap : 0.0f, Finite(cap * kLog2e), p.sm_scale};
   }
 
   // ---- rows
@@ -218,12 +226,13 @@ class BackwardPass {
     const auto q_row = [&](i64 token) { return QueryRow(item_, p_.qo_indices, token); };
     const i64 row_bytes = Max(p_.head_dim_qk, p_.head_dim_vo) * kSize;
     for (i64 i = 0; i < row_bytes; ++i) buf_.zeros[i] = 0;
-    any_nan_row_ = false;
+    any_nan_row_ = any_far_row_ = false;
     for (i64 r = 0; r < padded; ++r) {
       buf_.q_rows[r] = buf_.d_o_rows[r] = buf_.zeros;
       buf_.lse_log2[r] = __builtin_inff();
       buf_.d[r] = 0;
-      buf_.is_nan[r] = 0;
+      buf_.far_shift[r] = 0;
+      buf_.is_nan[r] = buf_.is_far[r] = 0;
       if (r >= rows_) continue;
       const i64 token = r / group, head = item_.kv_head * group + r % group;
       const i64 at = q_row(token) * p_.num_qo_heads + head;
@@ -247,6 +256,7 @@ class BackwardPass {
       buf_.d_o_rows[r] = d_o;
       buf_.lse_log2[r] = lse * kLog2e;
       buf_.d[r] = d;
+      if (task_.far_rows != nullptr && IsFarLse(lse)) SetFarRow(r, task_.far_rows[at], lse);
     }
     const HeadRows q{buf_.q_rows, 0}, d_o{buf_.d_o_rows, 0};
     NoFetch no_fetch;
@@ -268,6 +278,57 @@ class BackwardPass {
       for (i64 r = 0; r < rows_; ++r) buf_.ones[r] = 1.0f;
       buf_.variant.Begin({&p_, &item_, 1, rows_}, p_.sm_scale, buf_.ones, q_row,
                          params_.d_operands);
+    }
+  }
+
+  // ---- far rows
+
+  // Base-2 logits of one unit of a far row's scores, positive. Without a cap or a variant the score
+  // is the dot product, with the sign of sm_scale; otherwise the logit.
+  float FarScale() const {
+    if (buf_.variant) return kLog2e;
+    if (rule_.cap_log2 != 0) return 1.0f;
+    return rule_.scale_log2 < 0 ? -rule_.scale_log2 : rule_.scale_log2;
+  }
+  float FarScore(float product) const {
+    if (buf_.variant) return product;  // the logit already
+    if (rule_.cap_log2 == 0) return rule_.scale_log2 < 0 ? -product : product;
+    return Rounded(rule_.cap_log2 * Isa::First(Tanh<Isa>(Isa::Set(rule_.cap_in * product))));
+  }
+
+  void SetFarRow(i64 r, RowSum row, float lse) {
+    buf_.is_far[r] = 1;
+    any_far_row_ = true;
+    if (task_.finds_sums || row.sum == 0) return;
+    const bool is_negative = !buf_.variant && rule_.cap_log2 == 0 && rule_.scale_log2 < 0;
+    buf_.far_shift[r] = is_negative ? -row.max : row.max;
+    buf_.lse_log2[r] = log2f(row.sum);
+    // lse may include other keys and a sink. The difference counts where it is more than rounding.
+    const float own = row.max * (0.5f * FarScale()) * kLn4 + buf_.lse_log2[r] * kLn2;
+    const float more = lse - own, magnitude = lse < 0 ? -lse : lse;
+    if (more > 0x1p-20f * magnitude) buf_.lse_log2[r] += more * kLog2e;
+  }
+
+  // Adds keys to the sum of far row r. score(i): the i-th score, -inf if the row does not see it.
+  template <class Score>
+  void AddToFarSum(i64 r, i64 n, const Score& score) {
+    RowSum& row = task_.far_rows[buf_.heads[r]];
+    const float scale = FarScale();
+    float max = row.max;
+    for (i64 i = 0; i < n; ++i) max = score(i) > max ? score(i) : max;
+    if (max == kNegInf) return;
+    float sum = row.max == kNegInf ? 0.0f : row.sum * exp2f((row.max - max) * scale);
+    for (i64 i = 0; i < n; ++i) sum += exp2f((score(i) - max) * scale);
+    row = {max, sum};
+  }
+
+  // Adds the keys `valid` of a block to the sums of far rows among [begin, end), from s.
+  JAX_ATTN_KERNEL void FindFarSums(i64 start, Range valid, i64 begin, i64 end) {
+    for (i64 r = begin; r < end; ++r) {
+      if (!buf_.is_far[r]) continue;
+      const Range keys = KeysOf(buf_.tokens[r], start, valid);
+      AddToFarSum(r, keys.end - keys.begin,
+                  [&](i64 i) { return FarScore(buf_.s[(keys.begin + i) * kLanes + r - begin]); });
     }
   }
 
@@ -361,6 +422,10 @@ class BackwardPass {
       const Range seen{KeysOf(buf_.tokens[begin], start, valid).begin,
                        KeysOf(buf_.tokens[end - 1], start, valid).end};
       if (seen.begin >= seen.end || HidesAll(begin, end, seen)) continue;
+      if (task_.finds_sums) {
+        AddTile(start, seen, begin, end, Onto::kZero);
+        continue;
+      }
       if (is_first) {  // also sets what it sees
         ClearKeys(valid.begin, seen.begin);
         ClearKeys(seen.end, valid.end);
@@ -368,6 +433,7 @@ class BackwardPass {
       AddTile(start, seen, begin, end, is_first ? Onto::kZero : Onto::kOld);
       is_first = false;
     }
+    if (task_.finds_sums) return;
     if (is_first) ClearKeys(valid.begin, valid.end);
     if (any_nan_row_ || any_nan_key_) SpreadNan(start, valid);
     for (i64 t = valid.begin; t < valid.end; ++t) {
@@ -466,11 +532,22 @@ class BackwardPass {
         });
       };
       product(buf_.k, buf_.k_lanes, p_.head_dim_qk, q_t, buf_.s);
-      product(buf_.v, buf_.v_lanes, p_.head_dim_vo, d_o_t, buf_.d_s);
+      if (!task_.finds_sums) product(buf_.v, buf_.v_lanes, p_.head_dim_vo, d_o_t, buf_.d_s);
     }
-    if (buf_.variant) VariantWeights(start, valid, begin, end);
+    if (buf_.variant) {
+      VariantWeights(start, valid, begin, end);
+    } else if (task_.finds_sums) {
+      FindFarSums(start, valid, begin, end);
+    }
+    if (task_.finds_sums) return;
     for (i64 t = valid.begin / kCut * kCut; t < valid.end; t += kCut) {
-      for (i64 i = t; i < t + kCut; ++i) Weights(i, start, valid, begin, end);
+      for (i64 i = t; i < t + kCut; ++i) {
+        if (any_far_row_) {
+          Weights<true>(i, start, valid, begin, end);
+        } else {
+          Weights<false>(i, start, valid, begin, end);
+        }
+      }
       if constexpr (kPairs) PairTokens(t, begin, end);
     }
     const i64 step = begin / kStep;
@@ -547,6 +624,7 @@ class BackwardPass {
     using L = VectorOf<Isa>;
     const Range keys = KeysOf(buf_.tokens[r], start, valid);
     const bool is_nan = buf_.is_nan[r] && buf_.variant.has_elements();
+    if (task_.finds_sums && !buf_.is_far[r]) return;
     if (keys.begin >= keys.end || !(Counts(r) || is_nan)) {
       for (i64 j = valid.begin; j < valid.end; ++j) s[j] = d_s[j] = 0;
       return;
@@ -568,15 +646,21 @@ class BackwardPass {
     for (i64 j = begin; j < end; ++j) {
       if (j < keys.begin || j >= keys.end) buf_.seen[j] = 0;
     }
+    if (task_.finds_sums) {
+      return AddToFarSum(r, keys.end - keys.begin, [&](i64 i) {
+        return buf_.seen[keys.begin + i] ? buf_.logits[keys.begin + i] : kNegInf;
+      });
+    }
     const auto where_seen = [&](i64 j, Vec x) __attribute__((always_inline)) {
       return (Vec)(L::Load(buf_.seen + j) & (typename L::Int)x);
     };
     const Vec minus_lse = Isa::Set(-buf_.lse_log2[r]), d = Isa::Set(buf_.d[r]);
+    const Vec shift = Isa::Set(buf_.far_shift[r]);
     for (i64 j = begin; j < end; j += Isa::kWidth) {
       const Vec logit = Isa::Load(buf_.logits + j), d_p = Isa::Load(d_s + j);
       Vec p = logit, d_logit = d_p;
       if (!p_.sums_weights) {
-        p = Exp2<Isa>(Isa::Fma(Isa::Set(kLog2e), logit, minus_lse));
+        p = Exp2<Isa>(Isa::Fma(Isa::Set(kLog2e), Isa::Sub(logit, shift), minus_lse));
         d_logit = Isa::Mul(p, Isa::Sub(d_p, d));
       }
       if (buf_.is_nan[r]) d_logit = Isa::Set(__builtin_nanf(""));
@@ -600,7 +684,8 @@ class BackwardPass {
   }
 
   // P and dS of key t and rows [begin, end); 0 where a row does not see the key, and for the rest
-  // of the depth up to the next cut.
+  // of the depth up to the next cut. kFar: some rows are far.
+  template <bool kFar>
   void Weights(i64 t, i64 start, Range valid, i64 begin, i64 end) {
     const i64 num = RoundUp(end - begin, Isa::kWidth), n = RoundUp(num, kCut);
     float* s = buf_.s + t * kLanes;
@@ -636,13 +721,17 @@ class BackwardPass {
     const auto weigh = [&](i64 i, bool whole) __attribute__((always_inline)) {
       const Vec product = Isa::Load(s + i);
       const Vec minus_lse = Isa::Sub(Isa::Zero(), Isa::Load(buf_.lse_log2 + begin + i));
+      const Vec shift = kFar ? Isa::Load(buf_.far_shift + begin + i) : Isa::Zero();
       Vec factor = scale, logit;
       if (rule_.cap_log2 != 0) {
         const Vec x = Tanh<Isa>(Isa::Mul(Isa::Set(rule_.cap_in), product));
-        logit = Isa::Fma(Isa::Set(rule_.cap_log2), x, minus_lse);
+        const Vec cap_log2 = Isa::Set(rule_.cap_log2);
+        logit = kFar ? Isa::Add(Isa::Sub(Rounded(Isa::Mul(cap_log2, x)), shift), minus_lse)
+                     : Isa::Fma(cap_log2, x, minus_lse);
         factor = Isa::Mul(scale, Isa::Sub(Isa::Set(1.0f), Isa::Mul(x, x)));
       } else {
-        logit = Isa::Fma(Isa::Set(rule_.scale_log2), product, minus_lse);
+        const Vec score = kFar ? Isa::Sub(product, shift) : product;
+        logit = Isa::Fma(Isa::Set(rule_.scale_log2), score, minus_lse);
       }
       if (!whole) {
         logit =
@@ -721,7 +810,7 @@ class BackwardPass {
   const Rule rule_;
   BackwardBuffers<Isa, T> buf_;
   bool is_masked_ = true;  // of the block: the element mask may hide something
-  bool any_nan_row_ = false, any_nan_key_ = false;
+  bool any_nan_row_ = false, any_nan_key_ = false, any_far_row_ = false;
 };
 
 template <class Isa, typename T>

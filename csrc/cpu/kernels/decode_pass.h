@@ -149,16 +149,16 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         MultiplyValues(h, start, valid, first, tokens, {buf_.staged, 0}, value_fetch);
       }
     }
-    if constexpr (kCodes) FoldBlock(start, valid, block, finite);
+    if constexpr (kCodes) AddBlockSums(start, valid, block, finite);
   }
 
-  void FoldBlock(i64 start, Range valid, const BlockRows& block, bool finite) {
+  void AddBlockSums(i64 start, Range valid, const BlockRows& block, bool finite) {
     for (i64 h = 0; h < num_heads_; ++h) {
       ForTiles(h, start, valid, [&](const RowTile& tile) {
-        FoldSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + tile.score_row,
-                      buf_.codes.factors + tile.score_row,
-                      buf_.codes.sums + tile.score_row * buf_.o_columns, buf_.o_columns,
-                      buf_.o + tile.row * buf_.o_columns, buf_.o_columns);
+        AddSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + tile.score_row,
+                     buf_.codes.factors + tile.score_row,
+                     buf_.codes.sums + tile.score_row * buf_.o_columns, buf_.o_columns,
+                     buf_.o + tile.row * buf_.o_columns, buf_.o_columns);
       });
       if (!finite) this->SpoilRows(h, block.v, h * this->ValueHeadBytes(), start, valid);
     }

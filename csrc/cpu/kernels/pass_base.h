@@ -174,7 +174,7 @@ class PassBase {
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
   static constexpr bool kStagesCodes = Buffers<Isa, T, Kv, kLow>::StagesCodes();
-  using RowElement = typename Choose<kStagesCodes, T, Kv>::Type;  // of the matmul operands
+  using RowElement = typename Conditional<kStagesCodes, T, Kv>::Type;  // of the matmul operands
   static constexpr i64 kBytes = sizeof(Kv);
   static constexpr i64 kFetchTokens = 4;
 

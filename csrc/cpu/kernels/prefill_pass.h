@@ -259,9 +259,9 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
           kCodes ? buf_.codes.sums + j * kUnit : o, buf_.o_columns, work);
     }
     if constexpr (kCodes) {
-      FoldSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + score_row, buf_.codes.factors + score_row,
-                    buf_.codes.sums, buf_.o_columns, buf_.o + tile.row * buf_.o_columns,
-                    buf_.o_columns);
+      AddSums<Isa>(tile.n, buf_.o_columns, buf_.alpha + score_row, buf_.codes.factors + score_row,
+                   buf_.codes.sums, buf_.o_columns, buf_.o + tile.row * buf_.o_columns,
+                   buf_.o_columns);
     }
   }
 
@@ -369,9 +369,9 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
         panels.Skip(step);
         GemmRows<Isa>(tile.n, buf_.p + tile.score_row * buf_.p_lanes + step, buf_.p_lanes, panels,
                       j, 1, steps, Onto::kZero, nullptr, buf_.codes.sums, kUnit, none);
-        FoldSums<Isa>(tile.n, kUnit, buf_.alpha + tile.score_row,
-                      buf_.codes.factors + tile.score_row, buf_.codes.sums, kUnit,
-                      buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns);
+        AddSums<Isa>(tile.n, kUnit, buf_.alpha + tile.score_row,
+                     buf_.codes.factors + tile.score_row, buf_.codes.sums, kUnit,
+                     buf_.o + tile.row * buf_.o_columns + j * kUnit, buf_.o_columns);
       }
     }
   }

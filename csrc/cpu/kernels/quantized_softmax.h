@@ -118,28 +118,46 @@ struct ValueScales {
   }
 };
 
+// As kFarLog2, for codes of P: what their largest value takes is a polynomial in the rounding error
+// of the base, which is below 2^-7 here.
+template <class Isa>
+constexpr float kFarCodesLog2 = Isa::kFuses ? 0x1p17f : kFarLog2<Isa>;
+
 // One online softmax step of a row with the scores s[begin, end), of which the largest is
-// max_score. P times the scales of values is rounded to multiples of 1/255 of the largest P times
-// the largest scale; the multiples go to p, 0 where the row does not see the key. Earlier sums must
-// be rescaled by *alpha; the multiples stand for themselves times *factor.
+// max_score; s is overwritten if that is far from 0. P times the scales of values is rounded to
+// multiples of 1/255 of the largest P times the largest scale; the multiples go to p, 0 where the
+// row does not see the key. Earlier sums must be rescaled by *alpha; the multiples stand for
+// themselves times *factor.
 template <class Isa>
 JAX_ATTN_INLINE void WeighCodes(float scale_log2, float max_score, float largest_scale, i64 begin,
-                                i64 end, const float* value_scales, const float* s, char* p,
+                                i64 end, const float* value_scales, float* s, char* p,
                                 RowState* state, float* alpha, float* factor) {
   using Vec = typename Isa::Vec;
   constexpr i64 kBytes = 4 / Isa::kLaneCodes, kAtOnce = 64 / Isa::kWidth;
-  const float old_max = state->max_log2, block_max = max_score * scale_log2;
-  const float max = NewReference<Isa>(block_max, old_max);
+  const float old_max = state->max_log4, scale_log4 = 0.5f * scale_log2;
+  const float block_max = Rounded(max_score * scale_log4);
+  const float max = block_max > old_max + 0.5f * kSlackLog2<Isa> ? block_max : old_max;
   // -inf: no key so far has a finite logit. Replaced by 0, or -inf - -inf would be NaN.
   const float base = max == kNegInf ? 0.0f : max,
               block_base = block_max == kNegInf ? base : block_max;
   // Smaller values count as 0.
   constexpr float kLeast = 0x1p-100f;
-  const Vec scale = Isa::Set(scale_log2), minus_base = Isa::Set(-block_base);
-  // The largest P, not exactly 1 since block_max is rounded: 2^x within 2^-19, as x is small.
-  const float x = block_max == kNegInf
-                      ? 0.0f
-                      : kLn2 * Isa::First(Isa::Fma(Isa::Set(max_score), scale, minus_base));
+  float minus_block_base = -2.0f * block_base;
+  // The logarithm of the largest P, not exactly 0 since block_base is rounded.
+  float excess = 0.0f;
+  if (block_max != kNegInf) {
+    excess = 2.0f *
+             Isa::First(Isa::Fma(Isa::Set(max_score), Isa::Set(scale_log4), Isa::Set(-block_base)));
+  }
+  float share_log2 = 2.0f * (block_base - base);
+  if (__builtin_expect(!(__builtin_fabsf(minus_block_base) < kFarCodesLog2<Isa>), 0)) {
+    // The largest P is 1, and what PrepareFarRow leaves of the base goes into the block's factor.
+    const float minus_share = PrepareFarRow<Isa>(scale_log2, max_score, base, begin, end, s);
+    if (block_max != kNegInf) share_log2 = -minus_share;
+    minus_block_base = excess = 0.0f;
+  }
+  const Vec scale = Isa::Set(scale_log2), minus_base = Isa::Set(minus_block_base);
+  const float x = kLn2 * excess;  // so small that 2^excess is within 2^-21
   const float largest = largest_scale * (1.0f + x + x * x * 0.5f);
   const Vec inverse = Isa::Set(largest > kLeast ? 255.0f / largest : 0.0f);
   const Vec magic = Isa::Set(kRoundMagic);
@@ -160,9 +178,9 @@ JAX_ATTN_INLINE void WeighCodes(float scale_log2, float max_score, float largest
   const auto exp2 = [](float x) __attribute__((always_inline)) {
     return x == 0 ? 1.0f : Isa::First(Weights<Isa>(Isa::Set(x)));
   };
-  const float fall = max == old_max ? 1.0f : exp2(old_max - base);
-  const float share = exp2(block_base - base);
-  state->max_log2 = max;
+  const float fall = max == old_max ? 1.0f : exp2(2.0f * (old_max - base));
+  const float share = exp2(share_log2);
+  state->max_log4 = max;
   state->sum = state->sum * fall + Isa::ReduceAdd(sum) * share;
   *alpha = fall;
   *factor = largest > kLeast ? share * (largest / 255.0f) : 0.0f;
@@ -194,8 +212,8 @@ JAX_ATTN_KERNEL void WeighRow(const LogitRule& rule, bool has_logits, Logits&& l
 
 // o[n, columns] = alpha o + factor sums, row by row.
 template <class Isa>
-JAX_ATTN_KERNEL void FoldSums(i64 n, i64 columns, const float* alpha, const float* factors,
-                              const float* sums, i64 lds, float* o, i64 ldo) {
+JAX_ATTN_KERNEL void AddSums(i64 n, i64 columns, const float* alpha, const float* factors,
+                             const float* sums, i64 lds, float* o, i64 ldo) {
   for (i64 r = 0; r < n; ++r, sums += lds, o += ldo) {
     const auto fall = Isa::Set(alpha[r]), factor = Isa::Set(factors[r]);
     if (alpha[r] == 1.0f) {

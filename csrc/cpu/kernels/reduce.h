@@ -24,18 +24,27 @@ JAX_ATTN_INLINE void FetchRowAhead(const T* row, i64 num_heads, i64 head_dim) {
 
 struct RowResult {
   float o_scale;  // result o = o_scale * (o before normalization)
-  float lse_log2;
+  float lse;      // natural log
 };
+
+// log(sum * 4^max_log4), finite where both are: constants are rounded, so the largest finite logits
+// could leave the range of f32.
+inline float LogOfState(RowState state) {
+  constexpr float kLargest = 3.4028234663852886e38f;
+  const float lse = state.max_log4 * kLn4 + log2f(state.sum) * kLn2;
+  if (lse > kLargest && state.max_log4 <= kLargest) return kLargest;
+  return lse < -kLargest ? -kLargest : lse;
+}
 
 // A row's result. The sink is one more key with value 0; -inf: no sink. A row that sees no key
 // becomes (0, -inf) without a sink.
-inline RowResult FinishRow(RowState state, float sink_log2) {
+inline RowResult FinishRow(RowState state, float sink_log4) {
   if (state.sum == 0) return {0.0f, kNegInf};
-  if (sink_log2 == kNegInf) return {1.0f / state.sum, state.max_log2 + log2f(state.sum)};
-  const float max = sink_log2 > state.max_log2 ? sink_log2 : state.max_log2;
-  const float own = exp2f(state.max_log2 - max);
-  const float sum = own * state.sum + exp2f(sink_log2 - max);
-  return {own / sum, max + log2f(sum)};
+  if (sink_log4 == kNegInf) return {1.0f / state.sum, LogOfState(state)};
+  const float max = sink_log4 > state.max_log4 ? sink_log4 : state.max_log4;
+  const float own = exp2f(2.0f * (state.max_log4 - max));
+  const float sum = own * state.sum + exp2f(2.0f * (sink_log4 - max));
+  return {own / sum, LogOfState({max, sum})};
 }
 
 // to[0, n) = scale * from[0, n).
@@ -52,11 +61,11 @@ template <class Isa, typename T>
 void StoreRow(const AttentionParams& params, i64 token, i64 head, RowState state, const float* o) {
   RowResult result = params.sums_weights
                          ? RowResult{1.0f, 0.0f}
-                         : FinishRow(state, params.sinks ? params.sinks[head] * kLog2e : kNegInf);
+                         : FinishRow(state, params.sinks ? params.sinks[head] * kLog4e : kNegInf);
   if (params.v_scale) result.o_scale *= params.v_scale[head / params.group_size];
   const i64 row = token * params.num_qo_heads + head, dim = params.head_dim_vo;
   StoreScaled<Isa>(result.o_scale, o, dim, static_cast<T*>(params.o) + row * dim);
-  params.lse[row] = result.lse_log2 * kLn2;
+  params.lse[row] = result.lse;
 }
 
 // o += weight * part.
@@ -71,9 +80,9 @@ void AddScaled(float weight, const T* part, i64 n, float* o) {
   }
 }
 
-// Factor of a state in a sum of states with maximum `max_log2`. -inf: no state saw a key.
-inline float StateWeight(float state_max_log2, float max_log2) {
-  return exp2f(state_max_log2 - (max_log2 == kNegInf ? 0.0f : max_log2));
+// Factor of a state in a sum of states with maximum `max_log4`. -inf: no state saw a key.
+inline float StateWeight(float state_max_log4, float max_log4) {
+  return exp2f(2.0f * (state_max_log4 - (max_log4 == kNegInf ? 0.0f : max_log4)));
 }
 
 // Columns of o on the stack. An attention row has all columns there, at most what CheckSpec allows;
@@ -82,9 +91,9 @@ constexpr i64 kMaxHeadDim = 512;
 
 // The partial states of one row of a merge group.
 template <class Isa>
-class FoldedRow {
+class RowReducer {
  public:
-  FoldedRow(const AttentionParams& params, const MergeGroup& group, i64 row)
+  RowReducer(const AttentionParams& params, const MergeGroup& group, i64 row)
       : params_(params),
         first_rows_(params.partial_rows + group.partials_begin),
         step_(group.partials_step),
@@ -93,7 +102,7 @@ class FoldedRow {
   // Their sum. Batches of kReduceBatch states are each reduced to one state, and these are added
   // one after the other. So a row has the same bits whether batches are reduced here or by groups
   // of their own. o: [head_dim_vo], not normalized.
-  RowState Fold(const MergeGroup& group, float* o) const {
+  RowState Reduce(const MergeGroup& group, float* o) const {
     alignas(64) float batch_o[kMaxHeadDim];
     const i64 n = group.num_partials;
     if (IsParent(group)) {
@@ -120,25 +129,25 @@ class FoldedRow {
   RowState SumOf(i64 begin, i64 end, float* o) const {
     RowState sum = {kNegInf, 0.0f};
     for (i64 i = begin; i < end; ++i) {
-      const float max = State(i).max_log2;
-      sum.max_log2 = max > sum.max_log2 ? max : sum.max_log2;
+      const float max = State(i).max_log4;
+      sum.max_log4 = max > sum.max_log4 ? max : sum.max_log4;
     }
     for (i64 d = 0; d < params_.head_dim_vo; ++d) o[d] = 0;
     for (i64 i = begin; i < end; ++i) {
       const RowState state = State(i);
-      const float weight = StateWeight(state.max_log2, sum.max_log2);
+      const float weight = StateWeight(state.max_log4, sum.max_log4);
       sum.sum += weight * state.sum;
       AddScaled<Isa>(weight, Columns(i), params_.head_dim_vo, o);
     }
     return sum;
   }
 
-  // One function for both paths of Fold: the same instructions give the same bits.
+  // One function for both paths of Reduce: the same instructions give the same bits.
   __attribute__((noinline)) void Add(RowState state, const float* columns, RowState* all,
                                      float* o) const {
-    const float max = state.max_log2 > all->max_log2 ? state.max_log2 : all->max_log2;
-    const float factor = StateWeight(all->max_log2, max);
-    const float weight = StateWeight(state.max_log2, max);
+    const float max = state.max_log4 > all->max_log4 ? state.max_log4 : all->max_log4;
+    const float factor = StateWeight(all->max_log4, max);
+    const float weight = StateWeight(state.max_log4, max);
     *all = {max, factor * all->sum + weight * state.sum};
     StoreScaled<Isa>(factor, o, params_.head_dim_vo, o);
     AddScaled<Isa>(weight, columns, params_.head_dim_vo, o);
@@ -154,7 +163,7 @@ void MergeGroupRows(const AttentionParams& params, const MergeGroup& group) {
   alignas(64) float o[kMaxHeadDim];
   const i64 rows = i64{group.qo_len} * params.group_size, dim = params.head_dim_vo;
   for (i64 r = 0; r < rows; ++r) {
-    const RowState state = FoldedRow<Isa>(params, group, r).Fold(group, o);
+    const RowState state = RowReducer<Isa>(params, group, r).Reduce(group, o);
     if (group.parent < 0) {
       const i64 token = group.qo_begin + r / params.group_size;
       const i64 head = group.kv_head * params.group_size + r % params.group_size;
@@ -192,7 +201,7 @@ void MergeStateRows(const MergeParams& params, i64 begin, i64 end) {
         AddScaled<Isa>(weight, part, columns, o);
       }
       const RowResult result = FinishRow({0.0f, sum}, kNegInf);
-      params.lse[r] = max + result.lse_log2 * kLn2;
+      params.lse[r] = max + result.lse;
       StoreScaled<Isa>(result.o_scale, o, columns, static_cast<T*>(params.o) + r * dim + first);
     }
   }

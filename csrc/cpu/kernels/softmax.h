@@ -21,13 +21,16 @@ struct LogitRule {
   }
 };
 
+// The largest finite number in place of inf: inf * 0 would be NaN.
+inline float Finite(float x) { return x > 0x1.fffffep127f ? 0x1.fffffep127f : x; }
+
 inline LogitRule MakeLogitRule(float sm_scale, float logits_soft_cap) {
   LogitRule rule{};
   const float magnitude = sm_scale < 0 ? -sm_scale : sm_scale;
   rule.q_sign = sm_scale > 0 ? 1.0f : sm_scale < 0 ? -1.0f : 0.0f;
-  rule.scale_log2 = magnitude > 0 ? magnitude * kLog2e : 1.0f;
+  rule.scale_log2 = magnitude > 0 ? Finite(magnitude * kLog2e) : 1.0f;
   if (logits_soft_cap > 0) {
-    rule.cap_log2 = logits_soft_cap * kLog2e;
+    rule.cap_log2 = Finite(logits_soft_cap * kLog2e);
     rule.cap_in = magnitude > 0 ? magnitude / logits_soft_cap : 1.0f;
     rule.scale_log2 = 1.0f;
   }
@@ -70,17 +73,56 @@ JAX_ATTN_INLINE float BlockMax(const LogitRule& rule, i64 begin, i64 end, Range 
   return Isa::ReduceMax(max);
 }
 
-// The running max of a row after a block, from the one before it.
+// Exponents are fma(score, scale_log2, -base) with base = 2 * max_log4, the rounded base-2 logit of
+// the running max. The product is not rounded, so the exponent of the running max itself is the
+// rounding error of base: below 2^-4 while |base| < kFarLog2, and the same factor in P, sums and
+// lse, so results stay exact. Of larger logits it would be anything up to the range of f32, and
+// beyond 2.36e38 base itself overflows. A row whose running max is that far from 0 subtracts the
+// maximum of the block from its scores first, which is exact where it counts. Without FMA, where
+// the product is rounded, too, rows do so earlier.
 template <class Isa>
-JAX_ATTN_INLINE float NewReference(float block_max, float old_max) {
-  return block_max > old_max + kSlackLog2<Isa> ? block_max : old_max;
+constexpr float kFarLog2 = Isa::kFuses ? 0x1p20f : 0x1p8f;
+// Up to here the rounding error of base is below 2^4, so that P may have it as a factor. Beyond,
+// logits that differ at all differ by 32, and the error is left out.
+constexpr float kUnitLog2 = 0x1p28f;
+
+// The base of a row whose running max is far from 0, or that has none. Subtracts the maximum of the
+// block from its scores. Not inlined, and in one piece, so that the usual way keeps its registers.
+template <class Isa>
+__attribute__((noinline, cold)) float PrepareFarRow(float scale_log2, float block_max,
+                                                    float max_log4, i64 begin, i64 end, float* s) {
+  if (block_max == kNegInf) return 0.0f;  // no visible key in the block; -inf - -inf would be NaN
+  const float scale_log4 = 0.5f * scale_log2, block_log4 = Rounded(block_max * scale_log4);
+  float more_log4 = block_log4 - max_log4;
+  if (__builtin_fabsf(block_log4) < 0.5f * kUnitLog2) {
+    more_log4 += __builtin_fmaf(block_max, scale_log4, -block_log4);
+  }
+  for (i64 j = begin; j < end; j += Isa::kWidth) {
+    Isa::Store(s + j, Isa::Sub(Isa::Load(s + j), Isa::Set(block_max)));
+  }
+  return -2.0f * more_log4;
 }
 
-// The same, from the row's scores.
+// The exponent that takes sums from an old running max to a new one.
+JAX_ATTN_INLINE float FallLog2(float old_max_log4, float max_log4) {
+  // -inf: no visible key so far. As 0, or -inf - -inf would be NaN.
+  return 2.0f * (old_max_log4 - (max_log4 == kNegInf ? 0.0f : max_log4));
+}
+
+// Turns a row's scores s[begin, end) into what Exponentials takes, and moves its running max.
+// Returns the base.
 template <class Isa>
-JAX_ATTN_INLINE float MaskedMax(const LogitRule& rule, i64 begin, i64 end, Range seen,
-                                float old_max, float* s) {
-  return NewReference<Isa>(BlockMax<Isa>(rule, begin, end, seen, s) * rule.scale_log2, old_max);
+JAX_ATTN_INLINE float PrepareRow(const LogitRule& rule, i64 begin, i64 end, Range seen,
+                                 float* max_log4, float* s) {
+  const float block_max = BlockMax<Isa>(rule, begin, end, seen, s);
+  const float block_log4 = Rounded(block_max * (0.5f * rule.scale_log2));
+  float max = *max_log4;
+  if (block_log4 > max + 0.5f * kSlackLog2<Isa>) *max_log4 = max = block_log4;
+  const float base = 2.0f * max;
+  if (__builtin_expect(!(__builtin_fabsf(base) < kFarLog2<Isa>), 0)) {
+    return PrepareFarRow<Isa>(rule.scale_log2, block_max, max, begin, end, s);
+  }
+  return base;
 }
 
 // p[begin, end) = 2^(scale_log2 * s - base); returns their sum.
@@ -107,17 +149,14 @@ template <class Isa, typename P, class Fetch>
 JAX_ATTN_KERNEL void SoftmaxTile(const LogitRule& rule, const float* scales, i64 n, i64 begin,
                                  i64 end, const Range* seen, float* s, i64 lds, P* p, i64 ldp,
                                  RowState* states, float* alpha, Fetch& fetch) {
-  alignas(64) float fall[kMaxTileRows] = {};  // old maximum - new one
+  alignas(64) float fall[kMaxTileRows] = {};
   float base[kMaxTileRows];
   for (i64 r = 0; r < n; ++r) {
     fetch.Bytes(end - begin);
-    const float old_max = states[r].max_log2;
-    const float max =
-        MaskedMax<Isa>(rule.Scaled(scales[r]), begin, end, seen[r], old_max, s + r * lds);
-    states[r].max_log2 = max;
-    // -inf: no visible key so far. As 0, or -inf - -inf would be NaN.
-    base[r] = max == kNegInf ? 0.0f : max;
-    fall[r] = old_max - base[r];
+    const float old_max = states[r].max_log4;
+    base[r] = PrepareRow<Isa>(rule.Scaled(scales[r]), begin, end, seen[r], &states[r].max_log4,
+                              s + r * lds);
+    fall[r] = FallLog2(old_max, states[r].max_log4);
   }
   for (i64 r = 0; r < n; r += Isa::kWidth) Isa::Store(fall + r, Exp2<Isa>(Isa::Load(fall + r)));
   for (i64 r = 0; r < n; ++r) {
@@ -166,14 +205,11 @@ struct SoftmaxRows {
   JAX_ATTN_INLINE void FindBase(i64 r) {
     logits(r);
     RowState& state = states[r];
-    const float old_max = state.max_log2;
-    const float max =
-        MaskedMax<Isa>(rule->Scaled(scales[r]), begin, end, seen[r], old_max, s + r * lds);
-    base = max == kNegInf ? 0.0f : max;
-    if (max == old_max) return;
-    state.max_log2 = max;
-    if (old_max == kNegInf) return;  // nothing to rescale
-    const auto fall = Exp2<Isa>(Isa::Set(old_max - base));
+    const float old_max = state.max_log4;
+    base =
+        PrepareRow<Isa>(rule->Scaled(scales[r]), begin, end, seen[r], &state.max_log4, s + r * lds);
+    if (state.max_log4 == old_max || old_max == kNegInf) return;  // nothing to rescale
+    const auto fall = Exp2<Isa>(Isa::Set(FallLog2(old_max, state.max_log4)));
     state.sum *= Isa::First(fall);
     float* row = o + r * o_columns;
     for (i64 d = 0; d < o_columns; d += Isa::kWidth) {

@@ -84,11 +84,28 @@ JAX_ATTN_INLINE typename Isa::Vec AnyExp(typename Isa::Vec x) {
   return PowerOfTwo<Isa>(whole, Isa::Mul(rest, log2e), Isa::Mul(x, log2e));
 }
 
-// Computed lane by lane, with the C library or a loop that the compiler may vectorize.
+// Computed lane by lane, in a loop that the compiler may vectorize.
 template <class L, typename Fn>
 JAX_ATTN_INLINE typename L::Int EachF(typename L::Int a, Fn fn) {
   typename L::Float x = (typename L::Float)a;
   for (int i = 0; i < L::kWidth; ++i) x[i] = fn(x[i]);
+  return (typename L::Int)x;
+}
+
+// Lane by lane, by functions of the C library. XLA's threads treat subnormal arguments as 0, which
+// these functions do not expect: atan2f(1e-40f, 1e-40f) is NaN there. So they get 0 instead.
+inline float Flushed(float x) {
+  return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x;
+}
+template <class L, typename Fn>
+JAX_ATTN_INLINE typename L::Int Library(typename L::Int a, Fn fn) {
+  return EachF<L>(a, [fn](float x) { return fn(Flushed(x)); });
+}
+template <class L, typename Fn>
+JAX_ATTN_INLINE typename L::Int Library(typename L::Int a, typename L::Int b, Fn fn) {
+  typename L::Float x = (typename L::Float)a;
+  const typename L::Float y = (typename L::Float)b;
+  for (int i = 0; i < L::kWidth; ++i) x[i] = fn(Flushed(x[i]), Flushed(y[i]));
   return (typename L::Int)x;
 }
 
@@ -122,13 +139,18 @@ JAX_ATTN_VECTOR_OP(CeilF, EachF<L>(a, [](float v) { return __builtin_ceilf(v); }
 JAX_ATTN_VECTOR_OP(RoundF, EachF<L>(a, [](float v) { return __builtin_rintf(v); }))
 JAX_ATTN_VECTOR_OP(ExpF, AnyExp<Isa>((Vec)x))
 JAX_ATTN_VECTOR_OP(Exp2F, AnyExp2<Isa>((Vec)x))
-JAX_ATTN_VECTOR_OP(LogF, EachF<L>(a, [](float v) { return logf(v); }))
-JAX_ATTN_VECTOR_OP(Log1pF, EachF<L>(a, [](float v) { return log1pf(v); }))
+JAX_ATTN_VECTOR_OP(LogF, Library<L>(a, logf))
+JAX_ATTN_VECTOR_OP(Log1pF, Library<L>(a, log1pf))
 JAX_ATTN_VECTOR_OP(TanhF, Tanh<Isa>((Vec)x))
 JAX_ATTN_VECTOR_OP(LogisticF, L::SetF(1) / (L::SetF(1) + (Float)AnyExp<Isa>((Vec)-x)))
 JAX_ATTN_VECTOR_OP(SqrtF, EachF<L>(a, [](float v) { return __builtin_sqrtf(v); }))
 JAX_ATTN_VECTOR_OP(RsqrtF,
                    L::SetF(1) / (Float)EachF<L>(a, [](float v) { return __builtin_sqrtf(v); }))
+JAX_ATTN_VECTOR_OP(Expm1F, Library<L>(a, expm1f))
+JAX_ATTN_VECTOR_OP(SinF, Library<L>(a, sinf))
+JAX_ATTN_VECTOR_OP(CosF, Library<L>(a, cosf))
+JAX_ATTN_VECTOR_OP(ErfF, Library<L>(a, erff))
+JAX_ATTN_VECTOR_OP(ErfcF, Library<L>(a, erfcf))
 JAX_ATTN_VECTOR_OP(NotOp, ~a)
 JAX_ATTN_VECTOR_OP(BoolToF, a&(Int)L::SetF(1))
 JAX_ATTN_VECTOR_OP(BoolToI, -a)
@@ -147,6 +169,9 @@ JAX_ATTN_VECTOR_OP(AddF, x + y)
 JAX_ATTN_VECTOR_OP(SubF, x - y)
 JAX_ATTN_VECTOR_OP(MulF, x* y)
 JAX_ATTN_VECTOR_OP(DivF, x / y)
+JAX_ATTN_VECTOR_OP(RemF, Library<L>(a, b, fmodf))
+JAX_ATTN_VECTOR_OP(Atan2F, Library<L>(a, b, atan2f))
+JAX_ATTN_VECTOR_OP(PowF, Library<L>(a, b, powf))
 JAX_ATTN_VECTOR_OP(MinF, L::Blend((x < y) | (x != x), a, b))
 JAX_ATTN_VECTOR_OP(MaxF, L::Blend((x > y) | (x != x), a, b))
 JAX_ATTN_VECTOR_OP(AddI, (UInt)a + (UInt)b)
@@ -198,18 +223,6 @@ struct RemI {
       a[i] = b[i] == 0 ? a[i] : b[i] == -1 ? 0 : a[i] % b[i];
     }
     return a;
-  }
-};
-struct RemF {
-  template <class Isa>
-  static typename VectorOf<Isa>::Int Do(typename VectorOf<Isa>::Int a,
-                                        typename VectorOf<Isa>::Int b,
-                                        typename VectorOf<Isa>::Int) {
-    using Float = typename VectorOf<Isa>::Float;
-    Float x = (Float)a;
-    const Float y = (Float)b;
-    for (int i = 0; i < Isa::kWidth; ++i) x[i] = fmodf(x[i], y[i]);
-    return (typename VectorOf<Isa>::Int)x;
   }
 };
 
@@ -303,6 +316,20 @@ VectorFn FindFn(const CodeOp& op, int vectors) {
       return Unary<Isa, SqrtF>();
     case kOpRsqrt:
       return Unary<Isa, RsqrtF>();
+    case kOpExpm1:
+      return Unary<Isa, Expm1F>();
+    case kOpSin:
+      return Unary<Isa, SinF>();
+    case kOpCos:
+      return Unary<Isa, CosF>();
+    case kOpErf:
+      return Unary<Isa, ErfF>();
+    case kOpErfc:
+      return Unary<Isa, ErfcF>();
+    case kOpAtan2:
+      return Binary<Isa, Atan2F>(vectors);
+    case kOpPow:
+      return Binary<Isa, PowF>(vectors);
     case kOpNot:
       return Unary<Isa, NotOp>();
     case kOpCast:

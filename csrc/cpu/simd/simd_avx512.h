@@ -27,6 +27,7 @@ struct Avx512 {
   static constexpr bool kTiles = false;
   static constexpr bool kLooksUp = false;
   static constexpr bool kFloorExp2 = false;
+  static constexpr bool kFuses = true;  // Fma rounds once
   static constexpr bool kMasksLanes = true;
   static constexpr int kLaneCodes = 2;
   static constexpr int kCodeColumns = kWidth;

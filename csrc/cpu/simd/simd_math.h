@@ -6,6 +6,17 @@
 namespace jax_attn {
 namespace {
 
+// x, a product that the compiler must round: it may not become part of a multiply-add.
+template <class V>
+JAX_ATTN_INLINE V Rounded(V x) {
+#if defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+x"(x));
+#endif
+  return x;
+}
+
 // 2^x for x <= 0, within 1 ulp; exactly 1 at 0, exactly 0 below -125, NaN for NaN.
 // A minimax polynomial of degree 6 on [-1/2, 1/2] whose constant term is held at 1.
 template <class Isa>

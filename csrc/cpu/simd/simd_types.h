@@ -78,11 +78,11 @@ auto& EitherOf(First& first, Second& second) {
 
 // std::conditional, without its header: see kernels.h. CUDA has its own in cuda/common/math.cuh.
 template <bool kFirst, class First, class Second>
-struct Choose {
+struct Conditional {
   using Type = First;
 };
 template <class First, class Second>
-struct Choose<false, First, Second> {
+struct Conditional<false, First, Second> {
   using Type = Second;
 };
 
@@ -90,6 +90,7 @@ constexpr i64 kCacheLine = 64;
 constexpr float kNegInf = -__builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
+constexpr float kLog4e = 0.5f * kLog2e, kLn4 = 2.0f * kLn2;
 constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits
 
 constexpr i64 Min(i64 a, i64 b) { return a < b ? a : b; }

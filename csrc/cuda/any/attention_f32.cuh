@@ -35,7 +35,8 @@ struct AttentionF32Body {
     MergeScratch merge;
   };
   static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = kSmemBytes <= CtaSmemBudget(Traits::kArch, 2) ? 2 : 1;
+  static constexpr int kMinCtasPerSm =
+      kNumThreads <= 256 && kSmemBytes <= CtaSmemBudget(Traits::kArch, 2) ? 2 : 1;
 
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(128) unsigned char smem[];
@@ -116,7 +117,7 @@ struct AttentionF32Body {
       CommitCopies();
     };
 
-    float max_log2 = stage.InitialMax(), sum = 0.0f;
+    float max_log4 = stage.InitialMax(), sum = 0.0f;
     float4 o[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) o[i] = make_float4(0, 0, 0, 0);
@@ -129,13 +130,13 @@ struct AttentionF32Body {
       __syncthreads();
       float s[kLogits];
       MultiplyQk(shared, step % kStages, row, part, s);
-      Softmax(stage, Layout(row, part), span, at(step), s, &max_log2, &sum, o,
+      Softmax(stage, Layout(row, part), span, at(step), s, &max_log4, &sum, o,
               shared.p[row] + part);
       __syncwarp();  // the threads of a row are of one warp
       MultiplyPv(shared, step % kStages, row, part, o);
       __syncthreads();
     }
-    Finish(p, item, row, part, max_log2, sum, o);
+    Finish(p, item, row, part, max_log4, sum, o);
     if (item.num_groups > 0) {
       ArriveAndMerge<Traits>(p, index, item.merge_idx, item.num_groups, shared.merge);
     }
@@ -166,32 +167,37 @@ struct AttentionF32Body {
   // p: where P of s[0] goes; those of s[i] follow kRowThreads apart.
   __device__ static void Softmax(const LogitStage<Traits>& stage, const Layout& layout,
                                  const VisibleSpan& span, const KvStep<Traits>& step,
-                                 float (&s)[kLogits], float* max_log2, float* sum,
+                                 float (&s)[kLogits], float* max_log4, float* sum,
                                  float4 (&o)[kVectors], float* p) {
     stage.Transform(layout, step.begin(), step.is_masked(), s);
     const float scale = stage.scale();
-    float new_max = *max_log2;
+    float new_max = *max_log4;
     bool sees[1][kLogits];
     stage.Look(layout, step.begin(), step.is_masked(), [&](int) { return span; }, sees);
     const bool (&seen)[kLogits] = sees[0];
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      if (seen[i] && stage.kNormalizes) new_max = fmaxf(new_max, s[i] * scale);
+      if (seen[i] && stage.kNormalizes) new_max = fmaxf(new_max, s[i] * (0.5f * scale));
     }
 #pragma unroll
     for (int mask = 1; mask < kRowThreads; mask *= 2) {
       new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, mask));
     }
-    const float factor = Exp2(*max_log2 - FiniteMax(new_max));
-    *max_log2 = new_max;
+    const float factor = StateWeight(*max_log4, new_max);
+    *max_log4 = new_max;
     *sum *= factor;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       o[i] = make_float4(o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor);
     }
+    if (IsFar(new_max)) {
+      const float inverse = 1.0f / scale;
+#pragma unroll
+      for (int i = 0; i < kLogits; ++i) s[i] = FarScore(s[i], scale, inverse, new_max);
+    }
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
-      const float probability = LogitStage<Traits>::Weight(s[i], scale, FiniteMax(new_max));
+      const float probability = LogitStage<Traits>::Weight(s[i], scale, BaseOf(new_max));
       if (seen[i]) *sum += probability;
       p[i * kRowThreads] = seen[i] ? probability : UnseenP();
     }
@@ -218,7 +224,7 @@ struct AttentionF32Body {
   // --- finish ---
 
   __device__ static void Finish(const AttentionParams& p, const WorkItem& item, int row, int part,
-                                float max_log2, float sum, const float4 (&o)[kVectors]) {
+                                float max_log4, float sum, const float4 (&o)[kVectors]) {
 #pragma unroll
     for (int mask = 1; mask < kRowThreads; mask *= 2) {
       sum += __shfl_xor_sync(kFullWarp, sum, mask);
@@ -229,7 +235,7 @@ struct AttentionF32Body {
     const i64 at = final ? map.Index(row) : item.partial_row + row;
     float* to = (final ? static_cast<float*>(p.o) : p.partial_o) + at * kVoDim;
     const float o_scale =
-        WriteState<Traits>(p, final, at, map.QoHead(row), part == 0, {max_log2, sum});
+        WriteState<Traits>(p, final, at, map.QoHead(row), part == 0, {max_log4, sum});
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int column = 4 * (part + i * kRowThreads);

@@ -7,6 +7,11 @@
 
 namespace jax_attn {
 
+// P is 2^(logit - lse). lse as far from 0 as this is the largest logit, rounded to a multiple of 8:
+// it says nothing of the sum, and its difference to a logit that was rounded in another way is
+// anything. So P of several largest keys of such a row is 1 for each of them, not their share.
+inline constexpr float kFarLseLog2 = 0x1p27f;
+
 // A request, as units need it.
 struct BackwardSource {
   int qo_begin, qo_len;  // rows of q

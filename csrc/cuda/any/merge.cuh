@@ -80,7 +80,7 @@ struct MergeBody {
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) o[r][c] *= result.o_scale;
       Store<kWidth>(p.o, row * p.head_dim_vo + part * kWidth, o[r]);
-      if (part == 0) p.lse[row] = max_lse[r] + result.lse_log2 * kLn2;
+      if (part == 0) p.lse[row] = max_lse[r] + result.lse;
     }
   }
 

@@ -93,6 +93,40 @@ struct OneKeyLayout : LayoutBase {
   __device__ static constexpr int Key(int) { return 0; }
 };
 
+// --- far logits ---
+
+// The exponent of a weight is fmaf(score, scale, -base), where base is the rounded base-2 logit of
+// the running max. The product is not rounded, so the running max itself gets the rounding error of
+// base: below 2^-4 while |base| < kFarLog2, and the same factor in P, sums and lse, so results stay
+// exact. Of larger logits the error would be anything up to the range of f32, and beyond 2.36e38
+// base itself overflows. Rows whose running max is that far from 0 take a slower path, in which
+// the logits are rounded like the running max, in base 4, where they do not overflow.
+inline constexpr float kFarLog2 = 0x1p20f;
+// Up to here the error is at most 2, and the product is not rounded in that path, either. Beyond,
+// logits that differ at all differ by 8.
+inline constexpr float kUnitLog4 = 0x1p25f;
+
+__device__ __forceinline__ bool IsFar(float max_log4) {
+  return fabsf(max_log4) >= 0.5f * kFarLog2 && max_log4 != -Infinity();
+}
+// What the exponents subtract: 0 if the running max is far, or if no key was seen.
+__device__ __forceinline__ float BaseOf(float max_log4) {
+  return fabsf(max_log4) < 0.5f * kFarLog2 ? 2.0f * max_log4 : 0.0f;
+}
+// The exponent of a weight if the running max is far. scale: base-2 logits of a score.
+__device__ __forceinline__ float FarExponent(float score, float scale, float max_log4) {
+  const float scale_log4 = 0.5f * scale;
+  // As intrinsics: the compiler would make one multiply-add of the two.
+  const float rounded = __fsub_rn(__fmul_rn(score, scale_log4), max_log4);
+  const float exact = fmaf(score, scale_log4, -max_log4);
+  return 2.0f * (fabsf(max_log4) < kUnitLog4 ? exact : rounded);
+}
+// A score whose usual exponent, fmaf(score, scale, -BaseOf(max_log4)), is the far one.
+// inverse: 1 / scale.
+__device__ __forceinline__ float FarScore(float score, float scale, float inverse, float max_log4) {
+  return FarExponent(score, scale, max_log4) * inverse;
+}
+
 // --- the stage ---
 
 // Whether rows of an item may see different tokens.
@@ -128,9 +162,9 @@ struct SoftCap {
   }
 };
 
-// The logits of an item, in log2 units. They leave without a factor, scale(), which is applied in
-// the exponent of the softmax, where large logits are not rounded. The user's function takes and
-// returns natural units.
+// The logits of an item. They leave without a factor, scale(), which takes them to log2 units and
+// is applied in the exponent of the softmax, where large logits are not rounded. The user's
+// function takes and returns natural units.
 template <class Traits>
 class LogitStage {
  public:
@@ -141,14 +175,18 @@ class LogitStage {
   static constexpr bool kCalls = !Variant::kIsAffine;
   static constexpr bool kHasBias = Variant::kHasTerm || Variant::kHasSlope || Variant::kHasRest;
   static constexpr bool kMultiplies = Variant::kHasFactor || kHasBias;
+  // Whether the user's functions or a soft cap make finite logits of infinite scores.
+  static constexpr bool kChangesScores =
+      Traits::kHasSoftCap || kCalls || kMultiplies || !kNormalizes;
+  // Whether a logit that is not hidden may be below every number in log2 units.
+  static constexpr bool kMayBeLowest = kNormalizes && (kCalls || kHasBias);
   static constexpr float kFactor = Variant::kFactor;
   // Whether a mask is first asked about a whole tile. In other loops it would cost registers.
   static constexpr bool kAsksFirst = Variant::kMayShowAll && Traits::kArch == 90;
-  static constexpr bool kIsNatural = kCalls || kMultiplies || !kNormalizes;
   // Whether Transform leaves visible scores as they are, and maxima compare Q K^T. A scale that is
   // not positive would reverse the order, so it is applied at once.
   static constexpr bool kScalesLater =
-      !Traits::kHasSoftCap && Traits::kPositiveScale && !kIsNatural;
+      !Traits::kHasSoftCap && Traits::kPositiveScale && !kCalls && !kMultiplies && kNormalizes;
 
   // index: of the item. k_scale: KeyScale of the item.
   __device__ __forceinline__ LogitStage(const AttentionParams& p, int index, float k_scale = 1.0f)
@@ -156,7 +194,7 @@ class LogitStage {
 
   __device__ __forceinline__ float scale() const {
     if constexpr (kScalesLater) return ScaleOfScores();
-    return kIsNatural && kNormalizes ? kLog2E : 1.0f;
+    return kNormalizes ? kLog2E : 1.0f;
   }
 
   // The softmax weight of a logit without its scale. Without softmax the logit is the weight.
@@ -251,12 +289,12 @@ class LogitStage {
   template <class Layout, class Tile>
   __device__ __forceinline__ void Scale(const Layout& layout, Tile& s) const {
     if constexpr (Traits::kHasSoftCap) {
-      const SoftCap cap(p_, (kIsNatural ? 1.0f : kLog2E) * (kMultiplies ? 1.0f : kFactor));
+      const SoftCap cap(p_, kMultiplies ? 1.0f : kFactor);
       ForEach(layout, s,
               [&](float& x) __attribute__((always_inline)) { x = cap.Logit(x * k_scale_); });
     } else if constexpr (!kScalesLater && !kMultiplies) {
       ForEach(layout, s, [&](float& x) __attribute__((always_inline)) {
-        x *= p_.sm_scale * ((kIsNatural ? 1.0f : kLog2E) * kFactor) * k_scale_;
+        x *= p_.sm_scale * kFactor * k_scale_;
       });
     }
   }

@@ -7,6 +7,8 @@ namespace jax_attn {
 
 inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.69314718055994531f;
+inline constexpr float kLog4E = 0.5f * kLog2E, kLn4 = 2.0f * kLn2;
+inline constexpr float kLargestFloat = 3.402823466e38f;
 inline constexpr int kWarpSize = 32;
 inline constexpr u32 kFullWarp = 0xffffffffu;
 

@@ -337,7 +337,7 @@ __device__ __forceinline__ RowState LoadCoherentIf(bool loads, const RowState* g
       "setp.ne.s32 p, %3, 0;\n"
       "@p ld.global.cg.v2.f32 {%0, %1}, [%2];\n"
       "}\n"
-      : "+f"(x.max_log2), "+f"(x.sum)
+      : "+f"(x.max_log4), "+f"(x.sum)
       : "l"(global), "r"(static_cast<i32>(loads)));
   return x;
 }

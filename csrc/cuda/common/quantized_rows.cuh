@@ -1,7 +1,7 @@
 // Rows of quantized keys and values in shared memory. cp.async copies the 16-byte vectors that hold
 // them as they are. Then a step of them is dequantized to the kernel's 16-bit type, in the layout
 // of 16-bit keys and values. The loops multiply the same tiles as for 16-bit rows, so bits are the
-// same. (e4m3 comes this way only in sm80/mla.cuh.)
+// same. (e4m3 comes this way only in sm80/wide.cuh.)
 #pragma once
 
 #include "cuda/common/codec.cuh"

@@ -55,6 +55,13 @@ __device__ __forceinline__ float Tanh(float x) {
 }
 __device__ __forceinline__ float Sqrt(float x) { return sqrtf(x); }
 __device__ __forceinline__ float Rsqrt(float x) { return ReciprocalRoot(x); }
+__device__ __forceinline__ float Expm1(float x) { return expm1f(x); }
+__device__ __forceinline__ float Sin(float x) { return sinf(x); }
+__device__ __forceinline__ float Cos(float x) { return cosf(x); }
+__device__ __forceinline__ float Erf(float x) { return erff(x); }
+__device__ __forceinline__ float Erfc(float x) { return erfcf(x); }
+__device__ __forceinline__ float Atan2(float y, float x) { return atan2f(y, x); }
+__device__ __forceinline__ float Pow(float x, float y) { return powf(x, y); }
 __device__ __forceinline__ float Add(float x, float y) { return x + y; }
 __device__ __forceinline__ float Sub(float x, float y) { return x - y; }
 __device__ __forceinline__ float Mul(float x, float y) { return x * y; }

@@ -95,7 +95,7 @@ class TilePath {
   template <int kExchangeColumns>
   struct ExchangeOf {
     float o[kWarps][kTileQ][kExchangeColumns + 8];  // + 8: rows start in different banks
-    float max_log2[kWarps][kTileQ];
+    float max_log4[kWarps][kTileQ];
     float sum[kWarps][kTileQ];
   };
   struct NoExchange {};
@@ -945,7 +945,7 @@ class TilePath {
         if (row >= num_rows) continue;
         const i64 at = final ? map.Index(row) : partial_row + row;
         float o_scale = WriteState<Traits>(p_, final, at, map.QoHead(row), Lane() % 4 == 0,
-                                           {state.max_log2[mt][h], state.sum[mt][h]});
+                                           {state.max_log4[mt][h], state.sum[mt][h]});
         if constexpr (kHeadScales) {
           if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         }
@@ -1018,7 +1018,7 @@ class TilePath {
       for (int h = 0; h < 2; ++h) {
         const int row = mt * 16 + h * 8 + Lane() / 4;
         if (first == 0 && Lane() % 4 == 0) {
-          exchange.max_log2[Warp()][row] = state.max_log2[mt][h];
+          exchange.max_log4[Warp()][row] = state.max_log4[mt][h];
           exchange.sum[Warp()][row] = state.sum[mt][h];
         }
         if constexpr (kE4m3) {
@@ -1043,16 +1043,16 @@ class TilePath {
   // Combines the warps' (max, sum) of a row. weights: of the warps' states.
   __device__ __forceinline__ RowState CombineRow(int row, float (&weights)[kWarps]) const {
     const Exchange& exchange = shared_.exchange;
-    float max_log2 = exchange.max_log2[0][row];
+    float max_log4 = exchange.max_log4[0][row];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) max_log2 = fmaxf(max_log2, exchange.max_log2[w][row]);
+    for (int w = 1; w < kWarps; ++w) max_log4 = fmaxf(max_log4, exchange.max_log4[w][row]);
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      weights[w] = StateWeight(exchange.max_log2[w][row], max_log2);
+      weights[w] = StateWeight(exchange.max_log4[w][row], max_log4);
       sum = fmaf(weights[w], exchange.sum[w][row], sum);
     }
-    return {max_log2, sum};
+    return {max_log4, sum};
   }
 
   const AttentionParams& p_;
@@ -1080,7 +1080,8 @@ struct QueueBody {
   // Two CTAs share a multiprocessor if they fit: one computes while the other waits, and 128
   // threads may use all 255 registers. select/cuda.cc launches as many.
   static constexpr int kHalf = CtaSmemBudget(Traits::kArch, 2);
-  static constexpr int kMinCtasPerSm = kMaxCtasPerSm == 2 && SmemBytes<kHalf>() <= kHalf ? 2 : 1;
+  static constexpr int kMinCtasPerSm =
+      kMaxCtasPerSm == 2 && Traits::kNumWarps <= 4 && SmemBytes<kHalf>() <= kHalf ? 2 : 1;
   static constexpr int kBudget = CtaSmemBudget(Traits::kArch, kMinCtasPerSm);
   static constexpr int kSmemBytes = SmemBytes<kBudget>();
   template <int kTile>

@@ -48,6 +48,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
       runs.offsets[e] = -1;
       runs.sums[e] = runs.largest[e] = 0.0f;
     }
+    this->careful_ = true;
     this->LoadOwned();
     this->RecomputeOwned();
     this->PutFacts(state_.unit.request, 0);
@@ -128,7 +129,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
       if constexpr (Variant::kNormalizes) {
         float slope;
         const float logit = Variant::Differentiate(f_, of_row, of_key, at, score, slope);
-        d_logit = Exp2(fmaf(logit, kLog2E, -lse_log2)) * (d_logit - d);
+        d_logit = this->WeightOf(logit, kLog2E, lse_log2) * (d_logit - d);
       }
       if (kind == kIsNotFinite) d_logit = __uint_as_float(kFullWarp);
       i64 offsets[Variant::kNumElements];

@@ -259,7 +259,7 @@ class BackwardPass {
   // kWants1: computes dq or dk. kWants2: computes dv.
   template <bool kWants1, bool kWants2>
   __device__ __forceinline__ void RunPart() {
-    bool careful = false;
+    careful_ = false;
 #pragma unroll 1
     for (;;) {
       Sums<L1> sums1;
@@ -270,18 +270,18 @@ class BackwardPass {
         Multiply<kWants1, kWants2>(slot, begin, seen_by_all, sums1, sums2);
       };
       LoadOwned();
-      if (careful) RecomputeOwned();
+      if (careful_) RecomputeOwned();
       if constexpr (kOfKeys && kPage > 0) {
 #pragma unroll 1
         for (;;) {
           BackwardSource source;
           if (!FindReader(source)) break;
-          RunSteps(source, careful, add);
+          RunSteps(source, careful_, add);
         }
       } else {
         PutFacts(state_.unit.request, 0);
         FindSpans(state_.own, 0, [](int) { return true; });
-        RunSteps(state_.own, careful, add);
+        RunSteps(state_.own, careful_, add);
       }
       WaitCopies<0>();
       __syncthreads();
@@ -289,14 +289,14 @@ class BackwardPass {
       if constexpr (kWants1) {
         const i64 layer = LayerOffset(Traits::kHeadDimQk);
         is_finite &= Write<Traits::kHeadDimQk>(kOfKeys ? p_.d_k : p_.d_q, layer, f_.sm_scale,
-                                               careful, sums1);
+                                               careful_, sums1);
       }
       if constexpr (kWants2) {
         is_finite &= Write<Traits::kHeadDimVo>(p_.d_v, LayerOffset(Traits::kHeadDimVo), 1.0f,
-                                               careful, sums2);
+                                               careful_, sums2);
       }
-      if (__syncthreads_or(!is_finite) == 0 || careful) break;
-      careful = true;
+      if (__syncthreads_or(!is_finite) == 0 || careful_) break;
+      careful_ = true;
     }
   }
 
@@ -374,6 +374,23 @@ class BackwardPass {
     }
   }
 
+  // Rows with kFarLseLog2 are left to the careful pass. There a logit that is lse but for rounding
+  // has P = 1, and every lower one 0.
+  __device__ __forceinline__ float FarLse(float lse_log2) const {
+    if (!careful_) return __uint_as_float(kFullWarp);
+    return lse_log2 < -kLargestFloat  ? -kLargestFloat
+           : lse_log2 > kLargestFloat ? kLargestFloat
+                                      : lse_log2;
+  }
+  // P of a logit, base-2 times `scale`.
+  __device__ __forceinline__ float WeightOf(float logit, float scale, float lse_log2) const {
+    const float size = fabsf(lse_log2);
+    if (!careful_ || !(size >= kFarLseLog2) || size == Infinity())
+      return Exp2(fmaf(logit, scale, -lse_log2));
+    const float excess = __fsub_rn(__fmul_rn(logit, 0.5f * scale), 0.5f * lse_log2);  // in base 4
+    return excess >= -(size < kLargestFloat ? 0x1p-20f : 0.25f) * size ? 1.0f : Exp2(2.0f * excess);
+  }
+
   // Loads lse and d of row `at` of q, as Weigh takes them.
   __device__ __forceinline__ void LoadStats(i64 at, float& lse_log2, float& d) const {
     lse_log2 = Infinity();
@@ -381,8 +398,8 @@ class BackwardPass {
     if (at < 0) return;
     const float lse = __uint_as_float(LoadOperand32(p_.lse + at));
     if (lse == -Infinity()) return;
-    // NaN for +inf, too.
-    lse_log2 = (lse - lse) + lse * kLog2E;
+    lse_log2 = (lse - lse) + lse * kLog2E;  // NaN for +inf, too
+    if (!(fabsf(lse_log2) < kFarLseLog2)) lse_log2 = FarLse(lse_log2);
     if constexpr (Variant::kNormalizes) d = __uint_as_float(LoadOperand32(p_.d + at));
   }
 
@@ -775,6 +792,15 @@ class BackwardPass {
   __device__ __forceinline__ void Weigh(int slot, int begin, bool seen_by_all, Tile& s,
                                         const PutTwo& put) const {
     if constexpr (kHasVariant) return WeighVariant(slot, begin, seen_by_all, s, put);
+    if (careful_) {
+      WeighPlain<true>(slot, begin, seen_by_all, s, put);
+    } else {
+      WeighPlain<false>(slot, begin, seen_by_all, s, put);
+    }
+  }
+  template <bool kCareful, class PutTwo>
+  __device__ __forceinline__ void WeighPlain(int slot, int begin, bool seen_by_all, Tile& s,
+                                             const PutTwo& put) const {
     const float scale = f_.sm_scale * kLog2E;
     const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
     const float cap = f_.logits_soft_cap * kLog2E;
@@ -804,9 +830,9 @@ class BackwardPass {
               const float one = fmaf(x, 0.0f, 1.0f);
               const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), one);
               factor = fmaf(-tanh, tanh, 1.0f);
-              weights[c] = Exp2(fmaf(cap, tanh, -lse));
+              weights[c] = kCareful ? WeightOf(tanh, cap, lse) : Exp2(fmaf(cap, tanh, -lse));
             } else {
-              weights[c] = Exp2(fmaf(x, scale, -lse));
+              weights[c] = kCareful ? WeightOf(x, scale, lse) : Exp2(fmaf(x, scale, -lse));
             }
             const int key = 8 * j + 2 * (Lane() % 4) + c;
             if (!seen_by_all &&
@@ -929,7 +955,7 @@ class BackwardPass {
     }
     float weight = logit;
     if constexpr (Variant::kNormalizes) {
-      weight = Exp2(fmaf(logit, scale * kLog2E, -lse_log2));
+      weight = WeightOf(logit, scale * kLog2E, lse_log2);
       factor *= weight;
     }
     // A visible logit never has the factor -0. If the score is not finite the factor is NaN: the
@@ -1197,7 +1223,8 @@ class BackwardPass {
   const AttentionParams& f_;
   const BackwardState& state_;
   Shared& shared_;
-  int thread_;  // threadIdx.x
+  int thread_;            // threadIdx.x
+  bool careful_ = false;  // the second pass over a unit whose results are not finite
 };
 
 }  // namespace jax_attn

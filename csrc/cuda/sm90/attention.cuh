@@ -1043,7 +1043,7 @@ class HopperConsumer {
       FenceSharedForWgmma();  // our P
       if ((kOnlyDecodes<Traits> && is_first) || OneHopperConsumer::SyncOr(grows)) {
         rows.Grow(s, o);
-        rows.Exponentiate(s);
+        rows.template Exponentiate<true>(s);
         rows.StoreP();
         FenceSharedForWgmma();
         OneHopperConsumer::Sync();

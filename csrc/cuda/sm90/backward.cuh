@@ -477,8 +477,12 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       for (int i = 0; i < 2; ++i) {
         const int r = begin + i * kWarpSize + Lane();
         const bool counts = lse[i] != -Infinity();
-        // NaN for +inf.
-        shared_.lse_log2[slot][r] = counts ? (lse[i] - lse[i]) + lse[i] * kLog2E : Infinity();
+        // NaN for +inf, and for lse that only the portable kernel can use: see needs_portable.
+        const float lse_log2 = (lse[i] - lse[i]) + lse[i] * kLog2E;
+        const bool is_far = !(fabsf(lse_log2) < kFarLseLog2);
+        shared_.lse_log2[slot][r] = !counts  ? Infinity()
+                                    : is_far ? __uint_as_float(kFullWarp)
+                                             : lse_log2;
         shared_.d[slot][r] = counts ? d[i] : 0.0f;
       }
     }

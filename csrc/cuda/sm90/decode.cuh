@@ -69,7 +69,7 @@ class DecodeRows {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        running_max_[j][c] = kInitialMax;
+        SetMax(j, c, -Infinity());
         sum_[j][c] = 0.0f;
       }
     }
@@ -84,7 +84,9 @@ class DecodeRows {
   }
 
   // p = 2^(logit - running max); StoreP writes it to shared memory. Returns whether a logit of this
-  // thread exceeds its running max by more than kMaxSlack. Then the caller calls Grow and repeats.
+  // thread exceeds its running max by more than kMaxSlack, or a row is far (logits.cuh). Then the
+  // caller calls Grow and repeats.
+  template <bool kRepeats = false>
   __device__ __forceinline__ bool Exponentiate(const Scores& s) {
     const float scale = Stage().scale();
     float highest = -Infinity();
@@ -101,6 +103,8 @@ class DecodeRows {
           for (int c = 0; c < 2; ++c) {
             if constexpr (LogitStage<Traits>::kNormalizes) {
               x[c] = fmaf(s[b][j][2 * h + c], scale, -running_max_[j][c]);
+              if (kRepeats && IsFarRow(j, c))
+                x[c] = FarExponent(s[b][j][2 * h + c], scale, FiniteMax(running_max_[j][c]));
               highest = fmaxf(highest, x[c]);
               x[c] = Exp2(x[c]);
             } else {
@@ -112,7 +116,7 @@ class DecodeRows {
         }
       }
     }
-    return highest > kMaxSlack;
+    return highest > kMaxSlack || far_rows_ != 0;
   }
 
   // A value that depends on all exponentials and is not negative; for KeepBefore.
@@ -179,10 +183,13 @@ class DecodeRows {
         const int row = Row(j, c);
         const float x = fmaxf(fmaxf(exchange_.of_warps[0][row], exchange_.of_warps[1][row]),
                               fmaxf(exchange_.of_warps[2][row], exchange_.of_warps[3][row]));
-        const float before = running_max_[j][c];
+        const float before_log4 = MaxLog4(j, c), step_log4 = x * (0.5f * scale);
         // The same test as in Exponentiate, so that the result does not depend on other rows.
-        if (fmaf(x, scale, -before) > kMaxSlack) running_max_[j][c] = x * scale;
-        const float factor = Exp2(before - running_max_[j][c]);
+        const bool grows = IsFarRow(j, c) ? step_log4 > before_log4
+                                          : fmaf(x, scale, -running_max_[j][c]) > kMaxSlack;
+        const float new_log4 = grows ? step_log4 : before_log4;
+        const float factor = StateWeight(before_log4, new_log4);
+        SetMax(j, c, new_log4);
         sum_[j][c] *= factor;
 #pragma unroll
         for (int m = 0; m < kOBlocks; ++m) {
@@ -204,7 +211,7 @@ class DecodeRows {
         for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
           sum_[j][c] += __shfl_xor_sync(kFullWarp, sum_[j][c], lanes);
         }
-        if (warp_ == 0 && lane_ < 4) exchange_.running_maxima[Row(j, c)] = running_max_[j][c];
+        if (warp_ == 0 && lane_ < 4) exchange_.running_maxima[Row(j, c)] = MaxLog4(j, c);
       }
     }
     Publish(sum_);
@@ -215,8 +222,7 @@ class DecodeRows {
     const int partial_row = item.partial_row();
     const bool final = partial_row < 0;
     const float (&sums)[4][32] = exchange_.of_warps;
-    const float running_max = exchange_.running_maxima[row];
-    const RowState state = {running_max == kInitialMax ? -Infinity() : running_max,
+    const RowState state = {exchange_.running_maxima[row],
                             sums[0][row] + sums[1][row] + sums[2][row] + sums[3][row]};
     float o_scale = WriteState<Traits>(p_, final, final ? map.Index(row) : partial_row + row,
                                        map.QoHead(row), true, state);
@@ -242,6 +248,19 @@ class DecodeRows {
   __device__ int Token() const { return 16 * warp_ + lane_ / 4; }
   // Live tiles of 8 rows. Others hold anything.
   __device__ int num_tiles() const { return kTiles == 1 ? 1 : CeilDiv(num_rows_, 8); }
+  // As in TileRows.
+  __device__ bool IsFarRow(int j, int c) const { return (far_rows_ >> (2 * j + c) & 1) != 0; }
+  __device__ __forceinline__ float MaxLog4(int j, int c) const {
+    if (IsFarRow(j, c)) return running_max_[j][c];
+    return running_max_[j][c] == kInitialMax ? -Infinity() : 0.5f * running_max_[j][c];
+  }
+  __device__ __forceinline__ void SetMax(int j, int c, float max_log4) {
+    const bool needs_none =
+        max_log4 == -Infinity() && !(LogitStage<Traits>::kMayBeLowest && Row(j, c) < num_rows_);
+    const bool is_far = !(fabsf(max_log4) < 0.5f * kFarLog2) && !needs_none;
+    far_rows_ = (far_rows_ & ~(1u << (2 * j + c))) | u32{is_far} << (2 * j + c);
+    running_max_[j][c] = needs_none ? kInitialMax : is_far ? max_log4 : 2.0f * max_log4;
+  }
   // Shares one number for each row of each warp with all warps.
   __device__ __forceinline__ void Publish(const float (&x)[kTiles][2]) {
     if (lane_ < 4) {
@@ -360,9 +379,10 @@ class DecodeRows {
   Shared& shared_;
   DecodeExchange& exchange_;
   int num_rows_;
-  int all_begin_, all_end_;  // inside it every row sees everything
-  bool differ_;              // some rows see tokens that others do not
-  float running_max_[kTiles][2];
+  int all_begin_, all_end_;       // inside it every row sees everything
+  bool differ_;                   // some rows see tokens that others do not
+  float running_max_[kTiles][2];  // as in TileRows
+  u32 far_rows_ = 0;              // bit 2j + c: far row
   float sum_[kTiles][2],
       step_sum_[kTiles][2] = {};         // over this thread's tokens only, until FinishStates
   u32 step_p_[kBlocks][kTiles][2] = {};  // P of the last step, packed

@@ -1,6 +1,6 @@
 // Multi-head latent attention on Hopper, for tiles of 64 rows: a producer warpgroup feeds wgmma.
 //
-// As in sm80/mla.cuh k has one head, v is the first columns of k, heads are rows of the tile, and
+// As in sm80/wide.cuh k has one head, v is the first columns of k, heads are rows of the tile, and
 // blocks of heads count as kv heads. o of 64 rows and 512 columns fills the registers of two
 // warpgroups: each consumer has all rows and half of the columns (FlashMLA's arrangement).
 //
@@ -341,8 +341,7 @@ class HopperMlaConsumer {
           make_uint4(p[kk][0], p[kk][1], p[kk][2], p[kk][3]);
     }
     if (kPart == 0) {
-      if (grows)
-        shared_.running_maxima[thread_] = make_float2(rows.running_max[0], rows.running_max[1]);
+      if (grows) shared_.running_maxima[thread_] = make_float2(rows.MaxLog4(0), rows.MaxLog4(1));
       shared_.grows[Warp()] = grows;  // the same in all lanes
     }
     ArriveNamed(kHandOver[kPart] + group_, kBoth);
@@ -418,7 +417,7 @@ class HopperMlaConsumer {
   __device__ __forceinline__ void RunItem(int index) {
     RecordBegin<Traits>(p_, index, HopperConsumers::thread());
     const ItemRecord item(p_, index);
-    Rows rows(p_, index, 0, thread_, kInitialMax);
+    Rows rows(p_, index, 0, thread_, -Infinity());
     Output o;
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -688,10 +687,10 @@ class HopperMlaConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowState own = rows.state(h);
-      const float max_log2 = fmaxf(own.max_log2, states[h].max_log2);
-      own_weight[h] = StateWeight(own.max_log2, max_log2);
-      other_weight[h] = StateWeight(states[h].max_log2, max_log2);
-      rows.running_max[h] = max_log2;
+      const float max_log4 = fmaxf(own.max_log4, states[h].max_log4);
+      own_weight[h] = StateWeight(own.max_log4, max_log4);
+      other_weight[h] = StateWeight(states[h].max_log4, max_log4);
+      rows.SetMax(h, max_log4);
       rows.sum[h] = Add(own_weight[h], own.sum, other_weight[h], states[h].sum);
     }
     auto add = [&](int h, float own, float other) {

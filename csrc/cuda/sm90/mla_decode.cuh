@@ -345,7 +345,7 @@ class HopperMlaDecodeItem {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        max_log2_[j][c] = -Infinity();
+        max_log4_[j][c] = -Infinity();
         sum_[j][c] = 0.0f;
       }
     }
@@ -403,7 +403,7 @@ class HopperMlaDecodeItem {
         const bool exists = row < num_rows && map.QoHead(row) < p_.num_qo_heads;
         const i64 at = exists ? final ? map.Index(row) : partial_row + row : 0;
         float o_scale = WriteState<Traits>(p_, final, at, exists ? map.QoHead(row) : 0,
-                                           exists && writes_states, {max_log2_[j][c], sum_[j][c]});
+                                           exists && writes_states, {max_log4_[j][c], sum_[j][c]});
         if (final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
         if (!final && !exists) continue;
         float* partial = p_.partial_o + at * Traits::kHeadDimVo;
@@ -499,9 +499,11 @@ class HopperMlaDecodeItem {
   // Writes P of a step to shared memory, and adds up its sums. A running max rarely grows
   // (kMaxSlack) after the first step. The barrier that the products wait for anyway tells all
   // threads.
-  __device__ __forceinline__ void Exponentiate(const Scores& s, u32 p) {
+  // Scores of far rows become FarScore.
+  __device__ __forceinline__ void Exponentiate(Scores& s, u32 p) {
     const float scale = ItemStage().scale();
     Scores x;
+    bool followed = false;
 #pragma unroll 1
     while (true) {
       bool grows = false;
@@ -509,18 +511,20 @@ class HopperMlaDecodeItem {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float running_max = FiniteMax(max_log2_[j][c]);
+          const float base = BaseOf(max_log4_[j][c]);
           // False for -inf against -inf.
-          grows |= Stage::kNormalizes &&
-                   fmaxf(s[j][c], s[j][2 + c]) * scale > max_log2_[j][c] + kMaxSlack;
-          x[j][c] = Stage::Weight(s[j][c], scale, running_max);
-          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, running_max);
+          grows |= Stage::kNormalizes && (fmaxf(s[j][c], s[j][2 + c]) * (0.5f * scale) >
+                                              max_log4_[j][c] + 0.5f * kMaxSlack ||
+                                          IsFar(max_log4_[j][c]));
+          x[j][c] = Stage::Weight(s[j][c], scale, base);
+          x[j][2 + c] = Stage::Weight(s[j][2 + c], scale, base);
         }
       }
       StoreTransposed(p, x);
       FenceSharedForWgmma();
-      if (!Team::SyncOr(grows)) break;
+      if (!Team::SyncOr(grows && !followed)) break;
       FollowMaxima(s, scale);
+      followed = true;
     }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -530,7 +534,7 @@ class HopperMlaDecodeItem {
   }
 
   // Moves the running max of the rows that need it; sums and o follow.
-  __device__ __forceinline__ void FollowMaxima(const Scores& s, float scale) {
+  __device__ __forceinline__ void FollowMaxima(Scores& s, float scale) {
     auto& maxima = shared_.rows;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -541,7 +545,7 @@ class HopperMlaDecodeItem {
         for (int mask = 4; mask < kWarpSize; mask *= 2) {
           x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, mask));
         }
-        if (Lane() < 4) maxima[Warp()][Row(j, c)] = x * scale;
+        if (Lane() < 4) maxima[Warp()][Row(j, c)] = x * (0.5f * scale);
       }
     }
     Team::Sync();
@@ -552,9 +556,15 @@ class HopperMlaDecodeItem {
         float step_max = maxima[0][Row(j, c)];
 #pragma unroll
         for (int warp = 1; warp < 4; ++warp) step_max = fmaxf(step_max, maxima[warp][Row(j, c)]);
-        const float old_max = max_log2_[j][c];
-        if (step_max > old_max + kMaxSlack) max_log2_[j][c] = step_max;
-        const float factor = Exp2(old_max - FiniteMax(max_log2_[j][c]));
+        const float old_max = max_log4_[j][c];
+        if (step_max > old_max + 0.5f * kMaxSlack) max_log4_[j][c] = step_max;
+        const float factor = StateWeight(old_max, max_log4_[j][c]);
+        if (Stage::kNormalizes && IsFar(max_log4_[j][c])) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[j][2 * h + c] = FarScore(s[j][2 * h + c], scale, 1.0f / scale, max_log4_[j][c]);
+          }
+        }
         sum_[j][c] *= factor;
 #pragma unroll
         for (int block = 0; block < kValueBlocks; ++block) {
@@ -637,8 +647,7 @@ class HopperMlaDecodeItem {
           if (E::IsFinite(x)) continue;
           // Such a value makes its logit -inf, unless it is NaN, and its P 0. With a soft cap the
           // logit is finite.
-          const float mark =
-              (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) * E::ToFloat(x);
+          const float mark = (Stage::kChangesScores ? 1.0f : 0.0f) * E::ToFloat(x);
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -709,7 +718,7 @@ class HopperMlaDecodeItem {
   Shared& shared_;
   const int index_;
   const int thread_;
-  float max_log2_[kTiles][2];  // running maxima, see Exponentiate
+  float max_log4_[kTiles][2];  // running maxima, see Exponentiate
   float sum_[kTiles][2];       // over this thread's tokens only, until AddSums
   float o_[kValueBlocks][kTiles][4];
 };

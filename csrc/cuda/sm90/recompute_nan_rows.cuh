@@ -34,9 +34,9 @@ class NanRowRecomputer {
                                               int lane)
       : p_(p), index_(index), first_row_(first_row), lane_(lane) {}
 
-  // rows: one bit for each row, from first_row on; their sums are not NaN. running_max, o_scale:
-  // lane i has those of row first_row + i.
-  __device__ __forceinline__ void Run(u32 rows, float running_max, float o_scale) {
+  // rows: one bit for each row, from first_row on; their sums are not NaN. max_log4 (the running
+  // max), o_scale: lane i has those of row first_row + i.
+  __device__ __forceinline__ void Run(u32 rows, float max_log4, float o_scale) {
     if (rows == 0) return;
     const u32 columns = UnseenColumns(rows);
     if (!__any_sync(kFullWarp, columns != 0)) return;
@@ -48,7 +48,7 @@ class NanRowRecomputer {
         few[i] = rows != 0 ? __ffs(rows) - 1 : kNone;
         rows &= rows - 1;
       }
-      RecomputeFew(few, columns, running_max, o_scale);
+      RecomputeFew(few, columns, max_log4, o_scale);
     }
   }
 
@@ -198,11 +198,11 @@ class NanRowRecomputer {
   }
 
   // Recomputes columns of few rows; kNone: no row.
-  __device__ __forceinline__ void RecomputeFew(const int (&few)[kRows], u32 columns,
-                                               float running_max, float o_scale) const {
+  __device__ __forceinline__ void RecomputeFew(const int (&few)[kRows], u32 columns, float max_log4,
+                                               float o_scale) const {
     const KvPools pools = Pools();
     VisibleSpan spans[kRows];
-    float running_maxima[kRows];
+    float maxima_log4[kRows];
     float o[kRows][kColumns] = {};
     int begin = 0x7fffffff, end = 0;
 #pragma unroll
@@ -213,7 +213,7 @@ class NanRowRecomputer {
         begin = Min(begin, spans[i].any_begin);
         end = Max(end, spans[i].any_end);
       }
-      running_maxima[i] = __shfl_sync(kFullWarp, running_max, few[i] & 31);
+      maxima_log4[i] = __shfl_sync(kFullWarp, max_log4, few[i] & 31);
     }
     if constexpr (Traits::kHasSteps) {
       begin = ItemRecord(p_, index_).kv_begin();
@@ -229,7 +229,7 @@ class NanRowRecomputer {
       float weights[kRows];
       if (lane_ < num_tokens && Exists(pos)) {
         row = RowOf(pos);
-        Weights(few, pos, is_masked, At<kDimQk>(pools.k, p_.k_new, row), running_maxima, weights);
+        Weights(few, pos, is_masked, At<kDimQk>(pools.k, p_.k_new, row), maxima_log4, weights);
       }
       bool sees[kRows][1];
       Stage(p_, index_).Look(LayoutOf(few), pos, is_masked, [&](int i) { return spans[i]; }, sees);
@@ -283,7 +283,7 @@ class NanRowRecomputer {
 
   // Softmax weights of the token at `pos`, whether or not the rows see it. is_masked: of its step.
   __device__ __forceinline__ void Weights(const int (&few)[kRows], int pos, bool is_masked,
-                                          const char* k, const float (&running_maxima)[kRows],
+                                          const char* k, const float (&maxima_log4)[kRows],
                                           float (&weights)[kRows]) const {
     const ItemRecord item(p_, index_);
     const QueryRows<Traits::kGroupSize> rows(p_, item.first_token(), item.kv_head(),
@@ -318,7 +318,10 @@ class NanRowRecomputer {
     stage.Transform(layout, pos, is_masked, s);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      weights[i] = Stage::Weight(s[i], stage.scale(), running_maxima[i]);
+      const float x = Stage::kNormalizes && IsFar(maxima_log4[i])
+                          ? FarScore(s[i], stage.scale(), 1.0f / stage.scale(), maxima_log4[i])
+                          : s[i];
+      weights[i] = Stage::Weight(x, stage.scale(), BaseOf(maxima_log4[i]));
     }
   }
 
@@ -368,9 +371,9 @@ class NanRowRecomputer {
 // NanRowRecomputer::Run.
 template <class Traits>
 __device__ __noinline__ void RecomputeNonFiniteRows(const AttentionParams& p, int index,
-                                                    int first_row, u32 rows, float running_max,
+                                                    int first_row, u32 rows, float max_log4,
                                                     float o_scale, int lane) {
-  NanRowRecomputer<Traits>(p, index, first_row, lane).Run(rows, running_max, o_scale);
+  NanRowRecomputer<Traits>(p, index, first_row, lane).Run(rows, max_log4, o_scale);
 }
 
 }  // namespace jax_attn

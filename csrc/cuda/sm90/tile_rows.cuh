@@ -50,22 +50,29 @@ class TileRows {
  public:
   using E = Element<Traits::kDtype>;
 
-  float running_max[2];         // subtracted in the exponents, see Exponentiate
+  // Subtracted in the exponents, see Exponentiate. In log2, or in base 4 in a far row (logits.cuh),
+  // for which every step is recomputed. Other loops read it by MaxLog4.
+  float running_max[2];
   float sum[2] = {0.0f, 0.0f};  // over this lane's columns only, until FinishSums
   float factor[2];              // from the running maxima before the last step to those after it
 
   // first_row: the warpgroup's first row within the item. first_max: initial running max of all
-  // rows.
+  // rows; -inf: none.
   __device__ __forceinline__ TileRows(const AttentionParams& p, int index, int first_row,
                                       int thread, float first_max)
-      : running_max{first_max, first_max},
-        p_(p),
+      : p_(p),
         index_(index),
         first_row_(first_row + thread / kWarpSize * 16),
         lane_(thread % 32),
         k_scale_(KeyScale<Traits>(p, index)) {
     const ItemRecord item(p, index);
     const int num_rows = item.qo_len() * Traits::kGroupSize;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      far_[h] = false;
+      running_max[h] = first_max;
+      if (first_max == -Infinity()) SetMax(h, first_max);
+    }
     live_ = first_row_ < num_rows;
     if constexpr (kAddsLines) {
 #pragma unroll
@@ -78,6 +85,12 @@ class TileRows {
     all_end_ = span.all_end;
     differ_ =
         span.all_begin > span.any_begin || span.all_end < span.any_end || Traits::Variant::kHasMask;
+    // A warp may have rows of one token: the last one of an item, which may see less on the left
+    // than others, and any with 16 heads and more. Its products have the keys of all rows.
+    if constexpr (Traits::kHasWindowLeft || (Traits::kHasWindowRight && Traits::kGroupSize >= 16)) {
+      const VisibleSpan all = SpanOfItem<Traits>(p, item);
+      differ_ = differ_ || span.all_begin > all.any_begin || span.all_end < all.any_end;
+    }
   }
 
   // FP8 products: sets the scales of q of the thread's two rows.
@@ -152,7 +165,7 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     if constexpr (!kNormalizes) return false;
-    bool again = IsTooMuch(0) || IsTooMuch(1);
+    bool again = IsTooMuch(0) || IsTooMuch(1) || far_[0] || far_[1];
     if (is_first) again |= IsTooLittle(0) | IsTooLittle(1);
     if constexpr (kFp8P) {
       FitToFp8(is_first, s);
@@ -172,32 +185,48 @@ class TileRows {
     const float scale = Scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float step_max = kAddsLines ? QuadMax(LaneMaxWithBias<1>(scale, s, h))
-                                        : QuadMax(LaneMax(s, h)) * ScaleOfRow(scale, h);
+      const float step_max = kAddsLines ? 0.5f * QuadMax(LaneMaxWithBias<1>(scale, s, h))
+                                        : QuadMax(LaneMax(s, h)) * (0.5f * ScaleOfRow(scale, h));
       const bool too_little = is_first && IsTooLittle(h);
       const bool is_lost = kAddsLines && kMoves && !is_first && IsLost(h);
-      const u32 lanes = __ballot_sync(kFullWarp, too_little || is_lost || IsTooMuch(h));
+      const u32 lanes = __ballot_sync(kFullWarp, too_little || is_lost || IsTooMuch(h) || far_[h]);
       factor[h] = 1.0f;
       keeps[h] = (lanes >> lane_ / 4 * 4 & 0xf) == 0;
       if (keeps[h]) continue;
-      const float before = is_lost ? running_max[h] - kFarthest : running_max[h];
-      const float new_max = fmaxf(is_first ? kInitialMax : before, step_max);
-      if (!is_first) factor[h] = Exp2(running_max[h] - new_max);
-      running_max[h] = new_max;
+      const float before = MaxLog4(h), least = is_lost ? before - 0.5f * kFarthest : before;
+      const float new_max = fmaxf(is_first ? -Infinity() : least, step_max);
+      if (!is_first) factor[h] = StateWeight(before, new_max);
+      SetMax(h, new_max);
       sum[h] *= factor[h];
-      if constexpr (kAddsLines && kMoves) lift_[h] = new_max - highest_bias_[h];
+      if constexpr (kAddsLines && kMoves)
+        lift_[h] = far_[h] ? 0.0f : running_max[h] - highest_bias_[h];
     }
     StepSums sums = {};
     if constexpr (kFp8P) {
       RefitFp8P(keeps, fits, scale, s);
       PackFp8(s, p);
     } else {
-      ComputeP<0, kTiles>(scale, s, sums);
+      ComputeP<0, kTiles, true>(scale, s, sums);
       Pack<0, kTiles>(s, p);
 #pragma unroll
       for (int h = 0; h < 2; ++h) step_sum_[h] = sums[h][0] + sums[h][1];
     }
     grows_ = true;
+  }
+  // The running max of row h in base 4; -inf: none.
+  __device__ __forceinline__ float MaxLog4(int h) const {
+    if (far_[h]) return running_max[h];
+    return running_max[h] == kInitialMax ? -Infinity() : 0.5f * running_max[h];
+  }
+  // A row without a running max needs none in later steps, either, if every logit that it may see
+  // is so far above kInitialMax that IsTooMuch tells.
+  __device__ __forceinline__ void SetMax(int h, float max_log4) {
+    const bool exists =
+        first_row_ + 8 * h + lane_ / 4 < ItemRecord(p_, index_).qo_len() * Traits::kGroupSize;
+    const bool needs_none =
+        max_log4 == -Infinity() && !(LogitStage<Traits>::kMayBeLowest && !kAddsLines && exists);
+    far_[h] = !(fabsf(max_log4) < 0.5f * kFarLog2) && !needs_none;
+    running_max[h] = needs_none ? kInitialMax : far_[h] ? max_log4 : 2.0f * max_log4;
   }
   // Adds the sums of the step. Call it after the last Exponentiate or RecomputeP of a step.
   __device__ __forceinline__ void AddSums() {
@@ -217,7 +246,7 @@ class TileRows {
   // Whether P becomes e4m3.
   static constexpr bool kFp8P = Traits::kFp8Matmul;
 
-  // For loops that compute maxima; rows begin with kInitialMax. s becomes P. A running max follows
+  // For loops that compute maxima; rows begin without one. s becomes P. A running max follows
   // when a logit exceeds it by kMaxSlack. Returns whether any of the warp's rows did.
   template <int kTiles>
   __device__ __forceinline__ bool ExponentiateByMaxima(float (&s)[kTiles][4]) {
@@ -226,16 +255,22 @@ class TileRows {
     if (grows_) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float step_max = QuadMax(LaneMax(s, h));
-        const bool row_grows = fmaf(step_max, scale, -running_max[h]) > kMaxSlack;
-        const float new_max = row_grows ? step_max * scale : running_max[h];
-        factor[h] = Exp2(running_max[h] - new_max);
-        running_max[h] = new_max;
+        const float step_max = QuadMax(LaneMax(s, h)), step_log4 = step_max * (0.5f * scale);
+        const float before = MaxLog4(h);
+        const bool row_grows =
+            far_[h] ? step_log4 > before : fmaf(step_max, scale, -running_max[h]) > kMaxSlack;
+        const float new_max = row_grows ? step_log4 : before;
+        factor[h] = StateWeight(before, new_max);
+        SetMax(h, new_max);
         sum[h] *= factor[h];
       }
     }
     StepSums sums = {{sum[0], 0.0f}, {sum[1], 0.0f}};
-    ComputeP<0, kTiles>(scale, s, sums);
+    if (grows_) {
+      ComputeP<0, kTiles, true>(scale, s, sums);
+    } else {
+      ComputeP<0, kTiles>(scale, s, sums);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = sums[h][0] + sums[h][1];
     return grows_;
@@ -247,17 +282,18 @@ class TileRows {
     const float scale = Stage().scale();
     const float excess = fmaxf(fmaf(LaneMax(s, 0), scale, -running_max[0]),
                                fmaf(LaneMax(s, 1), scale, -running_max[1]));
-    return __any_sync(kFullWarp, excess > kMaxSlack);
+    return __any_sync(kFullWarp, excess > kMaxSlack || far_[0] || far_[1]);
   }
 
-  // Takes the running maxima of a step that another warp exponentiated, and that changed some.
+  // Takes the running maxima, in base 4, of a step that another warp exponentiated, and that
+  // changed some.
   __device__ __forceinline__ void Follow(float new_max_0, float new_max_1) {
     const float new_max[2] = {new_max_0, new_max_1};
     grows_ = true;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = Exp2(running_max[h] - new_max[h]);
-      running_max[h] = new_max[h];
+      factor[h] = StateWeight(MaxLog4(h), new_max[h]);
+      SetMax(h, new_max[h]);
       sum[h] *= factor[h];
     }
   }
@@ -297,7 +333,7 @@ class TileRows {
   }
 
   __device__ __forceinline__ RowState state(int h) const {
-    return {sum[h] == 0.0f ? -Infinity() : running_max[h], sum[h]};  // sum 0: the identity
+    return {sum[h] == 0.0f ? -Infinity() : MaxLog4(h), sum[h]};  // sum 0: the identity
   }
 
   // Final rows: a row's four lanes store 64 neighbouring bytes at a time. Measured (H200): with 16
@@ -383,14 +419,14 @@ class TileRows {
     if (p_.sinks != nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        results[h] = FinishAttentionRow<Traits>(state(h), SinkLog2(p_, map.QoHead(row + 8 * h)));
+        results[h] = FinishAttentionRow<Traits>(state(h), SinkLog4(p_, map.QoHead(row + 8 * h)));
       }
     }
     // One lane writes each row. Eight rows further are other tokens of the same head, or other
     // heads of the token.
     const bool second = lane_ % 4 == 1;
     const i64 at = map.Index(row) + (second ? Max(8 / kGroup * p_.num_qo_heads, 8 % kGroup) : 0);
-    if (lane_ % 4 < 2) p_.lse[at] = (second ? results[1] : results[0]).lse_log2 * kLn2;
+    if (lane_ % 4 < 2) p_.lse[at] = (second ? results[1] : results[0]).lse;
 #pragma unroll
     for (int h = 0; h < 2; ++h) o_scale[h] = results[h].o_scale;
   }
@@ -542,7 +578,8 @@ class TileRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float before = running_max[h];
-      const bool follows = is_first ? highest[h] > kInitialMax : highest[h] - before > kSlack;
+      const bool follows =
+          !far_[h] && fabsf(highest[h]) < kFarLog2 && (is_first || highest[h] - before > kSlack);
       if (follows) running_max[h] = highest[h];
       factor[h] = 1.0f;
       if (follows && !is_first) factor[h] = Exp2(before - highest[h]);
@@ -552,8 +589,9 @@ class TileRows {
     grows_ = __any_sync(kFullWarp, moves);
   }
 
-  // Turns logits of the tiles [kFirst, kEnd) into P, not packed.
-  template <int kFirst, int kEnd, int kTiles>
+  // Turns logits of the tiles [kFirst, kEnd) into P, not packed. Without kMayBeFar, P of far rows
+  // is anything.
+  template <int kFirst, int kEnd, bool kMayBeFar = false, int kTiles>
   __device__ __forceinline__ void ComputeP(float scale, float (&s)[kTiles][4],
                                            StepSums& sums) const {
     float terms[2];
@@ -566,7 +604,9 @@ class TileRows {
     for (int j = kFirst; j < kEnd; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if constexpr (kAddsLines && kHasSlope) {
+        if (kMayBeFar && far_[c / 2]) {
+          s[j][c] = Exp2(ExponentInFarRow(scales[c / 2], s[j][c], c / 2, 8 * j + c % 2));
+        } else if constexpr (kAddsLines && kHasSlope) {
           const float bias =
               fmaf(bias_[c / 2].slope, static_cast<float>(8 * j + c % 2), terms[c / 2]);
           s[j][c] = Exp2(fmaf(s[j][c], scale, bias));
@@ -578,6 +618,12 @@ class TileRows {
         sums[c / 2][c % 2] += s[j][c];
       }
     }
+  }
+  __device__ __forceinline__ float ExponentInFarRow(float scale, float s, int h, int offset) const {
+    const float max_log4 = FiniteMax(running_max[h]);
+    if constexpr (kAddsLines)
+      return 2.0f * __fsub_rn(0.5f * fmaf(s, scale, BiasAt(h, offset)), max_log4);
+    return LogitStage<Traits>::kNormalizes ? FarExponent(s, scale, max_log4) : s;
   }
   // FP8: scores are multiplied by the scale of their row's q at once, or together with the softmax
   // scale in the exponent (kScalesRowsLater).
@@ -610,7 +656,10 @@ class TileRows {
     if (!__any_sync(kFullWarp, is_first || !fit)) return;
     grows_ = true;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) FitRow(is_first, h, QuadMax(step_sum_[h]), s);
+    for (int h = 0; h < 2; ++h) {
+      const float most = QuadMax(step_sum_[h]);
+      if (!far_[h]) FitRow(is_first, h, most, s);
+    }
   }
   template <int kTiles>
   __device__ __forceinline__ void FitRow(bool always, int h, float most, float (&s)[kTiles][4]) {
@@ -641,13 +690,13 @@ class TileRows {
       fitted[h] = running_max[h];
       if (keeps[h]) running_max[h] = before_fit_[h];
     }
-    ComputeP<0, kTiles>(scale, s, sums);
+    ComputeP<0, kTiles, true>(scale, s, sums);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       step_sum_[h] = sums[h][0] + sums[h][1];
       const float most = QuadMax(step_sum_[h]);
       if (!keeps[h]) {
-        FitRow(true, h, most, s);
+        if (!far_[h]) FitRow(true, h, most, s);  // P of far rows is at most 4
         continue;
       }
       running_max[h] = fitted[h];
@@ -720,7 +769,7 @@ class TileRows {
                                                 const float (&o_scale)[2]) const {
     __syncwarp();  // other lanes are about to overwrite what the lanes wrote
     u32 rows = 0;
-    float running_maxima[2], o_scales[2];
+    float maxima_log4[2], o_scales[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 has_sum = __ballot_sync(kFullWarp, sum[h] == sum[h]);
@@ -729,12 +778,12 @@ class TileRows {
         const u32 lanes = 0xfu << 4 * r;
         rows |= u32{(nan_rows[h] & has_sum & lanes) != 0} << (8 * h + r);
       }
-      running_maxima[h] = __shfl_sync(kFullWarp, running_max[h], lane_ % 8 * 4);
+      maxima_log4[h] = __shfl_sync(kFullWarp, MaxLog4(h), lane_ % 8 * 4);
       o_scales[h] = __shfl_sync(kFullWarp, o_scale[h], lane_ % 8 * 4);
     }
     const int h = lane_ / 8 % 2;
     RecomputeNonFiniteRows<Traits>(p_, index_, first_row_, rows,
-                                   h == 0 ? running_maxima[0] : running_maxima[1],
+                                   h == 0 ? maxima_log4[0] : maxima_log4[1],
                                    h == 0 ? o_scales[0] : o_scales[1], lane_);
   }
 
@@ -749,6 +798,7 @@ class TileRows {
   int all_begin_, all_end_;  // inside it every row of the warp sees everything
   bool live_, differ_;       // differ_: some rows see tokens that others do not
   bool grows_ = false;
+  bool far_[2];
   float step_sum_[2];  // of P in the last Exponentiate
   // kFp8P: scales of q of the rows, and running maxima of the last Exponentiate before FitToFp8.
   float q_scales_[2], before_fit_[2];

@@ -1,1 +1,1 @@
-"""Model directories and config.json: families, keys, rotary embeddings. Private."""
+"""Model directories and config.json: keys, rotary embeddings, quantization. Private."""

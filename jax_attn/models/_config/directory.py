@@ -27,6 +27,20 @@ class ModelDirectoryError(ValueError):
     """A model directory cannot be used. Names the file, what was expected and what was found."""
 
 
+def existing_directory(directory: str | Path) -> Path:
+    path = Path(directory)
+    if path.suffix == ".gguf":
+        raise ModelDirectoryError(
+            f"{directory}: expected a directory with safetensors, got a GGUF file; GGUF is not read"
+        )
+    if not path.is_dir():
+        raise ModelDirectoryError(
+            f"{directory}: expected a directory, got {'a file' if path.exists() else 'none'};"
+            " models.fetch downloads a model of the Hugging Face Hub and returns its directory"
+        )
+    return path
+
+
 def existing(path: Path) -> Path:
     if not path.is_file():
         raise ModelDirectoryError(f"{path}: no such file")
@@ -38,7 +52,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     existing(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, kind):
         expected = "an object" if kind is dict else "a list"

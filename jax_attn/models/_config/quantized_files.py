@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models._config.keys import Keys
@@ -40,7 +41,16 @@ class Tensor(NamedTuple):
 
 
 # Tensors of a matrix that are not read: activation scales, and facts that shapes and dtypes give.
-PASSED_OVER = ("input_scale", "activation_scale", "weight_shape", "weight_format")
+PASSED_OVER = ("input_scale", "activation_scale", "input_global_scale") + (
+    *("weight_shape", "weight_format"),
+    *("k_scale", "v_scale"),  # of a quantized cache
+)
+# NVFP4: the tensors of a matrix with its values, and with the scale of all of them.
+_NVFP4_NAMES = {
+    "modelopt": ("weight", "weight_scale_2"),
+    "compressed-tensors": ("weight_packed", "weight_global_scale"),
+}
+_NVFP4_GROUP = 16
 _OTHER_NAMES = {"weight_scale_inv": "weight_scale"}
 
 
@@ -49,7 +59,7 @@ class Quantization:
     """The format of the matrices of a model whose tensors are quantized."""
 
     method: str  # quant_method
-    layout: Literal["dense", "bitsandbytes", "gptq", "awq", "packed"]
+    layout: Literal["dense", "bitsandbytes", "gptq", "awq", "packed", "nvfp4"]
     kind: Kind
     group_size: int | None = None  # elements of a row per scale; None: all
     block: int = 1  # rows per scale
@@ -72,6 +82,13 @@ class Quantization:
                 "weight": Tensor(((outer, inner),), ("I8",)),
                 "SCB": Tensor(((outer,),), FLOATS),
             }
+        if self.layout == "nvfp4":
+            codes, whole = _NVFP4_NAMES[self.method]
+            return {
+                codes: Tensor(((outer, inner // 2),), ("U8",)),
+                "weight_scale": Tensor(((outer, groups),), ("F8_E4M3",)),
+                whole: Tensor(((), (1,)), ("F32",)),
+            }
         words = outer // _PER_WORD
         if self.layout == "packed":
             zeros = {"weight_zero_point": Tensor(((-(-outer // _PER_WORD), groups),), ("I32",))}
@@ -80,10 +97,10 @@ class Quantization:
                 "weight_scale": Tensor(((outer, groups),), FLOATS),
                 "weight_g_idx": Tensor(((inner,),), ("I32",), is_needed=False),
             } | (zeros if self.has_zeros else {})
-        codes = (inner // _PER_WORD, outer) if self.layout == "gptq" else (inner, words)
+        shape = (inner // _PER_WORD, outer) if self.layout == "gptq" else (inner, words)
         index = {"g_idx": Tensor(((inner,),), ("I32",), is_needed=False)}
         return {
-            "qweight": Tensor((codes,), ("I32",)),
+            "qweight": Tensor((shape,), ("I32",)),
             "qzeros": Tensor(((groups, words),), ("I32",)),
             "scales": Tensor(((groups, outer),), FLOATS),
         } | (index if self.layout == "gptq" else {})
@@ -113,6 +130,19 @@ class Quantization:
                     zeros = self._of_rows(need("weight_zero_point"), outer, inner)
             else:
                 scales = need("SCB")[:, None].astype(np.float32) / np.float32(127)
+        elif self.layout == "nvfp4":
+            names = _NVFP4_NAMES[self.method]
+            octets = need(names[0])
+            codes = np.stack([octets & 15, octets >> 4], axis=-1).reshape(outer, -1)
+            scales = need("weight_scale")
+            if ((scales & 0x7F) == 0x7F).any():
+                raise ValueError("expected numbers as weight_scale, got NaN")
+            whole = need(names[1]).reshape(())
+            # compressed-tensors stores what the scales were multiplied by.
+            factor = 1 / whole if self.method == "compressed-tensors" else whole
+            if not (np.isfinite(factor) and factor > 0):
+                raise ValueError(f"expected a number > 0 as {names[1]}, got {whole}")
+            scales = scales.view(jnp.float8_e4m3fn).astype(np.float32) * np.float32(factor)
         elif self.layout == "packed":
             codes = _nibbles(need("weight_packed"))[:, :inner]
             scales, index = need("weight_scale"), get("weight_g_idx")
@@ -179,10 +209,16 @@ def _order(index: np.ndarray, size: int) -> np.ndarray | None:
 # ---- quantization_config -----------------------------------------------------------------------
 
 
-def parse_quantization(keys: Keys) -> Quantization | None:
-    """Parses quantization_config. Raises, naming the key, for an unsupported option."""
+def parse_quantization(keys: Keys, of_modelopt: Keys | None = None) -> Quantization | None:
+    """Parses quantization_config. Raises, naming the key, for an unsupported option.
+
+    of_modelopt: the keys of hf_quant_config.json, which counts if quantization_config is missing.
+    """
     keys.expect("compression_config", None)
     raw = keys.get("quantization_config")
+    if raw is None and of_modelopt is not None:
+        of_modelopt.need("quantization")
+        return _modelopt(_inner(of_modelopt, "quantization", of_modelopt.get("quantization")))
     if raw is None:
         return None
     inner = _inner(keys, "quantization_config", raw)
@@ -273,11 +309,12 @@ def _compressed_tensors(keys: Keys) -> Quantization:
         *_LEFT_OUT,
     )
     keys.expect("quantization_status", "compressed", None)
-    layouts: dict[str, Literal["dense", "packed"]] = {
+    layouts: dict[str, Literal["dense", "packed", "nvfp4"]] = {
         "float-quantized": "dense",
         "int-quantized": "dense",
         "naive-quantized": "dense",
         "pack-quantized": "packed",
+        "nvfp4-pack-quantized": "nvfp4",
     }
     keys.expect("format", *layouts)
     groups = _inner(keys, "config_groups", keys.need("config_groups"))
@@ -293,7 +330,7 @@ def _compressed_tensors(keys: Keys) -> Quantization:
     return found.pop()
 
 
-def _scheme(keys: Keys, layout: Literal["dense", "packed"]) -> Quantization:
+def _scheme(keys: Keys, layout: Literal["dense", "packed", "nvfp4"]) -> Quantization:
     """Parses the weight scheme of a compressed-tensors group."""
     _know(
         keys,
@@ -303,6 +340,12 @@ def _scheme(keys: Keys, layout: Literal["dense", "packed"]) -> Quantization:
     keys.expect("dynamic", False, None)
     for key in ("num_bits", "type", "strategy"):
         keys.need(key)
+    if layout == "nvfp4":
+        for key, value in (("strategy", "tensor_group"), ("num_bits", 4), ("type", "float")):
+            keys.expect(key, value)
+        keys.expect("group_size", _NVFP4_GROUP)
+        keys.expect("symmetric", True)
+        return Quantization("compressed-tensors", "nvfp4", "e2m1", _NVFP4_GROUP)
     keys.expect("strategy", "channel", "tensor", "group", "block")
     keys.expect("num_bits", 8 if layout == "dense" else 4)
     keys.expect("type", *(("float", "int") if layout == "dense" else ("int",)))
@@ -342,6 +385,22 @@ def _mxfp4(keys: Keys) -> Quantization:
     return Quantization("mxfp4", "dense", "e2m1", 32)
 
 
+def _modelopt(keys: Keys) -> Quantization:
+    """Parses the settings of NVIDIA's ModelOpt. The cache's format is that of the spec, not of the
+    files."""
+    _know(
+        keys,
+        *("quant_algo", "group_size", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules"),
+        *("config_groups", "producer", "quant_library", *_LEFT_OUT),
+    )
+    keys.need("quant_algo")
+    keys.expect("quant_algo", "FP8", "NVFP4")
+    if keys.get("quant_algo") == "FP8":
+        return Quantization("modelopt", "dense", "e4m3")
+    keys.expect("group_size", _NVFP4_GROUP, None)
+    return Quantization("modelopt", "nvfp4", "e2m1", _NVFP4_GROUP)
+
+
 _METHODS: dict[str, Callable[[Keys], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
@@ -349,5 +408,6 @@ _METHODS: dict[str, Callable[[Keys], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }

@@ -35,6 +35,17 @@ class DynamicScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Gemma 4: frequencies are those of a whole head, but only the first `rotating` are used."""
+
+    factor: float
+    rotating: int  # frequencies, each of two dimensions; the other dimensions do not rotate
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(len(frequencies)) < self.rotating, frequencies / self.factor, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Scaling of the Llama 3.1 release, `apply_scaling`.
 
@@ -50,7 +61,10 @@ class Llama3Scaling:
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)
+        if low == high:
+            kept = np.where(turns > low, 1, 0)
+        else:
+            kept = np.clip((turns - low) / (high - low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 
 
@@ -100,18 +114,33 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (arXiv 2402.13753): one factor per frequency.
 
-    The long-context factors are used if max_position_embeddings exceeds the original context, for
+    The long-context factors are used if the longest sequence exceeds the original context, for
     sequences of any length, because keys in the cache must not change as a sequence grows.
     """
 
-    factors: tuple[float, ...]
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: float
     amplitude: float
+    is_long: bool  # whether the longest sequence exceeds the original context
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        return frequencies / np.asarray(self.factors)
+        return frequencies / np.asarray(self.long_factor if self.is_long else self.short_factor)
+
+    def limited(self, max_positions: int) -> LongRopeScaling:
+        """Returns the scaling for sequences of up to max_positions tokens."""
+        is_long = max_positions > self.original_max_position_embeddings
+        return dataclasses.replace(self, is_long=is_long)
 
 
-Scaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+Scaling: TypeAlias = (
+    LinearScaling
+    | DynamicScaling
+    | ProportionalScaling
+    | Llama3Scaling
+    | YarnScaling
+    | LongRopeScaling
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +148,10 @@ class Rope:
     theta: float  # the base of the wavelengths
     scaling: Scaling | None = None
     fraction: float = 1.0  # share of a head's dimensions that rotate; order: see rotary_order
+    interleaved: bool = False  # files pair neighbours
+    # Positions may have three parts: time, row and column of a picture's token. Frequency i is of
+    # part i % 3, but from 3 * sections[part] on of time again (Qwen3-VL, arXiv 2511.21631).
+    sections: tuple[int, int, int] | None = None
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.fraction)
@@ -132,30 +165,43 @@ class Rope:
         return np.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
 
     def angles(self, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cos, sin: [n, head_dim / 2] f32 of positions [n], times the amplitude."""
+        """Returns cos, sin: [n, head_dim / 2] f32 of positions [n], times the amplitude.
+
+        positions: [3, n] with `sections`; [n] there means that all three are the same.
+        """
         frequencies = jnp.asarray(self.frequencies(head_dim), jnp.float32)
-        angles = positions[:, None].astype(jnp.float32) * frequencies
+        if positions.ndim == 2:
+            places = positions[self._parts(head_dim // 2)].T
+        else:
+            places = positions[:, None]
+        angles = places.astype(jnp.float32) * frequencies[None]
         amplitude = getattr(self.scaling, "amplitude", 1.0)
         # Dimensions that do not rotate are not amplified.
         amplitudes = np.where(
             np.arange(head_dim // 2) < self.rotary_dim(head_dim) // 2, amplitude, 1
-        )
+        ).astype(np.float32)[None]
         return jnp.cos(angles) * amplitudes, jnp.sin(angles) * amplitudes
+
+    def _parts(self, number: int) -> np.ndarray:
+        """Returns [number] i64, the part of a position that each frequency is of."""
+        assert self.sections is not None
+        part = np.arange(number) % 3
+        return np.where(np.arange(number) < 3 * np.array(self.sections)[part], part, 0)
 
 
 def rotary_order(rope: Rope, head_dim: int) -> np.ndarray:
     """Returns [head_dim] i64, the permutation of a head's dimensions from files to memory.
 
-    Kernels rotate element i with i + head_dim / 2. If only a part of a head rotates, files pair i
-    with i + rotary_dim / 2, and the other dimensions come last. q and k are permuted alike, so
-    their dot products do not change.
+    Kernels rotate element i with i + head_dim / 2. Files pair i with i + rotary_dim / 2, or 2 i
+    with 2 i + 1 (`interleaved`); dimensions that do not rotate come last. q and k are
+    permuted alike, so their dot products do not change.
     """
     half, rotary_half = head_dim // 2, rope.rotary_dim(head_dim) // 2
     fixed = np.arange(2 * rotary_half, head_dim)
     first, second = np.split(fixed, [half - rotary_half])
-    return np.concatenate(
-        [np.arange(rotary_half), first, np.arange(rotary_half, 2 * rotary_half), second]
-    )
+    rotated = np.arange(2 * rotary_half)
+    one, other = (rotated[::2], rotated[1::2]) if rope.interleaved else np.split(rotated, 2)
+    return np.concatenate([one, first, other, second])
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

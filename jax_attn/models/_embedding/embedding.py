@@ -1,5 +1,7 @@
 """Embedding models: an encoder or a decoder, and pooling of its last layer to a vector per text.
 
+An encoder with a head makes scores instead: `EmbeddingModel.scoring` says of what.
+
     model = models.load_embedding("all-MiniLM-L6-v2", dtype="float32")
     batch = models.EmbeddingBatch.make(model, [[101, 7592, 102], [101, 2088, 102]], 64, 8)
     vectors = models.embed(model, batch)[:2]  # [2, size] f32
@@ -22,19 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models._config import families
 from jax_attn.models._config.config import LayerKind, ModelConfig
-from jax_attn.models._config.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models._config.directory import (
+    ModelDirectoryError,
+    existing,
+    existing_directory,
+    read_json,
+)
 from jax_attn.models._config.keys import Keys, one_of
-from jax_attn.models._embedding import encoder
+from jax_attn.models._embedding import encoder, encoder_weights, modernbert, scoring
 from jax_attn.models._embedding.encoder import EncoderConfig
+from jax_attn.models._embedding.encoder_weights import EncoderTensors
+from jax_attn.models._embedding.modernbert import ModernBertConfig
+from jax_attn.models._embedding.scoring import Scoring
+from jax_attn.models._families import parse
 from jax_attn.models._layers import decoder
 from jax_attn.models._loading import loading
 from jax_attn.models._weights import weights
 from jax_attn.models._weights.protocols import Tokenizer
+from jax_attn.models._weights.tensors import Parts
 from jax_attn.models._weights.weights import Params
 
 Mode = Literal["cls", "mean", "last"]
+Config: TypeAlias = EncoderConfig | ModernBertConfig | ModelConfig
+Kind: TypeAlias = LayerKind | modernbert.Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +64,17 @@ class EmbeddingModel:
 
     max_tokens: tokens of the longest sequence.
     sizes: vector sizes that a client may ask for, ascending; the last is the model's own.
+    scoring: what the model's scores mean, if it makes scores, as cross-encoders do; its "vectors"
+      are then logits, and `pooling` is not used.
     """
 
-    config: EncoderConfig | ModelConfig
+    config: Config
     params: Params
     tokenizer: Tokenizer
     pooling: Pooling
     max_tokens: int
     sizes: Seq[int]
+    scoring: Scoring | None = None
 
     def operations(self, num_tokens: int) -> int:
         """Approximate operations per token and layer when it attends to num_tokens: two per weight,
@@ -69,8 +85,8 @@ class EmbeddingModel:
 
     @property
     def size(self) -> int:
-        """Elements of a vector."""
-        return self.config.hidden_size
+        """Elements of a vector; for a model with a head, of its scores."""
+        return self.config.hidden_size if self.scoring is None else len(self.scoring.labels)
 
 
 # ---- directories -------------------------------------------------------------------------------
@@ -83,26 +99,24 @@ def load_embedding(
 ) -> EmbeddingModel:
     """Loads a directory of sentence-transformers, or of an encoder alone.
 
-    An encoder alone has the default pooling of sentence-transformers: the mean, not normalized.
+    An encoder alone has the default pooling of sentence-transformers: the mean, not normalized. One
+    whose `architectures` is of sequence classification has its head, and makes scores.
 
     Args: see `load`.
 
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
     """
-    directory = Path(directory)
+    directory = existing_directory(directory)
     path = directory / "config.json"
     keys = Keys(read_json(path), path)
-    keys.need("model_type")
-    keys.expect("model_type", *encoder.FAMILIES, *families.FAMILIES)
-    family = keys.need("model_type")
-    config: EncoderConfig | ModelConfig
-    if family in encoder.FAMILIES:
-        config = encoder.FAMILIES[family](keys)
-        params = encoder.load_params(directory, config, dtype, progress)
+    config = parse_config(keys)
+    if scoring.is_scoring(keys):
+        return _load_scoring(directory, keys, config, dtype, progress)
+    if not isinstance(config, ModelConfig):
+        params = _load_params(directory, config, dtype, progress, None)
     else:
-        config = _decoder_config(keys)
-        params = weights.load_params(directory, config, dtype, progress)
+        params = weights.load_params(directory, config, dtype, progress, with_head=False)
     max_tokens, pooling = _modules(directory, config)
     return EmbeddingModel(
         config=config,
@@ -114,15 +128,75 @@ def load_embedding(
     )
 
 
+def _load_scoring(
+    directory: Path,
+    keys: Keys,
+    config: Config,
+    dtype: jax.typing.DTypeLike,
+    progress: Callable[[int, int], None] | None,
+) -> EmbeddingModel:
+    if isinstance(config, ModelConfig):
+        raise keys.error(
+            f"architectures: expected an encoder for sequence classification "
+            f"({one_of(ENCODERS)}), got model_type {config.family!r}"
+        )
+    means = scoring.parse(keys, config, directory)
+    head = scoring.head_tensors(config, len(means.labels))
+    return EmbeddingModel(
+        config=config,
+        params=_load_params(directory, config, dtype, progress, head),
+        tokenizer=loading.load_tokenizer(directory),
+        pooling=Pooling("mean" if _head_reads_mean(config) else "cls"),
+        max_tokens=_max_tokens(directory, config, "sequence-classification"),
+        sizes=(len(means.labels),),
+        scoring=means,
+    )
+
+
+def _head_reads_mean(config: Config) -> bool:
+    return isinstance(config, ModernBertConfig) and config.classifier_mean
+
+
+def _load_params(
+    directory: Path,
+    config: EncoderConfig | ModernBertConfig,
+    dtype: jax.typing.DTypeLike,
+    progress: Callable[[int, int], None] | None,
+    head: dict[str, Parts] | None,
+) -> Params:
+    tensors = dataclasses.replace(encoder_tensors(config), head=head or {})
+    return encoder_weights.load_params(directory, config, tensors, dtype, progress)
+
+
+def encoder_tensors(config: EncoderConfig | ModernBertConfig) -> EncoderTensors:
+    """Returns the tensors of an encoder's weights."""
+    if isinstance(config, ModernBertConfig):
+        return modernbert.tensors(config)
+    return encoder.tensors(config)
+
+
+ENCODERS: dict[str, Callable[[Keys], EncoderConfig | ModernBertConfig]] = {
+    **encoder.FAMILIES,
+    "modernbert": modernbert.parse,
+}
+
+
+def parse_config(keys: Keys) -> Config:
+    """Returns the config of an embedding model from the keys of its config.json."""
+    keys.need("model_type")
+    keys.expect("model_type", *ENCODERS, *parse.FAMILIES)
+    family = keys.need("model_type")
+    return ENCODERS[family](keys) if family in ENCODERS else _decoder_config(keys)
+
+
 def _decoder_config(keys: Keys) -> ModelConfig:
-    keys.expect("is_causal", True)  # set by models that ship their own code
-    config = families.parse_config(keys.raw, keys.path)
-    if config.latent is not None:
+    config = parse.parse_config(keys.raw, keys.path)
+    if config.latent is not None or config.recurrent is not None or config.has_special_layers:
         raise keys.error(f"model_type: {config.family!r} makes no embeddings here")
     return dataclasses.replace(config, tie_embeddings=True)  # no LM head: some files lack it
 
 
-def _sizes(keys: Keys, config: EncoderConfig | ModelConfig) -> Seq[int]:
+def _sizes(keys: Keys, config: Config) -> Seq[int]:
     """Returns the sizes of vectors: several for Matryoshka models (arXiv 2205.13147), in which a
     prefix of a vector is an embedding, too."""
     size = config.hidden_size
@@ -155,7 +229,7 @@ _OLD_MODES = {
 }
 
 
-def _modules(directory: Path, config: EncoderConfig | ModelConfig) -> tuple[int, Pooling]:
+def _modules(directory: Path, config: Config) -> tuple[int, Pooling]:
     """Returns the longest sequence and the pooling, from modules.json and the files it names."""
     path = directory / "modules.json"
     if not path.is_file():
@@ -187,25 +261,27 @@ def _modules(directory: Path, config: EncoderConfig | ModelConfig) -> tuple[int,
     return max_tokens, dataclasses.replace(pooling, normalize=kinds[-1] == "Normalize")
 
 
-def _max_tokens(directory: Path, config: EncoderConfig | ModelConfig) -> int:
+def _max_tokens(directory: Path, config: Config, task: str = "feature-extraction") -> int:
     """Returns the length at which sentence-transformers truncates texts. Longer ones raise here."""
     path = directory / "sentence_bert_config.json"
     longest = config.max_positions
     if path.is_file():
         keys = Keys(read_json(path), path)
         keys.expect("do_lower_case", False, None)  # lower-casing in addition to the tokenizer's
-        keys.expect("transformer_task", "feature-extraction", None)
-        keys.expect("module_output_name", "token_embeddings", None)
+        keys.expect("transformer_task", task, None)
+        output = "token_embeddings" if task == "feature-extraction" else "scores"
+        keys.expect("module_output_name", output, None)
         if keys.get("max_seq_length") is not None:
             return min(keys.size("max_seq_length"), longest)
     path = directory / "tokenizer_config.json"
     if path.is_file():
         keys = Keys(read_json(path), path)
-        longest = min(longest, int(keys.number("model_max_length", longest)))
+        if keys.get("model_max_length") is not None:
+            longest = min(longest, int(keys.number("model_max_length")))
     return longest
 
 
-def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
+def _mode(path: Path, config: Config) -> Mode:
     keys = Keys(read_json(path), path)
     keys.expect("include_prompt", True)  # only the client knows which tokens are the prompt
     size = keys.get("embedding_dimension", keys.get("word_embedding_dimension"))
@@ -230,8 +306,7 @@ def _mode(path: Path, config: EncoderConfig | ModelConfig) -> Mode:
 class EmbeddingBatch:
     """Sequences packed back to back, then padding.
 
-    tokens, positions: [num_tokens] i32.
-    owners: [num_tokens] i32. The sequence of each token; num_rows in the padding.
+    tokens, positions, types: [num_tokens] i32. types: 1 for a pair's second text, otherwise 0.
     lens: [num_rows] i32. Tokens of each sequence; 0 for an unused row.
     plans: for each chunk that has tokens, one plan per window of the model's layers; an encoder has
       one window.
@@ -240,7 +315,7 @@ class EmbeddingBatch:
 
     tokens: Any
     positions: Any
-    owners: Any
+    types: Any
     lens: Any
     plans: tuple[tuple[ja.AttentionPlan, ...], ...]
     chunk: int
@@ -252,9 +327,11 @@ class EmbeddingBatch:
         num_tokens: int,
         num_rows: int,
         chunk: int | None = None,
+        seconds: Seq[int] | None = None,
     ) -> EmbeddingBatch:
         """Packs sequences into a batch and plans it.
 
+        seconds: for each sequence, where its tokens of type 1 begin; None: nowhere.
         num_tokens, num_rows: capacity in tokens and in sequences, which fixes the shapes.
         chunk: tokens of one piece of work; None: num_tokens.
 
@@ -272,22 +349,20 @@ class EmbeddingBatch:
             raise ValueError(
                 f"EmbeddingBatch: chunk: expected a divisor of {num_tokens}, got {chunk}"
             )
-        tokens, positions = np.zeros((2, num_tokens), np.int32)
-        owners = np.full(num_tokens, num_rows, np.int32)
-        all_lens = np.zeros(num_rows, np.int32)
-        all_lens[: len(lens)] = lens
-        ends = lens.cumsum(dtype=np.int32)
+        tokens, all_lens = np.zeros(num_tokens, np.int32), np.zeros(num_rows, np.int32)
         tokens[:used] = list(itertools.chain.from_iterable(sequences))
-        owners[:used] = np.repeat(np.arange(len(lens)), lens)
-        for begin, end in zip(ends - lens, ends, strict=True):
-            part = slice(begin, end)
-            if isinstance(model.config, EncoderConfig):
-                positions[part] = model.config.positions(tokens[part])
-            else:
-                positions[part] = np.arange(end - begin)
+        all_lens[: len(lens)] = lens
+        indptr = np.append(0, lens.cumsum())
+        positions = ja.rows(indptr, lens, num_tokens).position
+        if isinstance(model.config, EncoderConfig):
+            for begin, end in itertools.pairwise(indptr):
+                positions[begin:end] = model.config.positions(tokens[begin:end])
+        types = np.zeros(num_tokens, np.int32)
+        for begin, end, second in zip(indptr, indptr[1:], seconds or (), strict=False):
+            types[begin + second : end] = 1
         specs = _specs(model, num_tokens, num_rows, chunk)
         plans = tuple(_plans(specs, lens, begin) for begin in range(0, used, chunk))
-        return EmbeddingBatch(tokens, positions, owners, all_lens, plans, chunk)
+        return EmbeddingBatch(tokens, positions, types, all_lens, plans, chunk)
 
 
 def _specs(
@@ -302,6 +377,8 @@ def _specs(
     }
     if isinstance(model.config, EncoderConfig):
         return (encoder.attention_spec(model.config, **room),)
+    if isinstance(model.config, ModernBertConfig):
+        return modernbert.attention_specs(model.config, **room)
     return decoder.attention_specs(model.config, **room)
 
 
@@ -342,14 +419,14 @@ def pieces(model: EmbeddingModel, batch: EmbeddingBatch) -> Iterator[jax.Array]:
     """
     config = model.config
     others = {key: value for key, value in model.params.items() if key != "layers"}
-    tokens, positions, owners, lens, plans = jax.device_put(
-        (batch.tokens, batch.positions, batch.owners, batch.lens, batch.plans)
+    tokens, positions, types, lens, plans = jax.device_put(
+        (batch.tokens, batch.positions, batch.types, batch.lens, batch.plans)
     )
-    yield (x := _begin(tokens, positions, others, config=config))
+    yield (x := _begin(tokens, positions, types, others, config=config))
     chunks = [(np.int32(i * batch.chunk), each) for i, each in enumerate(plans)]
     heads = None if batch.chunk == len(tokens) else _no_heads(x, config=config)
     for i, own in enumerate(model.params["layers"]):
-        kind = config.layers[i] if isinstance(config, ModelConfig) else None
+        kind = None if isinstance(config, EncoderConfig) else config.layers[i]
         layer = {"weights": own, "config": config, "kind": kind}
         if heads is None:
             for _, each in chunks:
@@ -360,18 +437,21 @@ def pieces(model: EmbeddingModel, batch: EmbeddingBatch) -> Iterator[jax.Array]:
             yield heads[0]
         for begin, each in chunks:
             yield (x := _attend(x, heads, begin, each, chunk=batch.chunk, **layer))
-    yield _end(x, owners, lens, others, config=config, pooling=model.pooling)
+    yield _end(x, lens, others, config=config, pooling=model.pooling)
 
 
-Config: TypeAlias = EncoderConfig | ModelConfig
 Heads: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """q, k, v: [num_tokens, num_heads, head_dim]."""
 
 
 @partial(jax.jit, static_argnames="config")
-def _begin(tokens: jax.Array, positions: jax.Array, params: Params, config: Config) -> jax.Array:
+def _begin(
+    tokens: jax.Array, positions: jax.Array, types: jax.Array, params: Params, config: Config
+) -> jax.Array:
     if isinstance(config, EncoderConfig):
-        return encoder.embed(tokens, positions, params, config)
+        return encoder.embed(tokens, positions, types, params, config)
+    if isinstance(config, ModernBertConfig):
+        return modernbert.embed(tokens, params, config)
     return decoder.embed(tokens, params, config)
 
 
@@ -386,7 +466,7 @@ def _no_heads(x: jax.Array, config: Config) -> Heads:
 
 def _num_heads(config: Config) -> tuple[int, int]:
     """Returns the number of heads of q, and of k and v."""
-    if isinstance(config, EncoderConfig):
+    if not isinstance(config, ModelConfig):
         return config.num_heads, config.num_heads
     return config.num_qo_heads, config.num_kv_heads
 
@@ -398,7 +478,7 @@ def _layer(
     plans: tuple[ja.AttentionPlan, ...],
     weights: Params,
     config: Config,
-    kind: LayerKind | None,
+    kind: Kind | None,
 ) -> jax.Array:
     """Runs a whole layer on a batch of one chunk."""
     heads = _heads_of(x, positions, weights, config, kind)
@@ -413,7 +493,7 @@ def _project(
     begin: jax.Array,
     weights: Params,
     config: Config,
-    kind: LayerKind | None,
+    kind: Kind | None,
     chunk: int,
 ) -> Heads:
     """Returns `heads` with the projections of the chunk written into it."""
@@ -434,7 +514,7 @@ def _attend(
     plans: tuple[ja.AttentionPlan, ...],
     weights: Params,
     config: Config,
-    kind: LayerKind | None,
+    kind: Kind | None,
     chunk: int,
 ) -> jax.Array:
     """Returns x with the layer's results in the rows of the chunk. heads: q, k, v of all tokens."""
@@ -445,11 +525,14 @@ def _attend(
 
 
 def _heads_of(
-    x: jax.Array, positions: jax.Array, weights: Params, config: Config, kind: LayerKind | None
+    x: jax.Array, positions: jax.Array, weights: Params, config: Config, kind: Kind | None
 ) -> Heads:
     if isinstance(config, EncoderConfig):
         return encoder.project(x, weights, config)
-    assert kind is not None
+    if isinstance(config, ModernBertConfig):
+        assert isinstance(kind, modernbert.Layer)
+        return modernbert.project(x, weights, positions, config, kind)
+    assert isinstance(kind, LayerKind)
     return decoder.project(x, weights, positions, config, kind)
 
 
@@ -461,36 +544,45 @@ def _with_attention(
     plans: tuple[ja.AttentionPlan, ...],
     weights: Params,
     config: Config,
-    kind: LayerKind | None,
+    kind: Kind | None,
 ) -> jax.Array:
     """Attends and finishes the layer. x, q: [n, ...], of a chunk. k, v: of all tokens."""
     if isinstance(config, EncoderConfig):
         return encoder.layer(x, ja.attention(q, k, v, plans[0]), weights, config)
     assert kind is not None
-    plan = plans[config.windows.index(kind.window)]
-    return decoder.layer(x, weights, config, lambda sinks: ja.attention(q, k, v, plan, sinks=sinks))
+    if isinstance(config, ModernBertConfig):
+        plan = plans[config.windows.index(kind.window)]
+        return modernbert.finish(x, ja.attention(q, k, v, plan), weights, config)
+    assert isinstance(kind, LayerKind)
+    plan = plans[config.attention_kinds.index(config.attention_kind(kind))]
+    attend = lambda sinks: ja.attention(q, k, v, plan, sinks=sinks)  # noqa: E731
+    return decoder.layer(x, weights, config, kind, attend)
 
 
 @partial(jax.jit, static_argnames=("config", "pooling"))
 def _end(
     x: jax.Array,
-    owners: jax.Array,
     lens: jax.Array,
     params: Params,
     config: Config,
     pooling: Pooling,
 ) -> jax.Array:
     num_rows = len(lens)
-    ends = jnp.cumsum(lens)
+    indptr = jnp.append(0, jnp.cumsum(lens))
+    owners, _, last = ja.rows(indptr, lens, len(x))
     if pooling.mode != "mean":
-        row = ends - 1 if pooling.mode == "last" else ends - lens
-        x = x[row]
+        x = x[last if pooling.mode == "last" else indptr[:-1]]
     if isinstance(config, ModelConfig):
         x = decoder.final_norm(x, params, config)
+    if isinstance(config, ModernBertConfig):
+        x = modernbert.layer_norm(x, params["final_norm"], config.norm_eps)
     x = x.astype(jnp.float32)
     if pooling.mode == "mean":
         sums = jax.ops.segment_sum(x, owners, num_rows + 1, indices_are_sorted=True)
         x = sums[:num_rows] / jnp.maximum(lens, 1)[:, None]
+    if "head" in params:
+        assert not isinstance(config, ModelConfig)
+        x = scoring.logits(x, params["head"], config)
     if pooling.normalize:
         x /= jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
     return jnp.where(lens[:, None] > 0, x, 0)

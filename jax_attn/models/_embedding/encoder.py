@@ -5,11 +5,9 @@ Sources: BERT (Devlin et al., arXiv 1810.04805), RoBERTa (arXiv 1907.11692).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models._config.keys import Keys
+from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
+from jax_attn.models._embedding.encoder_weights import EncoderTensors
 from jax_attn.models._weights.tensors import Parts, Shape
-from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors
 from jax_attn.models._weights.weights import Params
 
 
@@ -34,7 +32,7 @@ class EncoderConfig:
     num_heads: int
     num_layers: int
     num_positions: int  # rows of the position table
-    num_types: int  # segment types; all tokens here have the first
+    num_types: int  # segment types; tokens have the first, those of a pair's second text the second
     norm_eps: float
     activation: str  # one of _ACTIVATIONS
     # RoBERTa: positions start at this token's id + 1, and the token has no position. None: at 0.
@@ -81,6 +79,7 @@ FAMILIES: dict[str, Callable[[Keys], EncoderConfig]] = {
 
 
 def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderConfig:
+    refuse_changes_of_any_family(keys)
     keys.expect("position_embedding_type", "absolute", None)
     for key in ("is_decoder", "add_cross_attention"):
         keys.expect(key, False)
@@ -118,8 +117,12 @@ def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderCo
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def _layer_tensors(config: EncoderConfig) -> dict[str, Parts]:
-    """Returns for each weight of a layer its tensors in the files, with torch's shapes."""
+def tensors(config: EncoderConfig) -> EncoderTensors:
+    """Returns the tensors of the weights.
+
+    Tables: embed, positions, types [n, hidden]; norm, norm_bias [hidden]. A layer: as a decoder's,
+    with up instead of gate_up, and a bias for each weight.
+    """
     d, ff = config.hidden_size, config.intermediate_size
     linear: dict[str, tuple[tuple[str, ...], Shape]] = {
         "qkv": (tuple(f"attention.self.{x}" for x in ("query", "key", "value")), (d, d)),
@@ -129,73 +132,28 @@ def _layer_tensors(config: EncoderConfig) -> dict[str, Parts]:
         "attention_norm": (("attention.output.LayerNorm",), (d,)),
         "mlp_norm": (("output.LayerNorm",), (d,)),
     }
-    tensors: dict[str, Parts] = {}
-    for weight, (names, shape) in linear.items():
-        tensors[weight] = {f"{name}.weight": shape for name in names}
-        tensors[f"{weight}_bias"] = {f"{name}.bias": shape[:1] for name in names}
-    return tensors
 
+    def layer(i: int) -> dict[str, Parts]:
+        weights: dict[str, Parts] = {}
+        for weight, (names, shape) in linear.items():
+            stems = [f"encoder.layer.{i}.{name}" for name in names]
+            weights[weight] = {f"{stem}.weight": shape for stem in stems}
+            weights[f"{weight}_bias"] = {f"{stem}.bias": shape[:1] for stem in stems}
+        return weights
 
-def _table_tensors(config: EncoderConfig) -> dict[str, tuple[str, Shape]]:
-    d = config.hidden_size
-    return {
-        "embed": ("embeddings.word_embeddings.weight", (config.vocab_size, d)),
-        "positions": ("embeddings.position_embeddings.weight", (config.num_positions, d)),
-        "types": ("embeddings.token_type_embeddings.weight", (config.num_types, d)),
-        "norm": ("embeddings.LayerNorm.weight", (d,)),
-        "norm_bias": ("embeddings.LayerNorm.bias", (d,)),
+    tables: dict[str, Parts] = {
+        "embed": {"embeddings.word_embeddings.weight": (config.vocab_size, d)},
+        "positions": {"embeddings.position_embeddings.weight": (config.num_positions, d)},
+        "types": {"embeddings.token_type_embeddings.weight": (config.num_types, d)},
+        "norm": {"embeddings.LayerNorm.weight": (d,)},
+        "norm_bias": {"embeddings.LayerNorm.bias": (d,)},
     }
+    return EncoderTensors(tables, [layer(i) for i in range(config.num_layers)], _is_other)
 
 
-def file_shapes(config: EncoderConfig) -> dict[str, Shape]:
-    """Returns every expected tensor of the files with torch's shape; names have no prefix."""
-    shapes = dict(_table_tensors(config).values())
-    for i in range(config.num_layers):
-        for parts in _layer_tensors(config).values():
-            shapes |= {f"encoder.layer.{i}.{name}": shape for name, shape in parts.items()}
-    return shapes
-
-
-class _Expected(Expected):
-    def is_passed_over(self, name: str) -> bool:
-        """Whether a tensor is for other tasks than embeddings, or the position ids of old files."""
-        return name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids")
-
-
-def load_params(
-    directory: str | Path,
-    config: EncoderConfig,
-    dtype: jax.typing.DTypeLike = "bfloat16",
-    progress: Callable[[int, int], None] | None = None,
-) -> Params:
-    """Reads the weights, as weights.load_params does.
-
-    embed, positions, types: [n, hidden]. norm, norm_bias: [hidden]. layers: as in a decoder, with
-    up instead of gate_up, and a bias for each weight.
-    """
-    with contextlib.ExitStack() as stack:
-        expected = _Expected(config, file_shapes(config))
-        tensors = open_tensors(stack, directory, expected, progress)
-        return _make_params(tensors, config, dtype)
-
-
-def _make_params(
-    tensors: FileTensors, config: EncoderConfig, dtype: jax.typing.DTypeLike
-) -> Params:
-    def make(*names: str) -> jax.Array:
-        # Wait: the source of a running copy stays in memory.
-        whole = np.concatenate([tensors[name] for name in names])
-        return jax.block_until_ready(jnp.asarray(whole, dtype))
-
-    params: Params = {key: make(name) for key, (name, _) in _table_tensors(config).items()}
-    params["layers"] = [
-        {
-            weight: make(*(f"encoder.layer.{i}.{name}" for name in parts)).T
-            for weight, parts in _layer_tensors(config).items()
-        }
-        for i in range(config.num_layers)
-    ]
-    return params
+def _is_other(name: str) -> bool:
+    """Whether a tensor is for other tasks, or the position ids of old files."""
+    return name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids")
 
 
 # ---- the forward pass --------------------------------------------------------------------------
@@ -213,10 +171,14 @@ def attention_spec(config: EncoderConfig, **kwargs: Any) -> ja.AttentionSpec:
 
 
 def embed(
-    tokens: jax.Array, positions: jax.Array, params: Params, config: EncoderConfig
+    tokens: jax.Array,
+    positions: jax.Array,
+    types: jax.Array,
+    params: Params,
+    config: EncoderConfig,
 ) -> jax.Array:
-    """Returns the first layer's input [n, hidden] for tokens and positions, [n] i32."""
-    x = params["embed"][tokens] + params["types"][0] + params["positions"][positions]
+    """Returns the first layer's input [n, hidden] for tokens, positions and types, [n] i32."""
+    x = params["embed"][tokens] + params["types"][types] + params["positions"][positions]
     return _layer_norm(x, params, "norm", config)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,54 +14,153 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import parallel
-from jax_attn.models._config.config import LayerKind, ModelConfig
+from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
-from jax_attn.models._layers import experts, latent
+from jax_attn.models._layers import altup, experts, latent, mixers, recurrence
+from jax_attn.models._layers.lora import Adapters, adapted
 from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import product
 from jax_attn.models._weights.weights import Params
 
 Attend = Callable[..., jax.Array]
-"""(qkv, sinks, idx, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of layer `idx`.
-qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v.
-sinks: [num_qo_heads] f32 or None.
-With latent attention (projected, weights, idx, kind) -> o [n, num_qo_heads, v]; projected:
-latent.Projected, not rotated; weights: of the layer."""
+"""(qkv, weights, place, kind) -> o [n, num_qo_heads, head_dim]: rotation and attention of a layer.
+qkv: [n, num_qo_heads + 2 * num_kv_heads, head_dim], the heads of q, of k, and of v; those of q
+alone if the layer shares keys and values. weights: of the layer.
+With latent attention (projected, weights, place, kind) -> o [n, num_qo_heads, v]; projected:
+latent.Projected, not rotated."""
+
+
+class PictureRows(NamedTuple):
+    """What the tokens of a step that show pictures have instead of an embedding.
+
+    features: [n, 1 + depth, hidden]. The embedding of each token, and what is added to its row
+      after each of the first `depth` layers; values of other tokens are ignored.
+    is_picture: [n] bool.
+    """
+
+    features: Any
+    is_picture: Any
+
+
+Pages: TypeAlias = jax.Array | tuple[jax.Array, ...]
+"""[num_layers, num_pages, page_size, num_kv_heads, head_dim]; a tuple of such arrays, one for each
+of config.page_groups, if there are several. A page has one number in all of them."""
 
 
 def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
-    """Returns one spec per window of config.windows; `kwargs` are further fields of AttentionSpec.
+    """Returns a spec for each of config.attention_kinds; `kwargs` are further fields of
+    AttentionSpec.
 
     A batch needs one plan per spec, all made from the same lengths and page table.
     """
-    return tuple(
-        ja.AttentionSpec(
-            num_qo_heads=config.num_qo_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim_qk=config.head_dim,
-            head_dim_vo=config.latent.kv_rank if config.latent else config.head_dim,
-            mla=config.latent is not None,
-            sm_scale=config.sm_scale,
-            logits_soft_cap=config.attention_soft_cap,
-            window_left=-1 if window is None else window - 1,
-            **kwargs,
-        )
-        for window in config.windows
-    )
+    return _of_kinds(ja.AttentionSpec(**_spec_fields(config), **kwargs), config)
+
+
+def train_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
+    """`attention_specs` for `train_forward`, which expands latent attention to heads of its own."""
+    fields = _spec_fields(config)
+    if (sizes := config.latent) is not None:
+        fields |= {
+            "num_kv_heads": config.num_qo_heads,
+            "head_dim_qk": _in_eights(sizes.nope + sizes.rope),
+            "head_dim_vo": _in_eights(sizes.v),
+            "mla": False,
+        }
+    return _of_kinds(ja.AttentionSpec(**fields, **kwargs), config)
+
+
+def _in_eights(head_dim: int) -> int:
+    """The head dimension that kernels take: zeros beyond change no product."""
+    return -(-head_dim // 8) * 8
 
 
 def init_pages(
     config: ModelConfig, specs: tuple[ja.AttentionSpec, ...], num_pages: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns empty k_pages, v_pages: [num_layers, num_pages, page_size, num_kv_heads, head_dim],
-    zeros. Shapes of int8 and mxfp4 are those of AttentionSpec.kv_shapes.
+) -> tuple[Pages, Pages | None]:
+    """Returns empty k_pages, v_pages, zeros: see `Pages`. num_layers: those with keys and values of
+    their own. Shapes of int8 and mxfp4 are those of AttentionSpec.kv_shapes.
 
     With latent attention k_pages holds the whole cache, and v_pages is None.
     """
-    page_size, dtype = specs[0].page_size, specs[0].dtype_of_kv
-    assert page_size is not None
-    k_shape, v_shape = specs[0].kv_shapes(config.num_layers, num_pages, page_size)
-    return jnp.zeros(k_shape, dtype), None if v_shape is None else jnp.zeros(v_shape, dtype)
+    num_layers = config.page_groups
+    if len(num_layers) == 1:
+        return specs[0].empty_pages(num_pages, *num_layers)
+    made = [
+        specs[i].empty_pages(num_pages, n)
+        for i, n in zip(_first_of_groups(config), num_layers, strict=True)
+    ]
+    k_pages, v_pages = zip(*made, strict=True)
+    return k_pages, v_pages
+
+
+def _first_of_groups(config: ModelConfig) -> list[int]:
+    """For each group of pages, the first of config.attention_kinds that has its heads."""
+    heads = [kind.heads for kind in config.attention_kinds]
+    return [heads.index(each) for each in dict.fromkeys(heads)]
+
+
+class FixedBatch(NamedTuple):
+    """Everything static that `forward` needs for a batch of fixed size.
+
+    specs: as of `attention_specs`. pages: as of `init_pages`. page_table: page_indptr and
+    page_indices, for `jax_attn.plan`.
+    """
+
+    specs: tuple[ja.AttentionSpec, ...]
+    pages: tuple[Pages, Pages | None]
+    page_table: tuple[np.ndarray, np.ndarray]
+
+
+def fixed_batch(config: ModelConfig, **kwargs: Any) -> FixedBatch:
+    """Returns specs, pages and page table for a batch of fixed size, as `jax_attn.fixed_batch`.
+
+    kwargs: batch_size and max_kv_len, and further fields of AttentionSpec, such as dtype.
+    """
+    num_layers = config.page_groups
+    batch = ja.fixed_batch(**_spec_fields(config), num_layers=num_layers[0], **kwargs)
+    specs = _of_kinds(batch.spec, config)
+    pages: tuple[Pages, Pages | None] = batch.pages
+    if len(num_layers) > 1:
+        pages = init_pages(config, specs, len(batch.page_table[1]))
+    return FixedBatch(specs, pages, batch.page_table)
+
+
+def _spec_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_qo_heads": config.num_qo_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim_qk": config.head_dim,
+        "head_dim_vo": config.latent.kv_rank if config.latent else config.head_dim,
+        "mla": config.latent is not None,
+        "sm_scale": config.sm_scale,
+        "logits_soft_cap": config.attention_soft_cap,
+    }
+
+
+def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.AttentionSpec, ...]:
+    """Returns a spec for each of config.attention_kinds from one for the heads of the config."""
+
+    def make(kind: AttentionKind) -> ja.AttentionSpec:
+        own: dict[str, Any] = {}
+        if isinstance(kind.window, Chunk):
+            own = {
+                "window_left": kind.window.length - 1,
+                "variant": _in_one_chunk(kind.window.length),
+                "share_prefixes": False,  # the mask depends on the position of a query
+            }
+        elif kind.window is not None:
+            own = {"window_left": kind.window - 1}
+        if kind.heads != (config.num_kv_heads, config.head_dim):
+            own |= {"num_kv_heads": kind.num_kv_heads}
+            own |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), kind.head_dim)
+        return dataclasses.replace(spec, **own) if own else spec
+
+    return tuple(map(make, config.attention_kinds))
+
+
+@cache
+def _in_one_chunk(length: int) -> ja.Variant:
+    return ja.Variant(mask=lambda at: at.q_pos // length == at.kv_pos // length)
 
 
 def forward(
@@ -67,11 +168,15 @@ def forward(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array | None,
-    plans: tuple[ja.AttentionPlan, ...] | tuple[parallel.StripedPlan, ...],
+    k_pages: Pages,
+    v_pages: Pages | None,
+    plans: tuple[ja.AttentionPlan, ...] | tuple[parallel.KvShardPlan, ...],
     logit_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    adapters: Adapters | None = None,
+    states: recurrence.States | None = None,
+    state_plan: ja.StatePlan | None = None,
+    pictures: PictureRows | None = None,
+) -> tuple[Any, ...]:
     """Runs one step of a batch: appends the tokens to the cache and attends over it.
 
     Args:
@@ -80,52 +185,204 @@ def forward(
       tokens: [max_qo_tokens] i32. Packed, request after request, by the plan's qo_indptr; values in
         the padding are ignored.
       positions: [max_qo_tokens] i32. Position of each token in its sequence: kv_len - qo_len + i.
+        Or [3, max_qo_tokens] with pictures, see Rope.sections and `picture_positions`.
       k_pages, v_pages: as `init_pages` makes them. Written in place if donated.
-      plans: the batch's plans, one per spec of `attention_specs`. StripedPlans inside shard_map if
+      plans: the batch's plans, one per spec of `attention_specs`. KvShardPlans inside shard_map if
         each device has a KV shard of every page.
       logit_rows: [n] i32. The tokens to compute logits for, usually the last of each request.
+      adapters: of the tokens; None: no token has one.
+      states, state_plan: of models with recurrent layers: as `init_states` makes them, and a plan
+        of `state_spec`. Written in place if donated.
+      pictures: rows of tokens that show pictures, in the order of `tokens`; None: no token does.
 
     Returns:
       logits: [n, vocab_size] f32.
       k_pages, v_pages: with the new tokens.
+      states: with the new states, if the model has recurrent layers.
     """
-    if len(plans) != len(config.windows):
-        raise ValueError(f"forward: plans: expected {len(config.windows)}, got {len(plans)}.")
-    plan_of: dict[int | None, Any] = dict(zip(config.windows, plans, strict=True))
-    # The append uses only lengths and pages, so any of the plans will do.
-    some_plan: Any = plans[0]
-    angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds}
-    is_striped = isinstance(some_plan, parallel.StripedPlan)
-    append: Any = parallel.append_stripes if is_striped else ja.append_kv
-    attention: Any = parallel.attend_stripes if is_striped else ja.attention
-
-    def attend(qkv: jax.Array, sinks: jax.Array | None, idx: int, kind: LayerKind) -> jax.Array:
-        nonlocal k_pages, v_pages
-        assert v_pages is not None
-        if is_striped:
-            q, k, v = _rotated_heads(qkv, positions, config, kind)
-            k_pages, v_pages = append(k_pages, v_pages, k, v, some_plan, layer=idx)
-            return attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
-        # Pass the stacked cache and an index, not a slice: XLA would copy a slice.
-        q, k_pages, v_pages = ja.append_rotated(
-            qkv.reshape(len(qkv), -1), *angles_of[kind], k_pages, v_pages, some_plan, layer=idx
+    has_states = config.recurrent is not None
+    if has_states != (states is not None) or has_states != (state_plan is not None):
+        raise ValueError(
+            f"forward: states, state_plan: expected {'both' if has_states else 'none'}, as"
+            f" {config.family} has {'' if has_states else 'no '}recurrent layers."
         )
-        return ja.attention(q, k_pages, v_pages, plan_of[kind.window], layer=idx, sinks=sinks)
+    kinds = config.attention_kinds
+    if not isinstance(plans, (tuple, list)) or len(plans) != len(kinds):
+        got = len(plans) if isinstance(plans, (tuple, list)) else type(plans).__name__
+        raise ValueError(
+            f"forward: plans: expected {len(kinds)}, a tuple with one for each spec of"
+            f" attention_specs, got {got}."
+        )
+    plan_of: dict[AttentionKind, Any] = dict(zip(kinds, plans, strict=True))
+    # The append uses only lengths, pages and heads, so any plan with a group's heads will do.
+    some_plans: list[Any] = [plans[i] for i in _first_of_groups(config)]
+    k_groups, v_groups = (
+        _groups(x, name, config) for x, name in ((k_pages, "k_pages"), (v_pages, "v_pages"))
+    )
+    angles_of = {kind: _angles(kind, positions, config) for kind in config.kinds if kind.attention}
+    is_sharded = isinstance(plans[0], parallel.KvShardPlan)
+    append: Any = parallel.append_kv_shards if is_sharded else ja.append_kv
+    attention: Any = parallel.attend_kv_shards if is_sharded else ja.attention
+
+    def attend(qkv: jax.Array, weights: Params, place: KvPlace, kind: LayerKind) -> jax.Array:
+        group, idx = place
+        some_plan, plan = some_plans[group], plan_of[config.attention_kind(kind)]
+        k, v = k_groups[group], v_groups[group]
+        if kind.shares_kv:
+            q = rotate(_at_temperature(qkv, positions, config, kind), angles_of[kind])
+        elif is_sharded or config.qk_norm_after_rope or kind.l2_norm:
+            q, *new = _rotated_heads(qkv, weights, positions, config, kind)
+            k, v = append(k, v, *new, some_plan, layer=idx)
+        else:
+            qkv = _at_temperature(qkv, positions, config, kind)
+            # Pass the stacked cache and an index, not a slice: XLA would copy a slice.
+            q, k, v = ja.append_rotated(
+                qkv.reshape(len(qkv), -1), *angles_of[kind], k, v, some_plan, layer=idx
+            )
+        k_groups[group], v_groups[group] = k, v
+        return attention(q, k, v, plan, layer=idx, sinks=_sinks(weights, config))
 
     def attend_latent(
-        projected: latent.Projected, weights: Params, idx: int, kind: LayerKind
+        projected: latent.Projected, weights: Params, place: KvPlace, kind: LayerKind
     ) -> jax.Array:
-        nonlocal k_pages
+        group, idx = place
 
         def attend_rows(q: jax.Array, rows: jax.Array) -> jax.Array:
-            nonlocal k_pages
-            k_pages, _ = append(k_pages, None, rows, None, some_plan, layer=idx)
-            return attention(q, k_pages, None, plan_of[kind.window], layer=idx)
+            k, _ = append(k_groups[group], None, rows, None, some_plans[group], layer=idx)
+            k_groups[group] = k
+            return attention(q, k, None, plan_of[config.attention_kind(kind)], layer=idx)
 
         return latent.absorbed(projected.rotated(angles_of[kind]), weights, config, attend_rows)
 
+    paged = None
+    if states is not None and state_plan is not None:
+        paged = recurrence.Paged(states, state_plan)
+    attend_any = attend_latent if config.latent else attend
+    x = _layers(tokens, params, config, attend_any, adapters, paged, pictures)
+    logits = _logits(x[logit_rows], params, config)
+    new_pages = (tuple(x) if len(x) > 1 else x[0] for x in (k_groups, v_groups))
+    return (logits, *new_pages) + (() if paged is None else (paged.states,))
+
+
+def _groups(pages: Pages | None, name: str, config: ModelConfig) -> list[Any]:
+    """Returns the arrays of the groups of pages: [None] for those that latent attention lacks."""
+    groups = [*pages] if isinstance(pages, (tuple, list)) else [pages]
+    if len(groups) != (expected := len(config.page_groups)):
+        raise ValueError(
+            f"forward: {name}: expected {expected} arrays, as init_pages makes them for"
+            f" {config.family}, got {len(groups)}."
+        )
+    return groups
+
+
+def state_spec(
+    config: ModelConfig, *, dtype: jax.typing.DTypeLike, **kwargs: Any
+) -> ja.StateSpec | None:
+    """Returns the spec of a batch over states of the recurrent layers; None: there are none.
+
+    kwargs: max_tokens, max_batch, num_slots, and further fields of StateSpec.
+    """
+    sizes = config.recurrent
+    if sizes is None:
+        return None
+    if sizes.rule is None:
+        return ja.StateSpec(**kwargs)
+    return ja.LinearAttentionSpec(**dataclasses.asdict(sizes.rule), dtype=dtype, **kwargs)
+
+
+def init_states(
+    config: ModelConfig, num_slots: int, dtype: jax.typing.DTypeLike
+) -> recurrence.States | None:
+    """Returns empty states of the recurrent layers; None: the model has none.
+
+    dtype: of the activations. Recurrent states are float32.
+    """
+    sizes = config.recurrent
+    if sizes is None:
+        return None
+    lead = config.num_recurrent_layers, num_slots
+    conv = recurrent = None
+    if sizes.conv_shape is not None:
+        conv = jnp.zeros((*lead, *sizes.conv_shape), dtype)
+    if sizes.rule is not None:
+        recurrent = jnp.zeros((*lead, *sizes.rule.state_shape), jnp.float32)
+    return recurrence.States(conv, recurrent)
+
+
+def train_forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    plans: tuple[ja.AttentionPlan, ...],
+    logit_rows: jax.Array,
+) -> jax.Array:
+    """`forward` for training: differentiable in `params`, without a cache.
+
+    The keys and values of the batch's own tokens are the pages: page i has rows i * page_size to
+    (i + 1) * page_size. So the page tables of several requests can begin with the pages of one
+    prompt, which is then computed once, forward and backward.
+
+    Args:
+      params: not in Panels, and not quantized.
+      config: static. Without recurrent layers.
+      tokens: [num_pages * page_size] i32. A request's tokens begin at a page; values in the padding
+        are ignored, but must be tokens.
+      positions: [num_pages * page_size] i32. Position of each token in its sequence.
+      plans: one for each spec of `train_specs`. Requests have the rows of their own pages.
+      logit_rows: [n] i32. The tokens to compute logits for.
+
+    Returns logits [n, vocab_size] f32.
+
+    Raises:
+      ValueError: plans for other windows or another attention, or tokens that do not fill pages.
+    """
+    if config.recurrent is not None:
+        raise ValueError(
+            "train_forward: config: expected a model without recurrent layers, which have no"
+            f" gradient here, got {config.family}."
+        )
+    kinds = config.attention_kinds
+    if len(plans) != len(kinds):
+        raise ValueError(f"train_forward: plans: expected {len(kinds)}, got {len(plans)}.")
+    page_size = plans[0].spec.page_size
+    if page_size is None or len(tokens) % page_size:
+        raise ValueError(
+            "train_forward: tokens: expected a multiple of the plans' page size"
+            f" {page_size}, got {len(tokens)}."
+        )
+    if plans[0].spec.mla:
+        raise ValueError(
+            "train_forward: plans: expected those of train_specs, got latent attention, which has"
+            " no gradient."
+        )
+    plan_of = dict(zip(kinds, plans, strict=True))
+    kept: Kept = {}
+
+    def attend(qkv: jax.Array, weights: Params, place: KvPlace, kind: LayerKind) -> jax.Array:
+        whole = _whole_heads(qkv, weights, positions, config, kind, place, kept)
+        return heads(*whole, _sinks(weights, config), kind)
+
+    def attend_latent(
+        projected: latent.Projected, weights: Params, place: KvPlace, kind: LayerKind
+    ) -> jax.Array:
+        rotated = projected.rotated(_angles(kind, positions, config))
+        q, k, v = latent.expanded(rotated, weights, config)
+        own = v.shape[-1]
+        q, k, v = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, _in_eights(x.shape[-1]) - x.shape[-1])))
+            for x in (q, k, v)
+        )
+        return heads(q, k, v, None, kind)[..., :own]
+
+    def heads(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, kind: LayerKind
+    ) -> jax.Array:
+        k, v = (x.reshape(-1, page_size, *x.shape[1:]) for x in (k, v))
+        return ja.attention(q, k, v, plan_of[config.attention_kind(kind)], sinks=sinks)
+
     x = _layers(tokens, params, config, attend_latent if config.latent else attend)
-    return _logits(x[logit_rows], params, config), k_pages, v_pages
+    return _logits(x[logit_rows], params, config)
 
 
 def project(
@@ -135,50 +392,54 @@ def project(
 
     positions: [n] i32. Does not support latent attention.
     """
-    h = _rms_norm(x, weights["attention_norm"], config) if config.pre_norms else x
-    return _rotated_heads(_qkv(h, weights, config), positions, config, kind)
+    h = _norm(x, weights, "attention_norm", config) if config.pre_norms else x
+    return _rotated_heads(_qkv(h, weights, config, kind)[0], weights, positions, config, kind)
 
 
 def layer(
     x: jax.Array,
     weights: Params,
     config: ModelConfig,
+    kind: LayerKind,
     attend: Callable[[jax.Array | None], jax.Array],
 ) -> jax.Array:
     """Runs a layer: x [n, hidden] -> x. attend(sinks) returns o [n, num_qo_heads, head_dim] for the
     results of `project`."""
-    return _layer(x, weights, config, lambda qkv, sinks: attend(sinks))
+    return _layer(x, weights, config, kind, lambda qkv, weights: attend(_sinks(weights, config)))
 
 
 def final_norm(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     """Applies the final norm: the last layer's x [n, hidden] -> the LM head's input [n, hidden]."""
-    return _rms_norm(x, params["final_norm"], config)
+    return _norm(x, params, "final_norm", config)
 
 
 def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Returns logits [len, vocab_size] f32 of one sequence tokens [len] i32, by dense attention."""
     positions = jnp.arange(tokens.shape[0])
 
-    distance = positions[:, None] - positions
+    distance = positions[:, None] - positions[None]
+    kept: Kept = {}
 
     def attend_latent(
-        projected: latent.Projected, weights: Params, idx: int, kind: LayerKind
+        projected: latent.Projected, weights: Params, place: KvPlace, kind: LayerKind
     ) -> jax.Array:
         rotated = projected.rotated(_angles(kind, positions, config))
         q, k, v = latent.expanded(rotated, weights, config)
         return dense(q, k, v, None, kind)
 
-    def attend(qkv: jax.Array, sinks: jax.Array | None, idx: int, kind: LayerKind) -> jax.Array:
-        q, k, v = _rotated_heads(qkv, positions, config, kind)
-        group_size = config.num_qo_heads // config.num_kv_heads
-        k, v = (jnp.repeat(x, group_size, axis=1) for x in (k, v))
-        return dense(q, k, v, sinks, kind)
+    def attend(qkv: jax.Array, weights: Params, place: KvPlace, kind: LayerKind) -> jax.Array:
+        q, k, v = _whole_heads(qkv, weights, positions, config, kind, place, kept)
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        return dense(q, k, v, _sinks(weights, config), kind)
 
     def dense(
         q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, kind: LayerKind
     ) -> jax.Array:
         visible = distance >= 0
-        if kind.window is not None:
+        if isinstance(kind.window, Chunk):
+            chunks = positions // kind.window.length
+            visible &= chunks[:, None] == chunks[None]
+        elif kind.window is not None:
             visible &= distance < kind.window
         scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32)
         scores = _soft_cap(config.sm_scale * scores, config.attention_soft_cap)
@@ -189,80 +450,272 @@ def reference_forward(params: Params, config: ModelConfig, tokens: jax.Array) ->
         weights = jax.nn.softmax(scores)[..., : len(k)].astype(v.dtype)
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
-    x = _layers(tokens, params, config, attend_latent if config.latent else attend)
+    alone = None if config.recurrent is None else recurrence.TokenByToken(config.recurrent)
+    attend_any = attend_latent if config.latent else attend
+    x = _layers(tokens, params, config, attend_any, states=alone)
     return _logits(x, params, config)
 
 
-def _layers(tokens: jax.Array, params: Params, config: ModelConfig, attend: Attend) -> jax.Array:
+def _layers(
+    tokens: jax.Array,
+    params: Params,
+    config: ModelConfig,
+    attend: Attend,
+    adapters: Adapters | None = None,
+    states: recurrence.Recurrence | None = None,
+    pictures: PictureRows | None = None,
+) -> jax.Array:
     """Runs all layers and returns x [n, hidden].
+
+    attend: with the place of a layer's keys and values. states: of recurrent layers.
+    pictures: see `forward`.
 
     The Python loop is unrolled on purpose. The body of an XLA loop would slice each layer's weights
     out of a stack, and ops that cannot fuse with the slice (the Triton matmuls of decodes) would
     read a copy.
     """
+    if config.placeholders:
+        is_placeholder = jnp.isin(tokens, jnp.array(config.placeholders))
+        tokens = jnp.where(is_placeholder, config.pad_token, tokens)
     x = embed(tokens, params, config)
-    for idx, (kind, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        x = _layer(x, weights, config, partial(attend, idx=idx, kind=kind))
-    return x
+    features: list[jax.Array] = []
+    if pictures is not None:
+        is_picture = pictures.is_picture[:, None]
+        rows, *features = pictures.features.astype(x.dtype).swapaxes(0, 1)
+        x = jnp.where(is_picture, rows, x)
+    inputs = _layer_inputs(tokens, x, params, config)
+    if config.altup is not None:
+        x = altup.expand(x, params["altup_in"])
+    num_recurrent = 0
+    layers = zip(config.layers, config.kv_places, params["layers"], strict=True)
+    for idx, (kind, place, own) in enumerate(layers):
+        weights = adapted(own, adapters, idx, config)
+        attend_here = mix = None
+        if place is not None:
+            attend_here = partial(attend, place=place, kind=kind)
+        if kind.recurrent is not None:
+            assert states is not None
+            states.index = num_recurrent
+            num_recurrent += 1
+            mix = mixers.of(kind.recurrent, config, states)
+        run = partial(
+            _layer, weights=weights, config=config, kind=kind, attend=attend_here, mix=mix
+        )
+        x = _with_own_input(x, None if inputs is None else inputs[:, idx], weights, config, run)
+        if idx < len(features):
+            x = jnp.where(is_picture, x + features[idx], x)
+    return x if config.altup is None else altup.merge(x, params["altup_out"])
+
+
+def _with_own_input(
+    x: jax.Array,
+    own_input: jax.Array | None,
+    weights: Params,
+    config: ModelConfig,
+    run: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Runs a layer and what follows it: its own input, alternating updates, its scale.
+
+    own_input: [n, config.layer_inputs.size] or None. run: `_layer`, x [n, hidden] -> x.
+    """
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        return _scaled_norm(x, weights[name], config)
+
+    def of_input(x: jax.Array) -> jax.Array:
+        assert own_input is not None
+        gate = _ACTIVATIONS[config.activation](product(x, weights["layer_input_gate"]))
+        h = product(gate * own_input, weights["layer_input_projection"])
+        return norm(h, "layer_input_norm")
+
+    if config.altup is None:
+        x = run(x)
+        if own_input is not None:
+            x += of_input(x)
+        return x * weights["layer_scale"] if config.layer_scales else x
+    predictions = altup.predict(x, weights, config.altup, norm)
+    active = run(predictions[config.altup.active])
+    x = altup.correct(predictions, active, weights, config.altup, norm)
+    active = x[config.altup.active]
+    if config.altup.scales_output:
+        active *= weights["altup_scale"]
+    return x.at[1:].add(of_input(active))
+
+
+def _layer_inputs(
+    tokens: jax.Array, x: jax.Array, params: Params, config: ModelConfig
+) -> jax.Array | None:
+    """Returns the layers' own inputs [n, num_layers, size], or None. x: the embedded tokens."""
+    sizes = config.layer_inputs
+    if sizes is None:
+        return None
+    shape = len(x), config.num_layers, sizes.size
+    known = jnp.where(tokens < sizes.vocab_size, tokens, 0)
+    embedded = params["layer_inputs_embed"][known].reshape(shape)
+    embedded *= jnp.asarray(sizes.size**0.5, x.dtype)
+    projected = product(x, params["layer_inputs_projection"]) * config.hidden_size**-0.5
+    projected = _scaled_norm(projected.reshape(shape), params["layer_inputs_norm"], config)
+    return (projected + embedded) * 0.5**0.5
 
 
 def _layer(
     x: jax.Array,
     weights: Params,
     config: ModelConfig,
-    attend: Attend,
+    kind: LayerKind,
+    attend: Attend | None = None,
+    mix: mixers.Mix | None = None,
 ) -> jax.Array:
-    """Runs a layer: x [n, hidden] -> x. attend(qkv, sinks) -> o [n, num_qo_heads, head_dim]."""
+    """Runs a layer: x [n, hidden] -> x. attend(qkv, weights) -> o [n, num_qo_heads, head_dim].
+
+    mix: of a layer with a state.
+    """
+
+    pre_norms = config.pre_norms or attend is None
+    post_norms = config.post_norms and attend is not None
 
     def norm(x: jax.Array, name: str, is_on: bool) -> jax.Array:
-        return _rms_norm(x, weights[name], config) if is_on else x
+        return _norm(x, weights, name, config) if is_on else x
 
-    def add(x: jax.Array, h: jax.Array) -> jax.Array:
-        return x + (h if config.residual_scale == 1 else h * config.residual_scale)
+    def add(
+        x: jax.Array,
+        normed: jax.Array,
+        h: jax.Array,
+        part: Literal["attention", "recurrent", "mlp"],
+    ) -> jax.Array:
+        if config.normed_residual is not None:
+            kept, new = getattr(config.normed_residual, part)
+            return _times(normed, kept) + _times(h, new)
+        return x + _times(h, config.residual_scale)
 
-    h = norm(x, "attention_norm", config.pre_norms)
-    if config.latent:
-        projected = latent.project(h, weights, config, lambda x, w: _rms_norm(x, w, config))
-        o = attend(projected, weights)
+    into_attention = h = norm(x, "attention_norm", pre_norms) if mix or attend else x
+    mixed: list[jax.Array] = []
+    if mix is not None:
+        mixed.append(mix(h, weights))
+    if attend is not None:
+        mixed.append(_attention(h, weights, config, kind, attend))
+    before = x
+    if mixed:
+        out = norm(sum(mixed[1:], mixed[0]), "attention_post_norm", post_norms)
+        x = add(x, h, out, "recurrent" if mix else "attention")
+    if "router" not in weights and "down" not in weights:
+        return x
+    if config.altup is not None:
+        x = altup.add_laurel(x, into_attention, weights, partial(norm, is_on=True))
+    if config.parallel == "same_norm":
+        h = into_attention
     else:
-        o = attend(
-            _qkv(h, weights, config),
-            weights["sinks"].astype(jnp.float32) if config.sinks else None,
-        )
-    h = _sum(product(o.reshape(len(x), -1), weights["o"]), config)
+        h = norm(before if config.parallel else x, "mlp_norm", pre_norms)
+    into_mlp = h
+    if "router" in weights and "gate_up" not in weights:
+        h = _experts(h, weights, config)
+    else:
+        h = _mlp(h, weights, config, kind.sparsity)
+    if "beside_post_norm" in weights:
+        routed = _scaled_norm(x, weights["router_norm"], config) * config.hidden_size**-0.5
+        of_experts = _experts(norm(x, "expert_norm", True), weights, config, routed)
+        h = norm(h, "beside_post_norm", True) + norm(of_experts, "expert_post_norm", True)
+    return add(x, into_mlp, norm(h, "mlp_post_norm", post_norms), "mlp")
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
+
+
+def _attention(
+    h: jax.Array, weights: Params, config: ModelConfig, kind: LayerKind, attend: Attend
+) -> jax.Array:
+    if config.latent:
+        norm_latent = partial(_scaled_norm, config=config, eps=config.latent.norm_eps)
+        o = attend(latent.project(h, weights, config, norm_latent), weights)
+    else:
+        qkv, gate = _qkv(h, weights, config, kind)
+        o = attend(qkv, weights)
+        if gate is not None:
+            o = o.reshape(gate.shape) * jax.nn.sigmoid(gate)
+    h = _sum(product(o.reshape(len(h), -1), weights["o"]), config)
     if config.o_bias:
-        h += weights["o_bias"]
-    x = add(x, norm(h, "attention_post_norm", config.post_norms))
-
-    mlp = _experts if "router" in weights else _mlp
-    h = mlp(norm(x, "mlp_norm", config.pre_norms), weights, config)
-    return add(x, norm(h, "mlp_post_norm", config.post_norms))
+        h += weights["o_bias"][None]
+    return _times(h, config.attention_out_scale)
 
 
-def _qkv(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    """Projects x, after the layer's norm, to [n, num_qo_heads + 2 * num_kv_heads, head_dim]."""
-    qkv = product(x, weights["qkv"])
+def _qkv(
+    x: jax.Array, weights: Params, config: ModelConfig, kind: LayerKind
+) -> tuple[jax.Array, jax.Array | None]:
+    """Projects x, after the layer's norm, to [n, num_qo_heads + 2 * num_kv_heads, head_dim], or to
+    the heads of q alone if the layer shares keys and values.
+
+    Also returns the attention gate before its sigmoid, [n, num_qo_heads * head_dim], or None.
+    """
+    config = config.of(kind)
+    qkv, gate = product(_times(x, config.attention_in_scale), weights["qkv"]), None
     if config.qkv_bias:
-        qkv += weights["qkv_bias"]
+        qkv += weights["qkv_bias"][None]
+    if config.attention_gate:
+        num_heads = config.num_qo_heads + 2 * config.num_kv_heads
+        qkv, gate = jnp.split(qkv, [num_heads * config.head_dim], axis=-1)
     if config.qk_norm == "all_heads":
         sizes = [n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads)]
         q, k, v = jnp.split(qkv, np.cumsum(sizes), axis=-1)
         names = ("q", q), ("k", k)
-        q, k = (_rms_norm(x, weights[f"{n}_norm"], config, config.heads_axis) for n, x in names)
+        q, k = (_scaled_norm(x, weights[f"{n}_norm"], config, config.heads_axis) for n, x in names)
         qkv = jnp.concatenate([q, k, v], axis=-1)
     qkv = qkv.reshape(len(x), -1, config.head_dim)
-    if config.qk_norm == "per_head":
-        # One kernel for all heads, with v masked out; q, k and v apart would take three kernels.
-        head = jnp.arange(qkv.shape[1])[:, None]
-        scale = jnp.where(head < config.num_qo_heads, weights["q_norm"], weights["k_norm"])
-        is_v = head >= config.num_qo_heads + config.num_kv_heads
-        qkv = jnp.where(is_v, qkv, _rms_norm(qkv, scale, config))
-    return qkv
+    if kind.values_are_keys and not kind.shares_kv:
+        qkv = jnp.concatenate([qkv, qkv[:, config.num_qo_heads :]], axis=1)
+    return qkv if config.qk_norm_after_rope else _normed_heads(qkv, weights, config, kind), gate
 
 
-def _mlp(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    gated = _gated(product(x, weights["gate_up"]), config)
-    return _sum(product(gated, weights["down"]), config)
+def _normed_heads(
+    qkv: jax.Array, weights: Params, config: ModelConfig, kind: LayerKind
+) -> jax.Array:
+    """Applies the norms of single heads to those of q and k, and of v, if there are such norms.
+
+    config: with the sizes of the layer's kind.
+    """
+    if config.qk_norm not in ("per_head", "each_head"):
+        return qkv
+    # One kernel for all heads, with v masked out; q, k and v apart would take three kernels.
+    head = jnp.arange(qkv.shape[1])[:, None]
+    scale = weights["q_norm"]
+    if config.qk_norm == "each_head":
+        scales = [scale, weights["k_norm"], weights["k_norm"]]  # v's are masked out
+        scale = jnp.concatenate(scales).reshape(-1, config.head_dim)
+    elif not kind.shares_kv:
+        scale = jnp.where(head < config.num_qo_heads, scale, weights["k_norm"])
+    is_v = head >= config.num_qo_heads + config.num_kv_heads
+    if config.v_norm:
+        return _scaled_norm(qkv, jnp.where(is_v, 1 - config.norm_offset, scale), config)
+    return jnp.where(is_v, qkv, _scaled_norm(qkv, scale, config))
+
+
+def _sinks(weights: Params, config: ModelConfig) -> jax.Array | None:
+    """Returns a layer's sinks [num_qo_heads] f32; None: it has none."""
+    return weights["sinks"].astype(jnp.float32) if config.sinks else None
+
+
+def _mlp(x: jax.Array, weights: Params, config: ModelConfig, sparsity: float = 0.0) -> jax.Array:
+    gate_up = product(x, weights["gate_up"])
+    if config.mlp_bias:
+        gate_up += weights["gate_up_bias"][None]
+    if sparsity:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        gate_up = jnp.concatenate([_sparse(gate, sparsity), up], axis=-1)
+    if config.activation == "xielu":
+        h = _xielu(gate_up, weights["xielu"])
+    else:
+        h = _gated(gate_up, config)
+    h = _times(_sum(product(h, weights["down"]), config), config.down_scale)
+    return h + weights["down_bias"][None] if config.mlp_bias else h
+
+
+def _sparse(x: jax.Array, sparsity: float) -> jax.Array:
+    """Subtracts the quantile that `sparsity` of each row is below, if it is normally distributed;
+    values below become 0."""
+    x32 = x.astype(jnp.float32)
+    deviations = statistics.NormalDist().inv_cdf(sparsity)
+    cut = x32.mean(-1, keepdims=True) + deviations * x32.std(-1, keepdims=True)
+    return jax.nn.relu(x32 - cut).astype(x.dtype)
 
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -271,27 +724,45 @@ def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
-    """Applies the gated activation to an MLP's first matmul, [n, 2 * size] -> [n, size]."""
+    """Applies the gated activation to an MLP's first matmul, [n, 2 * size] -> [n, size]; without a
+    gate [n, size] -> [n, size]."""
+    if not config.gated:
+        return _ACTIVATIONS[config.activation](gate_up)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if config.activation == "clamped_swiglu":  # gpt-oss
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-    return _ACTIVATIONS[config.activation](gate) * up
+    return _ACTIVATIONS[config.activation](_times(gate, config.gate_scale)) * up
 
 
-def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
-    """Runs the experts: x [n, hidden] -> sum over a token's experts of probability * output.
+def _xielu(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """xIELU (arXiv 2411.13010). weights: [4], alpha_p, alpha_n, beta and eps as in the files."""
+    alpha_p, alpha_n, beta, eps = weights.astype(jnp.float32)
+    x32 = x.astype(jnp.float32)
+    below = (jnp.expm1(jnp.minimum(x32, eps)) - x32) * (beta + jax.nn.softplus(alpha_n))
+    above = jax.nn.softplus(alpha_p) * jnp.square(x32)
+    return (jnp.where(x32 > 0, above, below) + beta * x32).astype(x.dtype)
 
+
+def _experts(
+    x: jax.Array, weights: Params, config: ModelConfig, routed: jax.Array | None = None
+) -> jax.Array:
+    """Runs the experts: x [n, hidden] -> sum over a token's experts of score * output, or of the
+    outputs for score * input.
+
+    routed: [n, hidden], the input of the router; None: x.
     Tokens are sorted by expert, so each expert multiplies only its own rows. A device of a mesh has
     a part of the experts; rows of other devices' experts sort last and contribute nothing.
     """
     assert config.experts is not None
     per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
-    logits = product(x, weights["router"], jnp.float32)
+    logits = product(x if routed is None else routed, weights["router"], jnp.float32)
     if "router_bias" in weights:
-        logits += weights["router_bias"].astype(jnp.float32)
+        logits += weights["router_bias"].astype(jnp.float32)[None]
     scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
+    if "expert_scale" in weights:
+        scores *= weights["expert_scale"].astype(jnp.float32)[chosen]
     expert = chosen.reshape(-1)
     is_own = None
     if config.heads_axis is not None:
@@ -309,37 +780,95 @@ def _experts(x: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
         bias = weights.get(f"{name}_bias")
         return y if bias is None else y + bias[expert[order]]
 
-    h = _gated(of_expert(x[order // per_token], "expert_gate_up"), config)
+    inputs = product(x, weights["latent_in"]) if "latent_in" in weights else x
+    rows = inputs[order // per_token]
+    if config.experts.scales_input:
+        rows *= scores.reshape(-1)[order, None].astype(x.dtype)
+        scores = jnp.ones_like(scores)
+    h = _gated(of_expert(rows, "expert_gate_up"), config)
     h = of_expert(h, "expert_down")
     by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
     y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
+    if "latent_out" in weights:
+        y = product(y, weights["latent_out"])
     if "shared_down" in weights:
         gated = _gated(product(x, weights["shared_gate_up"]), config)
-        y += product(gated, weights["shared_down"])
+        shared = product(gated, weights["shared_down"])
+        if config.experts.shared_gate:
+            shared *= jax.nn.sigmoid(product(x, weights["shared_gate"]))
+        y += shared
     return _sum(y, config)
 
 
 def _rotated_heads(
-    qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
+    qkv: jax.Array, weights: Params, positions: jax.Array, config: ModelConfig, kind: LayerKind
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns rotated q, k, v, for attention without append_rotated."""
-    q, k, v = jnp.split(qkv, [config.num_qo_heads, config.num_qo_heads + config.num_kv_heads], 1)
-    angles = _angles(kind, positions, config)
-    return rotate(q, angles), rotate(k, angles), v
+    own = config.of(kind)
+    ends = [own.num_qo_heads, own.num_qo_heads + own.num_kv_heads]
+    qk, v = jnp.split(qkv, ends[1:], axis=1)
+    qk = rotate(qk, _angles(kind, positions, config))
+    if kind.l2_norm:
+        qk = _scaled_norm(qk, jnp.ones(()), config)
+    qkv = jnp.concatenate([qk, v], axis=1)
+    if config.qk_norm_after_rope:
+        qkv = _normed_heads(qkv, weights, own, kind)
+    q, k, v = jnp.split(_at_temperature(qkv, positions, config, kind), ends, axis=1)
+    return q, k, v
+
+
+Kept: TypeAlias = dict[KvPlace, tuple[jax.Array, jax.Array]]
+"""k, v: [n, num_kv_heads, head_dim] of the layers so far, for those that share them."""
+
+
+def _whole_heads(
+    qkv: jax.Array,
+    weights: Params,
+    positions: jax.Array,
+    config: ModelConfig,
+    kind: LayerKind,
+    place: KvPlace,
+    kept: Kept,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns rotated q, k, v for attention without a cache; k and v may be another layer's."""
+    if kind.shares_kv:
+        qkv = _at_temperature(qkv, positions, config, kind)
+        return rotate(qkv, _angles(kind, positions, config)), *kept[place]
+    q, k, v = _rotated_heads(qkv, weights, positions, config, kind)
+    kept[place] = k, v
+    return q, k, v
+
+
+def _at_temperature(
+    qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
+) -> jax.Array:
+    """Multiplies the heads of q by the layer's temperature at their positions."""
+    if kind.temperature is None:
+        return qkv
+    shifted = positions.astype(jnp.float32) + kind.temperature.offset
+    turns = jnp.floor(shifted / kind.temperature.length)
+    scale = 1 + kind.temperature.beta * jnp.log1p(turns)
+    is_q = jnp.arange(qkv.shape[1])[None] < config.num_qo_heads
+    return qkv * jnp.where(is_q, scale[:, None], 1).astype(qkv.dtype)[..., None]
 
 
 def _angles(
     kind: LayerKind, positions: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cos, sin: [n, head_dim / 2] f32; 1 and 0 in layers without RoPE."""
-    head_dim = config.latent.rope if config.latent else config.head_dim
+    head_dim = config.latent.rope if config.latent else config.of(kind).head_dim
     if kind.rope is None:
-        shape = (len(positions), head_dim // 2)
+        shape = (positions.shape[-1], head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     return kind.rope.angles(head_dim, positions)
 
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # jax's gelu is the tanh form
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,  # jax's gelu is the tanh form
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
@@ -358,10 +887,14 @@ def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
 
 def _logits(x: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     x = final_norm(x, params, config)
-    head = params["embed" if config.tie_embeddings else "head"]
-    if config.tie_embeddings and not isinstance(head, Panels):
-        head = head.T
-    logits = product(x, head, jnp.float32) * config.logit_scale
+    head = params.get("head")
+    if head is None:
+        embed = params["embed"]
+        head = embed if isinstance(embed, Panels) else embed.T
+    logits = product(x, head, jnp.float32)
+    if config.head_bias:
+        logits += params["head_bias"].astype(jnp.float32)[None]
+    logits *= config.logit_scale
     if config.splits_vocabulary:
         logits = jax.lax.all_gather(logits, config.heads_axis, axis=1, tiled=True)
     return _soft_cap(logits, config.logit_soft_cap)
@@ -371,13 +904,36 @@ def _soft_cap(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
-def _rms_norm(
-    x: jax.Array, weight: jax.Array, config: ModelConfig, over: str | None = None
+def _norm(x: jax.Array, weights: Params, name: str, config: ModelConfig) -> jax.Array:
+    """The norm with the weights of that name."""
+    bias = weights[f"{name}_bias"] if config.norm_bias else None
+    return _scaled_norm(x, weights[name], config, bias=bias)
+
+
+def _scaled_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    config: ModelConfig,
+    over: str | None = None,
+    eps: float | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """RMSNorm. over: the mesh axis over which the last axis of x is split in equal parts."""
+    """RMSNorm or LayerNorm.
+
+    over: the mesh axis over which the last axis of x is split in equal parts.
+    eps: None: rms_norm_eps.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        own = jnp.mean(x, axis=-1, keepdims=True)
+        return own if over is None else jax.lax.pmean(own, over)
+
     x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    if over is not None:
-        variance = jax.lax.pmean(variance, over)
+    if config.layer_norm:
+        x32 -= mean(x32)
+    variance = mean(jnp.square(x32))
     scale = config.norm_offset + weight.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(variance + config.rms_norm_eps) * scale).astype(x.dtype)
+    scale = scale.reshape(*(1,) * (x.ndim - scale.ndim), *scale.shape)
+    eps = config.rms_norm_eps if eps is None else eps
+    y = x32 * jax.lax.rsqrt(variance + eps) * scale
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

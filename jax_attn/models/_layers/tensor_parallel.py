@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
 from jax_attn import parallel
-from jax_attn.models._config.config import ModelConfig
+from jax_attn.models._config.config import Chunk, ModelConfig
 from jax_attn.models._layers.decoder import init_pages
 from jax_attn.models._products.quantized import Quantized
 from jax_attn.models._weights.weights import Params
@@ -35,10 +35,11 @@ class TensorParallel:
     all-gather. If there are fewer KV heads than devices, KV heads are replicated. If the axis does
     not divide the vocabulary, every device has all of it.
 
-    context_axis_name: a mesh axis over which pages are split into KV shards (parallel.KvStripes),
+    context_axis_name: a mesh axis over which pages are split into KV shards (parallel.KvShards),
         or None. All devices of that axis have the same weights.
 
-    Raises ValueError for an axis that does not divide heads, MLPs or experts.
+    Raises ValueError for an axis that does not divide heads, MLPs or experts, and for a context
+    axis with chunks of attention.
     """
 
     whole: ModelConfig
@@ -48,6 +49,22 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
+        if whole.recurrent is not None:
+            raise ValueError(
+                "TensorParallel: whole: expected a model without recurrent layers, got"
+                f" {whole.family}; use fewer devices."
+            )
+        if self.context_axis_name and any(isinstance(kind.window, Chunk) for kind in whole.kinds):
+            raise ValueError(
+                "TensorParallel: context_axis_name: expected None for a model with chunks of"
+                f" attention, got {self.context_axis_name!r} for {whole.family}; use fewer devices."
+            )
+        if whole.has_special_layers:
+            raise ValueError(
+                "TensorParallel: whole: expected layers with the same heads, keys and values of"
+                f" their own and no inputs or scales of their own, got {whole.family}; use fewer"
+                " devices."
+            )
         if whole.num_kv_heads % size and size % whole.num_kv_heads:
             self._refuse("KV heads", whole.num_kv_heads, " or a divisor of theirs")
         sizes = {"query heads": whole.num_qo_heads}
@@ -89,13 +106,13 @@ class TensorParallel:
         heads = None if self.whole.latent else self.axis_name
         return P(None, None, self.context_axis_name, heads)
 
-    def stripes(self, spec: ja.AttentionSpec) -> parallel.KvStripes | None:
-        """Returns the KvStripes of a spec of `config`; None without a context axis. Raises as
-        KvStripes does."""
+    def kv_shards(self, spec: ja.AttentionSpec) -> parallel.KvShards | None:
+        """Returns the KvShards of a spec of `config`; None without a context axis. Raises as
+        KvShards does."""
         name = self.context_axis_name
         if name is None:
             return None
-        return parallel.KvStripes(spec, name, int(self.mesh.shape[name]), self.axis_name)
+        return parallel.KvShards(spec, name, int(self.mesh.shape[name]), self.axis_name)
 
     def init_pages(
         self, specs: tuple[ja.AttentionSpec, ...], num_pages: int
@@ -108,11 +125,12 @@ class TensorParallel:
             num_kv_heads=specs[0].num_kv_heads * times,
         )
         sharding = NamedSharding(self.mesh, self.pages_spec)
-        make = jax.jit(
+        make: Any = jax.jit(
             lambda: init_pages(self.config, (spec,), num_pages),
             out_shardings=(sharding, None if self.whole.latent else sharding),
         )
-        return make()
+        pages: tuple[jax.Array, jax.Array | None] = make()
+        return pages
 
     def split_params(self, params: Params) -> Params:
         """Returns the weights as sharded arrays. Each device receives only its part.
@@ -124,7 +142,7 @@ class TensorParallel:
 
         def split(path: Any, x: Any) -> Any:
             name = path[-1].key
-            axis, order = self._split_of(name, len(x.shape))
+            axis, order = self.split_of(name, len(x.shape))
             if not isinstance(x, Quantized):
                 return put(x, axis, order)
             by_rows = axis is not None and axis == len(x.shape) - 2
@@ -165,7 +183,7 @@ class TensorParallel:
         is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
         return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
 
-    def _split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
+    def split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
         """Returns the split axis of a weight, and the order of its elements there; None: as is."""
         whole = self.whole
         if name.startswith("expert_"):
@@ -176,13 +194,13 @@ class TensorParallel:
             return ndim - 1, None
         if name in ("qkv", "qkv_bias"):
             return ndim - 1, np.concatenate([self._columns("qkv", d) for d in range(self.size)])
-        if name in ("gate_up", "shared_gate_up"):
+        if name in ("gate_up", "gate_up_bias", "shared_gate_up"):
             return ndim - 1, self._gate_up_columns(name)
-        if name in ("q_norm", "k_norm") and whole.qk_norm == "all_heads":
+        if name in ("q_norm", "k_norm") and whole.qk_norm in ("all_heads", "each_head"):
             name = name[0]
             return 0, np.concatenate([self._columns(name, d) for d in range(self.size)])
-        if name in ("embed", "head") and self.config.splits_vocabulary:
-            return (0 if name == "embed" else 1), None
+        if name in ("embed", "head", "head_bias") and self.config.splits_vocabulary:
+            return (1 if name == "head" else 0), None
         return None, None
 
     def _columns(self, names: str, device: int) -> np.ndarray:
@@ -204,4 +222,5 @@ class TensorParallel:
         if name == "shared_gate_up":
             assert whole.experts is not None
             size = whole.experts.shared_size
-        return np.arange(2 * size).reshape(2, self.size, -1).swapaxes(0, 1).reshape(-1)
+        parts = 2 if whole.gated else 1
+        return np.arange(parts * size).reshape(parts, self.size, -1).swapaxes(0, 1).reshape(-1)

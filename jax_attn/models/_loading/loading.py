@@ -10,7 +10,7 @@ import jax
 
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.directory import ModelDirectoryError, existing
-from jax_attn.models._config.families import load_config
+from jax_attn.models._families.parse import load_config
 from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.models._weights.weights import Params, load_params
 

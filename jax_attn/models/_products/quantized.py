@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn.models._products import quantized_cuda
+from jax_attn.models._products.lora import Adapted
 from jax_attn.models._products.panels import Panels
 
 Array = Any  # of numpy or JAX
@@ -71,7 +72,7 @@ def codes_per_byte(kind: Kind) -> int:
 
 
 def product(
-    x: jax.Array, weight: Matrix | Panels, dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array, weight: Matrix | Panels | Adapted, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
     """Computes x [n, in] @ weight [in, out] -> [n, out] of `dtype`, default x's.
 
@@ -80,6 +81,8 @@ def product(
     scale each. Other formats have a kernel for up to 256 rows of 16-bit x (quantized_cuda.py). All
     other matrices are widened in memory first.
     """
+    if isinstance(weight, Adapted):
+        return weight.add(x, product(x, weight.weight, dtype))
     if isinstance(weight, Panels):
         return weight.product(x, dtype)
     if not isinstance(weight, Quantized):

@@ -30,6 +30,11 @@ class Encoding(Protocol):
     @property
     def ids(self) -> list[int]: ...
 
+    @property
+    def type_ids(self) -> list[int]:
+        """For each token, 1 in the second text of a pair, otherwise 0."""
+        ...
+
 
 class Tokenizer(Protocol):
     """The used part of tokenizers.Tokenizer. Arguments and results are the library's."""
@@ -39,7 +44,7 @@ class Tokenizer(Protocol):
     def no_padding(self) -> None: ...
 
     def encode_batch_fast(
-        self, input: list[str], /, *, add_special_tokens: bool
+        self, input: Sequence[str] | Sequence[tuple[str, str]], /, *, add_special_tokens: bool
     ) -> Sequence[Encoding]: ...
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...

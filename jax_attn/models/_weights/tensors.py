@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeAlias
 
-from jax_attn.models._config.config import Experts, Latent, ModelConfig
-from jax_attn.models._weights import mxfp4
+from jax_attn.models._config.config import AltUp, Experts, Latent, LayerKind, ModelConfig
+from jax_attn.models._weights import mxfp4, recurrent_tensors
 
 Shape: TypeAlias = tuple[int, ...]
 
 Parts: TypeAlias = dict[str, Shape]
 """Tensors of the files that make one matrix, side by side; a list of them makes a stack."""
+
+LAYER_INPUTS_TABLE = "model.embed_tokens_per_layer.weight"
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
@@ -18,36 +21,171 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Par
 
     A matrix is [out, in] in torch, and [in, out] in Params.
     """
+
+    def renamed(parts: Parts) -> Parts:
+        return {in_files(name, config): shape for name, shape in parts.items()}
+
+    return {
+        weight: [renamed(each) for each in parts] if isinstance(parts, list) else renamed(parts)
+        for weight, parts in _layer_tensors(config, layer).items()
+    }
+
+
+def is_upright(weight: str, ndim: int, config: ModelConfig) -> bool:
+    """Whether a weight's tensors in the files have its layout in Params; else they are transposed.
+
+    ndim: of the weight in Params, without the axis of a stack of several tensors.
+    """
+    if ndim == 3 and weight.startswith("expert_"):
+        return config.experts is None or config.experts.stacked != "rows"
+    return weight.endswith(("embed", "_bias")) or ndim != 2
+
+
+def in_files(name: str, config: ModelConfig) -> str:
+    """Returns what the files call a tensor of Llama's name."""
+    for ours, theirs in config.renamed:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def embed_name(config: ModelConfig) -> str:
+    return in_files("model.embed_tokens.weight", config)
+
+
+def head_name(config: ModelConfig) -> str:
+    return in_files("lm_head.weight", config)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, Parts | list[Parts]]:
+    """Returns for each weight outside of the layers its tensors, as `layer_tensors`; names are
+    whole. If the head is tied to the embedding, its tensor need not be there."""
     d = config.hidden_size
+    table: Shape = config.vocab_size, d
+    tensors: dict[str, Parts | list[Parts]] = {
+        "embed": {embed_name(config): table},
+        "head": {head_name(config): table},
+    }
+    if config.head_bias:
+        tensors["head_bias"] = {in_files("lm_head.bias", config): table[:1]}
+    tensors |= _norm_tensors(config, "final_norm", in_files("model.norm", config))
+    if (inputs := config.layer_inputs) is not None:
+        size = config.num_layers * inputs.size
+        tensors |= {
+            "layer_inputs_embed": {LAYER_INPUTS_TABLE: (inputs.vocab_size, size)},
+            "layer_inputs_projection": {"model.per_layer_model_projection.weight": (size, d)},
+            "layer_inputs_norm": {"model.per_layer_projection_norm.weight": (inputs.size,)},
+        }
+    if config.altup is not None:
+        others = range(config.altup.num_inputs - 1)
+        for weight, name in (("altup_in", "projections"), ("altup_out", "unembed_projections")):
+            tensors[weight] = [{f"model.altup_{name}.{i}.weight": (d, d)} for i in others]
+    return tensors
+
+
+def layer_prefix(config: ModelConfig, layer: int) -> str:
+    """Returns the beginning of the names of a layer's tensors."""
+    return in_files(f"model.layers.{layer}.", config)
+
+
+def is_of_shared_kv(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is for keys and values of a layer that shares others': of no use."""
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
+    if found is None:
+        return False
+    return any(kind.shares_kv for kind in config.layers[int(found[1]) :][:1])
+
+
+def _norm_tensors(config: ModelConfig, weight: str, name: str) -> dict[str, Parts]:
+    shape = (config.hidden_size,)
+    tensors: dict[str, Parts] = {weight: {f"{name}.weight": shape}}
+    if config.norm_bias:
+        tensors[f"{weight}_bias"] = {f"{name}.bias": shape}
+    return tensors
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
+    kind = config.layers[layer]
+    config, d = config.of(kind), config.hidden_size
+    tensors: dict[str, Parts | list[Parts]] = {}
+    if kind.recurrent is not None:
+        tensors |= recurrent_tensors.of(kind.recurrent, d)
+    if kind.attention:
+        tensors |= _attention_tensors(config, kind)
+    # The norm after attention may have the usual name of the pre-MLP norm.
+    after_attention, after_mlp = config.post_norm_names
+    post_norms = config.post_norms and kind.attention
+    is_taken = post_norms and after_attention == "post_attention_layernorm"
+    before_mlp = "pre_feedforward" if is_taken else "post_attention"
+    has_mixer = bool(tensors)
+    pre_norms = config.pre_norms or not kind.attention
+    if pre_norms and has_mixer:
+        tensors |= _norm_tensors(config, "attention_norm", "input_layernorm")
+    if pre_norms and kind.mlp and config.parallel != "same_norm":
+        tensors |= _norm_tensors(config, "mlp_norm", f"{before_mlp}_layernorm")
+    if post_norms:
+        tensors |= _norm_tensors(config, "attention_post_norm", after_attention)
+        tensors |= _norm_tensors(config, "mlp_post_norm", after_mlp)
+    if (inputs := config.layer_inputs) is not None:
+        tensors["layer_input_gate"] = {"per_layer_input_gate.weight": (inputs.size, d)}
+        tensors["layer_input_projection"] = {"per_layer_projection.weight": (d, inputs.size)}
+        tensors["layer_input_norm"] = {"post_per_layer_input_norm.weight": (d,)}
+    if config.altup is not None:
+        tensors |= _altup_tensors(config.altup, d)
+    if config.layer_scales:
+        tensors["layer_scale"] = {"layer_scalar": (1,)}
+    return tensors | (_mlp_tensors(config, layer) if kind.mlp else {})
+
+
+def _attention_tensors(config: ModelConfig, kind: LayerKind) -> dict[str, Parts | list[Parts]]:
+    d = config.hidden_size
+    if config.latent is not None:
+        return _latent_tensors(config, config.latent)
     q_size = config.num_qo_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    qkv_sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-    # In models with post-norms, the norm after attention has the usual name of the pre-MLP norm.
-    before_mlp = "pre_feedforward" if config.post_norms else "post_attention"
-    tensors: dict[str, Parts | list[Parts]] = {"o": {"self_attn.o_proj.weight": (d, q_size)}}
-    if config.latent is not None:
-        tensors = _latent_tensors(config, config.latent)
-    elif config.packed:
-        tensors["qkv"] = {"self_attn.qkv_proj.weight": (q_size + 2 * kv_size, d)}
-    else:
-        tensors["qkv"] = {f"self_attn.{x}_proj.weight": (n, d) for x, n in qkv_sizes.items()}
-    if config.pre_norms:
-        tensors["attention_norm"] = {"input_layernorm.weight": (d,)}
-        tensors["mlp_norm"] = {f"{before_mlp}_layernorm.weight": (d,)}
+    # A gate's columns are beside those of q, head by head.
+    qkv_sizes = {"q": q_size * (1 + config.attention_gate)}
+    if not kind.shares_kv:
+        qkv_sizes |= {"k": kv_size} if kind.values_are_keys else {"k": kv_size, "v": kv_size}
+    projections = qkv_sizes
+    if {"qkv", "qkv_by_head"} & {*config.packed}:
+        projections = {"qkv": q_size + 2 * kv_size}
+    tensors: dict[str, Parts | list[Parts]] = {
+        "o": {"self_attn.o_proj.weight": (d, q_size)},
+        "qkv": {f"self_attn.{x}_proj.weight": (n, d) for x, n in projections.items()},
+    }
     if config.qkv_bias:
-        tensors["qkv_bias"] = {f"self_attn.{x}_proj.bias": (n,) for x, n in qkv_sizes.items()}
+        tensors["qkv_bias"] = {f"self_attn.{x}_proj.bias": (n,) for x, n in projections.items()}
     if config.sinks:
         tensors["sinks"] = {"self_attn.sinks": (config.num_qo_heads,)}
     if config.o_bias:
         tensors["o_bias"] = {"self_attn.o_proj.bias": (d,)}
     if config.qk_norm != "none":
-        for x in "qk":
-            size = config.head_dim if config.qk_norm == "per_head" else qkv_sizes[x]
-            tensors[f"{x}_norm"] = {f"self_attn.{x}_norm.weight": (size,)}
-    if config.post_norms:
-        tensors["attention_post_norm"] = {"post_attention_layernorm.weight": (d,)}
-        tensors["mlp_post_norm"] = {"post_feedforward_layernorm.weight": (d,)}
-    return tensors | _mlp_tensors(config, layer)
+        for x in "q" if kind.shares_kv else "qk":
+            size, name = config.head_dim, f"self_attn.{x}_norm"
+            parts: Parts = {f"{name}.weight": (size,)}
+            if config.qk_norm == "all_heads":
+                parts = {f"{name}.weight": (qkv_sizes[x],)}
+            elif "qk_norm" in config.packed:
+                parts = {f"{name}.weight": (qkv_sizes[x] // size, size)}
+            elif config.qk_norm == "each_head":
+                num_heads = qkv_sizes[x] // size
+                parts = {f"{name}.{i}.weight": (size,) for i in range(num_heads)}
+            tensors[f"{x}_norm"] = parts
+    return tensors
+
+
+def _altup_tensors(sizes: AltUp, d: int) -> dict[str, Parts | list[Parts]]:
+    n = sizes.num_inputs
+    return {
+        "altup_router": {"altup.modality_router.weight": (n, d)},
+        "altup_router_norm": {"altup.router_norm.weight": (d,)},
+        "altup_prediction": {"altup.prediction_coefs.weight": (n * n, n)},
+        "altup_correction": {"altup.correction_coefs.weight": (n, n)},
+        "altup_scale": {"altup.correct_output_scale": (d,)},
+        "laurel_left": {"laurel.linear_left.weight": (sizes.laurel_rank, d)},
+        "laurel_right": {"laurel.linear_right.weight": (d, sizes.laurel_rank)},
+        "laurel_norm": {"laurel.post_laurel_norm.weight": (d,)},
+    }
 
 
 def _latent_tensors(config: ModelConfig, latent: Latent) -> dict[str, Parts | list[Parts]]:
@@ -70,26 +208,52 @@ def _latent_tensors(config: ModelConfig, latent: Latent) -> dict[str, Parts | li
 
 def _mlp_tensors(config: ModelConfig, layer: int) -> dict[str, Parts | list[Parts]]:
     d, ff, experts = config.hidden_size, config.intermediate_size, config.experts
+    of_experts: dict[str, Parts | list[Parts]] = {}
     if experts is not None and layer not in experts.dense_layers:
-        return _expert_tensors(experts, d)
-    if config.packed:
-        gate_up: Parts = {"mlp.gate_up_proj.weight": (2 * ff, d)}
-    else:
-        gate_up = {f"mlp.{x}_proj.weight": (ff, d) for x in ("gate", "up")}
-    return {"gate_up": gate_up, "down": {"mlp.down_proj.weight": (d, ff)}}
+        of_experts = _expert_tensors(config, experts)
+        if not experts.beside_mlp:
+            return of_experts
+    inner = _inner_sizes(config, ff)
+    tensors = of_experts | {
+        "gate_up": {f"mlp.{x}_proj.weight": (n, d) for x, n in inner.items()},
+        "down": {"mlp.down_proj.weight": (d, ff)},
+    }
+    if config.activation == "xielu":
+        shapes: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        tensors["xielu"] = {f"mlp.act_fn.{x}": shape for x, shape in shapes.items()}
+    if config.mlp_bias:
+        tensors["gate_up_bias"] = {f"mlp.{x}_proj.bias": (n,) for x, n in inner.items()}
+        tensors["down_bias"] = {"mlp.down_proj.bias": (d,)}
+    return tensors
 
 
-def _expert_tensors(experts: Experts, d: int) -> dict[str, Parts | list[Parts]]:
+def _inner_sizes(config: ModelConfig, size: int) -> dict[str, int]:
+    """The outputs of the matrices before an MLP's activation, by name."""
+    if "gate_up" in config.packed:
+        return {"gate_up": 2 * size}
+    return dict.fromkeys(("gate", "up") if config.gated else ("up",), size)
+
+
+def _expert_tensors(config: ModelConfig, experts: Experts) -> dict[str, Parts | list[Parts]]:
     names, ff, count = experts.names, experts.intermediate_size, experts.count
+    d = config.hidden_size
     router: dict[str, Parts | list[Parts]] = {"router": {f"{names.router}.weight": (count, d)}}
-    if experts.sigmoid:
-        router["router_correction"] = {f"{names.router}.e_score_correction_bias": (count,)}
+    if experts.sigmoid or experts.has_correction:
+        shape = (1, count) if names.correction_is_row else (count,)
+        router["router_correction"] = {names.correction: shape}
     if shared := experts.shared_size:
-        prefix = "mlp.shared_experts"
+        prefix = names.shared
         router["shared_gate_up"] = {
-            f"{prefix}.{x}_proj.weight": (shared, d) for x in ("gate", "up")
+            f"{prefix}.{x}_proj.weight": (n, d) for x, n in _inner_sizes(config, shared).items()
         }
         router["shared_down"] = {f"{prefix}.down_proj.weight": (d, shared)}
+        if experts.shared_gate:
+            router["shared_gate"] = {f"{prefix}_gate.weight": (1, d)}
+    if size := experts.latent_size:
+        inner, outer = names.latent
+        router["latent_in"] = {f"{inner}.weight": (size, d)}
+        router["latent_out"] = {f"{outer}.weight": (d, size)}
+        d = size
     if not experts.stacked:
         return router | {
             "expert_gate_up": [
@@ -99,6 +263,24 @@ def _expert_tensors(experts: Experts, d: int) -> dict[str, Parts | list[Parts]]:
             "expert_down": [{f"{names.down.format(e)}.weight": (d, ff)} for e in range(count)],
         }
     (gate_up,), down = names.gate_up, names.down
+    if experts.stacked == "columns":
+        return router | {
+            "expert_gate_up": {gate_up: (count, d, 2 * ff)},
+            "expert_down": {down: (count, ff, d)},
+        }
+    if experts.beside_mlp:
+        router |= {
+            "router_norm": {"router.scale": (d,)},
+            "expert_scale": {"router.per_expert_scale": (count,)},
+            "expert_norm": {"pre_feedforward_layernorm_2.weight": (d,)},
+            "expert_post_norm": {"post_feedforward_layernorm_2.weight": (d,)},
+            "beside_post_norm": {"post_feedforward_layernorm_1.weight": (d,)},
+        }
+    if experts.stacked == "rows":
+        return router | {
+            "expert_gate_up": {gate_up: (count, 2 * ff, d)},
+            "expert_down": {down: (count, d, ff)},
+        }
     return router | {
         "router_bias": {f"{names.router}.bias": (count,)},
         "expert_gate_up": _stack(experts, gate_up, d, 2 * ff),
@@ -117,14 +299,13 @@ def _stack(experts: Experts, name: str, inner: int, outer: int) -> Parts:
 
 def file_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Returns every expected tensor of the files with torch's shape; names have no prefix."""
-    shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {}
+    for name, outer in outer_tensors(config).items():
+        if name != "head" or not config.tie_embeddings:
+            for parts in outer if isinstance(outer, list) else [outer]:
+                shapes |= parts
     for i in range(config.num_layers):
         for weight in layer_tensors(config, i).values():
             for parts in weight if isinstance(weight, list) else [weight]:
-                shapes |= {f"model.layers.{i}.{name}": shape for name, shape in parts.items()}
+                shapes |= {layer_prefix(config, i) + x: shape for x, shape in parts.items()}
     return shapes

@@ -8,30 +8,42 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models._config.directory import ModelDirectoryError, existing, read_json
+from jax_attn.models._config.keys import one_of
 from jax_attn.models._config.quantized_files import FLOATS, Rows, Tensor, name_of
 from jax_attn.models._weights.protocols import CheckpointConfig
 from jax_attn.models._weights.tensors import Shape
 
-_WEIGHT, _EMBED = ".weight", "model.embed_tokens.weight"
+_DTYPES = ("bfloat16", "float16", "float32")
+_WEIGHT = ".weight"
+_COMPARED = 1 << 22  # elements that are compared at a time
 
 
 class Expected(abc.ABC):
     """The tensors that the files of a model must or may contain."""
 
-    def __init__(self, config: CheckpointConfig, shapes: dict[str, Shape]):
-        self.config, self.shapes = config, shapes
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        shapes: dict[str, Shape],
+        optional: dict[str, Shape] | None = None,
+        tables: tuple[str, ...] = (),
+    ):
+        """shapes: of the tensors that must be there. optional: of others that are read if they
+        are. tables: of embeddings, which are never quantized."""
+        self.config, self.shapes, self._optional = config, shapes, optional or {}
         # The tensors of matrices that may be quantized: by stem, then by name.
         self.of_matrix: dict[str, dict[str, Tensor]] = {}
-        if config.quantization is not None and config.quantization.kind != "e2m1":
+        if config.quantization is not None and config.quantization.method != "mxfp4":
             for name, shape in self.shapes.items():
-                if name.endswith(_WEIGHT) and len(shape) == 2 and name != _EMBED:
+                if name.endswith(_WEIGHT) and len(shape) == 2 and name not in tables:
                     stem = name.removesuffix(_WEIGHT)
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
 
@@ -45,7 +57,7 @@ class Expected(abc.ABC):
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
         """Returns a tensor's internal name and its allowed shapes and dtypes; None if it is not a
         part of the model."""
-        plain = self.shapes.get(name)
+        plain = self.shapes.get(name, self._optional.get(name))
         stem, _, suffix = name.rpartition(".")
         part = self.of_matrix.get(stem, {}).get(name_of(suffix))
         if plain is None and part is None:
@@ -66,7 +78,7 @@ class Expected(abc.ABC):
         is_gptq = quantization is not None and quantization.layout == "gptq"
         return is_gptq and suffix == "bias" and stem in self.of_matrix
 
-    def missing(self, tensors: dict[str, _InFile]) -> list[str]:
+    def missing(self, tensors: Mapping[str, Any]) -> list[str]:
         missing = set(self.shapes) - set(tensors)
         for stem, parts in self.of_matrix.items():
             name = stem + _WEIGHT
@@ -93,6 +105,9 @@ class _InFile(NamedTuple):
             return _bytes_of(self.path, self.name).reshape(self.shape)
         return self.file.get_tensor(self.name)
 
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        return self.file.get_slice(self.name)[begin : min(end, self.shape[0])]
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)
@@ -117,6 +132,18 @@ class FileTensors:
             self._progress(self._num_read, self._num_all)
         return tensor
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Compares two tensors of one shape, some rows at a time."""
+        one, two = self._files[name], self._files[other]
+        rows = max(1, _COMPARED // math.prod(one.shape[1:]))
+        return all(
+            np.array_equal(one.rows(begin, begin + rows), two.rows(begin, begin + rows))
+            for begin in range(0, one.shape[0], rows)
+        )
+
     def matrix(self, name: str) -> np.ndarray | Rows:
         """Returns a matrix as an array, or as Rows if it is quantized in the files."""
         stem = name.removesuffix(_WEIGHT)
@@ -140,6 +167,20 @@ class FileTensors:
         names = [name, *(f"{stem}.{part}" for part in parts)]
         found = next(self._files[each] for each in names if each in self._files)
         return ModelDirectoryError(f"{found.path}: tensor '{found.name}': {message}")
+
+
+def weights_dtype(dtype: Any) -> np.dtype:
+    """`dtype` of weights in memory. Raises ValueError for one that cannot hold them."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:  # a name that numpy does not know
+        known = None
+    if known is None or known.name not in _DTYPES:
+        raise ValueError(
+            f"load_params: dtype: expected {one_of(_DTYPES)}, got {dtype!r}; weights that the files"
+            " have in few bits stay so with any of them."
+        )
+    return known
 
 
 def open_tensors(
@@ -169,6 +210,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [whole]
     if not index.is_file():
         advice = ""
+        if any(directory.glob("*.gguf")):
+            advice = "; GGUF files are not read, only safetensors"
         if pickled := [*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]:
             advice = f"; convert {min(pickled).name} to safetensors"
         raise ModelDirectoryError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,49 +15,95 @@ import numpy as np
 
 from jax_attn.models._config.config import Latent, ModelConfig
 from jax_attn.models._config.quantized_files import PASSED_OVER, Rows
+from jax_attn.models._config.recurrent import GatedDelta, Lightning
 from jax_attn.models._config.rope import Rope, rotary_order
 from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._products.quantized import Matrix, Quantized, codes_per_byte, widen
 from jax_attn.models._weights import mxfp4
-from jax_attn.models._weights.tensors import Parts, Shape, file_shapes, layer_tensors
-from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors
+from jax_attn.models._weights.tensors import (
+    LAYER_INPUTS_TABLE,
+    Parts,
+    Shape,
+    embed_name,
+    file_shapes,
+    head_name,
+    is_of_shared_kv,
+    is_upright,
+    layer_prefix,
+    layer_tensors,
+    outer_tensors,
+)
+from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors, weights_dtype
 
 Params: TypeAlias = dict[str, Any]
-"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless tied, and layers: a list
-of dicts of weights, [in, out] or [n]. Matrices that multiply the same input are one: qkv is q, k
-and v, gate_up is gate and up, side by side. Those of experts are stacked, [experts, in, out]. A
-matrix that the files have in few bits is a `Quantized`, and one in the order of the CPU's own
-products a `Panels`: then that of a tied embedding is [hidden, vocab]."""
+"""embed [vocab, hidden], final_norm [hidden], head [hidden, vocab] unless it is the embedding, what
+else `outer_tensors` names, and layers: a list of dicts of weights, [in, out] or [n]. Matrices that
+multiply the same input are one: qkv is q, k and v, gate_up is gate and up, side by side. Those of
+experts are stacked, [experts, in, out]. A matrix that the files have in few bits is a `Quantized`,
+and one in the order of the CPU's own products a `Panels`: then that of a tied embedding is [hidden,
+vocab]."""
 
 # Matrices that a step multiplies as a whole. Not among them: experts, of which a step uses some,
 # and the matrices that latent attention absorbs.
 _PRODUCTS = frozenset(
-    ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router")
-    + ("q_a", "q_b", "kv_a", "head")
+    ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router", "qkvz", "ba", "bcx")
+    + ("mixed_o", "q_a", "q_b", "kv_a", "head", "zxbcdt", "kda_qkv", "fgb", "f_b", "g_b")
+    + ("lightning_qkv", "output_gate", "latent_in", "latent_out")
+    + ("layer_inputs_projection", "layer_input_gate", "layer_input_projection")
+    + ("laurel_left", "laurel_right")
 )
 
 
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+_OTHER_INPUTS = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual."),
+    *(f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+)
+# What transformers writes of lightning attention beside its weights: functions of the config.
+_CONSTANTS = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 
 
-class _Expected(Expected):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, file_shapes(config))
-        self._model = config
+class DecoderTensors(Expected):
+    """The tensors of a decoder's files, and what their names are here."""
+
+    def __init__(self, config: ModelConfig, with_head: bool):
+        """with_head: see `load_params`."""
+        shapes = file_shapes(config)
+        self._embed, self._head = embed_name(config), head_name(config)
+        optional = {self._head: shapes[self._embed]} if config.tie_embeddings else None
+        super().__init__(config, shapes, optional, (self._embed, LAYER_INPUTS_TABLE))
+        self._model, self._with_head = config, with_head
+
+    def name(self, full_name: str) -> str:
+        """Returns the name that `shapes` has, of several names of a tensor."""
+        name = super().name(full_name)
+        for other, usual in self._model.aliases:
+            if self.find(name) is None and self.find(name.replace(other, usual)) is not None:
+                return name.replace(other, usual)
+        return name
+
+    def missing(self, tensors: Mapping[str, Any]) -> list[str]:
+        """A tied head alone in the files is the embedding, too."""
+        is_there = self._model.tie_embeddings and self._head in tensors
+        return [name for name in super().missing(tensors) if name != self._embed or not is_there]
 
     def is_passed_over(self, name: str) -> bool:
-        """Whether a tensor is ignored: the RoPE table of old exports, the copy of a tied head, an
-        image encoder beside the text model, DeepSeek's layers for multi-token prediction.
+        """Whether a tensor is ignored: tables of RoPE and masks of old exports, the head of an
+        embedding model, encoders of images and audio beside the text model, keys and values of
+        layers that share others, DeepSeek's and Qwen's layers for multi-token prediction.
         """
         config = self._model
         stem, _, suffix = name.rpartition(".")
         return (
-            name.endswith("rotary_emb.inv_freq")
-            or (name == "lm_head.weight" and config.tie_embeddings)
-            or (bool(config.tensor_prefix) and name.startswith(_IMAGE_PARTS))
+            name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
+            or (name == self._head and not self._with_head)
+            or (bool(config.tensor_prefix) and name.startswith(_OTHER_INPUTS))
+            or (config.recurrent is not None and name.startswith("mtp."))
+            or (isinstance(config.recurrent, Lightning) and name.endswith(_CONSTANTS))
             or (stem in self.of_matrix and suffix in PASSED_OVER)
-            or name.startswith(
-                tuple(f"model.layers.{config.num_layers + i}." for i in range(config.extra_layers))
+            or is_of_shared_kv(name, config)
+            or any(
+                name.startswith(layer_prefix(config, config.num_layers + i))
+                for i in range(config.extra_layers)
             )
         )
 
@@ -68,6 +115,7 @@ def load_params(
     progress: Callable[[int, int], None] | None = None,
     *,
     in_panels: bool = False,
+    with_head: bool = True,
 ) -> Params:
     """Reads the weights of model.safetensors, or of the shards that its index names.
 
@@ -76,25 +124,29 @@ def load_params(
     dtype: dtype of the weights in memory, and so of the activations. Files may hold bf16, f16 or
       f32. Matrices quantized by config.quantization stay quantized.
     progress, in_panels: see `load`.
+    with_head: False: without the head, which models of embeddings do not use. True: if config ties
+      the head to the embedding, but the files have another head, theirs is used, as in
+      transformers.
 
-    Raises ModelDirectoryError for a tensor that is missing, unexpected or does not fit.
+    Raises ModelDirectoryError for a tensor that is missing, unexpected or does not fit, ValueError
+    for a dtype other than bfloat16, float16 and float32.
     """
+    dtype = weights_dtype(dtype)
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(stack, directory, _Expected(config), progress)
-        return _make_params(tensors, config, dtype, in_panels)
+        tensors = open_tensors(stack, directory, DecoderTensors(config, with_head), progress)
+        return _make_params(tensors, config, dtype, in_panels, with_head)
 
 
 def _make_params(
-    tensors: FileTensors, config: ModelConfig, dtype: jax.typing.DTypeLike, in_panels: bool
+    tensors: FileTensors,
+    config: ModelConfig,
+    dtype: jax.typing.DTypeLike,
+    in_panels: bool,
+    with_head: bool,
 ) -> Params:
-    def plain(layer: int, weight: str, parts: Parts, found: list[np.ndarray]) -> np.ndarray:
-        whole = _in_rotary_order(np.concatenate(found), weight, config)
-        if whole.ndim == 3 or weight.endswith("_bias"):  # [experts, ...] as in memory
-            return _gate_then_up(whole, weight, config)
-        return whole.T
-
-    def side_by_side(layer: int, weight: str, parts: Parts) -> np.ndarray | Quantized:
-        names = [f"model.layers.{layer}.{name}" for name in parts]
+    def side_by_side(layer: int | None, weight: str, parts: Parts) -> np.ndarray | Quantized:
+        names = [_whole_name(layer, name, config) for name in parts]
+        own = config if layer is None else config.of(config.layers[layer])
         if names[0].endswith("_blocks"):
             blocks, scales = (tensors[name] for name in names)
             if scales.max() > mxfp4.MAX_SCALE:
@@ -113,11 +165,15 @@ def _make_params(
                     raise tensors.error(
                         name, "expected the g_idx of the matrices that multiply the same input"
                     )
-            return _below_each_other(
-                quantized, lambda array: _in_rotary_order(array, weight, config)
-            )
+            return _below_each_other(quantized, lambda array: _in_memory_order(array, weight, own))
         arrays = [_widened(rows) if isinstance(rows, Rows) else rows for rows in found]
-        return plain(layer, weight, parts, arrays)
+        if is_vector(weight):
+            arrays = [array.reshape(-1) for array in arrays]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        whole = _in_memory_order(whole, weight, own)
+        if is_upright(weight, whole.ndim, config):
+            return _gate_then_up(whole, weight, config)
+        return whole.swapaxes(-1, -2)
 
     def on_device(name: str, weight: np.ndarray | Quantized) -> Matrix | Panels:
         if isinstance(weight, Quantized):
@@ -126,7 +182,7 @@ def _make_params(
         # Wait: the source of a running copy stays in memory.
         return jax.block_until_ready(pack_weight(name, array, config) if in_panels else array)
 
-    def make(layer: int, weight: str, parts: Parts | list[Parts]) -> Matrix | Panels:
+    def make(layer: int | None, weight: str, parts: Parts | list[Parts]) -> Matrix | Panels:
         if not isinstance(parts, list):
             return on_device(weight, side_by_side(layer, weight, parts))
         first = side_by_side(layer, weight, parts[0])
@@ -135,30 +191,38 @@ def _make_params(
             expert = side_by_side(layer, weight, part) if i else first
             if isinstance(expert, Quantized) != isinstance(first, Quantized):
                 raise tensors.error(
-                    f"model.layers.{layer}.{next(iter(part))}",
+                    _whole_name(layer, next(iter(part)), config),
                     "expected all experts of a layer to be quantised, or none",
                 )
             if isinstance(expert, Quantized) and expert.order is not None:
                 raise tensors.error(
-                    f"model.layers.{layer}.{next(iter(part))}",
+                    _whole_name(layer, next(iter(part)), config),
                     "expected a g_idx in order, as desc_act is not supported with experts",
                 )
             jax.tree.map(lambda a, b, i=i: a.__setitem__(i, b), whole, expert)
         return on_device(weight, whole)
 
-    params: Params = {
-        "embed": on_device("embed", tensors["model.embed_tokens.weight"]),
-        "final_norm": on_device("final_norm", tensors["model.norm.weight"]),
-    }
-    if not config.tie_embeddings:
-        head = tensors.matrix("lm_head.weight")
-        whole = _below_each_other([head]) if isinstance(head, Rows) else head.T
+    embed, head = embed_name(config), head_name(config)
+    params: Params = {"embed": on_device("embed", tensors[embed if embed in tensors else head])}
+    for weight, outer in outer_tensors(config).items():
+        if weight not in ("embed", "head"):
+            params[weight] = make(None, weight, outer)
+    is_tied = config.tie_embeddings
+    if is_tied and with_head and head in tensors and embed in tensors:
+        is_tied = tensors.are_equal(head, embed)
+    if not is_tied:
+        rows = tensors.matrix(head)
+        whole = _below_each_other([rows]) if isinstance(rows, Rows) else rows.T
         params["head"] = on_device("head", whole)
     params["layers"] = [
         {weight: make(i, weight, parts) for weight, parts in layer_tensors(config, i).items()}
         for i in range(config.num_layers)
     ]
     return params
+
+
+def _whole_name(layer: int | None, name: str, config: ModelConfig) -> str:
+    return name if layer is None else layer_prefix(config, layer) + name
 
 
 def _below_each_other(
@@ -194,9 +258,34 @@ def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 def _gate_then_up(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
     """Moves gate's columns before up's, for files that interleave them."""
-    if config.experts is None or not config.experts.stacked or "gate_up" not in weight:
+    stacked = "" if config.experts is None else config.experts.stacked
+    if stacked not in ("plain", "mxfp4") or "gate_up" not in weight:
         return tensor
     return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
+
+
+def _in_memory_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
+    """Puts the outputs [out, ...] of a weight of the files in the order of Params."""
+    sizes = config.recurrent
+    if weight in ("qkvz", "ba") and isinstance(sizes, GatedDelta) and sizes.layout == "qkvz":
+        per_head = sizes.num_v_heads // sizes.num_k_heads
+        parts = [sizes.dim_k, sizes.dim_k, per_head * sizes.dim_v, per_head * sizes.dim_v]
+        if weight == "ba":
+            parts = [per_head, per_head]
+        tensor = tensor[_apart(sizes.num_k_heads, parts)]
+    if "qkv_by_head" in config.packed and weight in ("qkv", "qkv_bias"):
+        tensor = tensor[_apart(config.num_qo_heads, [config.head_dim] * 3)]
+    if config.attention_gate and weight in ("qkv", "qkv_bias"):
+        q_gate = _apart(config.num_qo_heads, [config.head_dim] * 2)
+        q, gate = np.split(q_gate, 2)
+        tensor = tensor[np.concatenate([q, np.arange(len(q_gate), len(tensor)), gate])]
+    return _in_rotary_order(tensor, weight, config)
+
+
+def _apart(num_heads: int, parts: list[int]) -> np.ndarray:
+    """The order that puts parts apart, which the files have side by side for each head."""
+    columns = np.arange(num_heads * sum(parts)).reshape(num_heads, -1)
+    return np.concatenate([x.reshape(-1) for x in np.split(columns, np.cumsum(parts)[:-1], 1)])
 
 
 def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np.ndarray:
@@ -206,20 +295,38 @@ def _in_rotary_order(tensor: np.ndarray, weight: str, config: ModelConfig) -> np
     """
     if config.latent is not None:
         return _in_pairs_order(tensor, weight, config, config.latent)
-    ropes = {kind.rope for kind in config.layers if kind.rope is not None}
-    if all(rope.fraction == 1 for rope in ropes):
+    ropes = [kind.rope for kind in config.layers if kind.rope is not None]
+    layouts = {(rope.fraction, rope.interleaved) for rope in ropes}
+    if layouts <= {(1, False)}:
         return tensor
-    (fraction,) = {rope.fraction for rope in ropes}
+    ((fraction, interleaved),) = layouts
     num_heads = {
         "qkv": config.num_qo_heads + config.num_kv_heads,
         "qkv_bias": config.num_qo_heads + config.num_kv_heads,
         "q_norm": 1 if config.qk_norm == "per_head" else config.num_qo_heads,
         "k_norm": 1 if config.qk_norm == "per_head" else config.num_kv_heads,
     }.get(weight, 0)
-    order = rotary_order(Rope(1.0, fraction=fraction), config.head_dim)
+    order = rotary_order(Rope(1.0, fraction=fraction, interleaved=interleaved), config.head_dim)
     rotated = num_heads * config.head_dim
     heads = tensor[:rotated].reshape(num_heads, config.head_dim, *tensor.shape[1:])
     return np.concatenate([heads[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
+
+
+def is_vector(weight: str) -> bool:
+    """Whether tensors of any shape make one vector."""
+    return weight in ("q_norm", "k_norm", "xielu")
+
+
+def file_order(weight: str, config: ModelConfig, size: int) -> np.ndarray | None:
+    """The order in which a weight of Params has the outputs of its files' tensors; None: theirs.
+
+    config: with the sizes of the weight's layer. size: the number of outputs, [size] i64.
+    """
+    outputs = np.arange(size)
+    order = _gate_then_up(outputs, weight, config)
+    if weight in ("qkv", "qkv_bias", "q_norm", "k_norm", "q_b", "kv_a", "qkvz", "ba"):
+        order = _in_memory_order(outputs[:, None], weight, config)[:, 0]
+    return None if np.array_equal(order, outputs) else order
 
 
 def _in_pairs_order(
@@ -261,42 +368,52 @@ def random_params(
 
     Norm weights and biases are random, too, so that a test notices if one is left out.
     """
-    d = config.hidden_size
-    shapes: Params = {"embed": (config.vocab_size, d), "final_norm": (d,)}
-    if not config.tie_embeddings:
-        shapes["head"] = (d, config.vocab_size)
-    shapes["layers"] = [
-        {
-            weight: _shape_in_memory(weight, parts)
-            for weight, parts in layer_tensors(config, i).items()
-        }
-        for i in range(config.num_layers)
-    ]
 
     def make(path: tuple[jax.tree_util.DictKey, ...], shape: Shape, key: jax.Array) -> jax.Array:
         name = path[-1].key
         if name.endswith("norm"):
             return _normal(key, shape, dtype, 0.1, 1 - config.norm_offset)
-        is_vector = name.endswith(("bias", "correction")) or name == "sinks"
+        if name in ("layer_scale", "expert_scale", "altup_scale"):
+            return _normal(key, shape, dtype, 0.1, 1)
+        named = "sinks", "a_log", "skip", "xielu"
+        is_vector = name.endswith(("bias", "correction")) or name in named
         return _normal(key, shape, dtype, 0.1 if is_vector else shape[-2] ** -0.5)
 
+    shapes = shapes_in_memory(config)
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
     made = [make(*leaf, k) for leaf, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, made)
 
 
-def _shape_in_memory(weight: str, parts: Parts | list[Parts]) -> Shape:
+def shapes_in_memory(config: ModelConfig) -> Params:
+    """Params with the shape of each weight in its place; those of `Panels` are the matrix's."""
+
+    def in_memory(tensors: dict[str, Parts | list[Parts]]) -> dict[str, Shape]:
+        return {name: _shape_in_memory(name, parts, config) for name, parts in tensors.items()}
+
+    outer = in_memory(outer_tensors(config))
+    if config.tie_embeddings:
+        del outer["head"]
+    layers = [in_memory(layer_tensors(config, i)) for i in range(config.num_layers)]
+    return outer | {"layers": layers}
+
+
+def _shape_in_memory(weight: str, parts: Parts | list[Parts], config: ModelConfig) -> Shape:
     if isinstance(parts, list):
-        return (len(parts), *_shape_in_memory("", parts[0]))
+        return (len(parts), *_shape_in_memory(weight, parts[0], config))
     shapes = list(parts.values())
+    if is_vector(weight):
+        return (sum(map(math.prod, shapes)),)
     if len(shapes) == 2 and len(shapes[0]) == 4:  # quantized values and scales
         count, outer, num_blocks = shapes[1]
         return (count, num_blocks * mxfp4.BLOCK, outer)
-    if len(shapes[0]) == 3 or weight.startswith("expert"):
-        return shapes[0]
     sizes, *rest = zip(*shapes, strict=True)
-    return (*(x[0] for x in rest), sum(sizes))
+    shape = (sum(sizes), *(x[0] for x in rest))
+    if is_upright(weight, len(shape), config):
+        return shape
+    *stacked, outputs, inputs = shape
+    return (*stacked, inputs, outputs)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

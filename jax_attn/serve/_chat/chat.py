@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jax_attn.serve._chat import harmony, reasoning
+from jax_attn.serve._chat import harmony, reasoning, strict_json
 from jax_attn.serve._chat.tools import format_of
 
 
@@ -37,6 +37,7 @@ class ChatTemplate:
     tool_format: how the templates have the model write tool calls; None: not at all, or in an
     unknown format.
     thinks, writes_channels: how they have it write its thoughts (see reasoning, harmony).
+    source: of the template that serves requests without tools; "": there is none.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
@@ -55,7 +56,7 @@ class ChatTemplate:
         default = "default" if "default" in sources else next(iter(sources), None)
         self._template = self._compiled.get(default or "")
         self._with_tools = self._compiled.get("tool_use", self._template)
-        source = sources.get(default or "", "")
+        self.source = source = sources.get(default or "", "")
         self.tool_format = format_of(sources.get("tool_use", source))
         self.thinks = reasoning.thinks(source)
         self.writes_channels = harmony.writes_channels(source)
@@ -108,7 +109,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can raise any exception
             raise ChatTemplateError(f"the chat template failed: {error}") from error
-        text = "".join(pieces)
+        # Half a surrogate pair, from the arguments of a call, has no tokens.
+        text = "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return _open_end(text, messages[-1].get("content")) if continues else text
 
     def _named(self, name: str) -> jinja2.Template:
@@ -140,7 +142,7 @@ def load(directory: str | Path) -> ChatTemplate:
     The templates in additional_chat_templates are read too. Each is named after its file.
 
     Raises:
-      ChatTemplateError: the template does not compile.
+      ChatTemplateError: the template does not compile, or a file cannot be read.
     """
     config = tokenizer_config(directory)
     file = Path(directory) / "chat_template.jinja"
@@ -157,11 +159,12 @@ def load(directory: str | Path) -> ChatTemplate:
         sources[file.stem] = file.read_text(encoding="utf-8")
     if not all(isinstance(text, str) for text in (*sources, *sources.values())):
         raise ChatTemplateError(
-            "chat_template: expected a text, or a list of objects with name and template"
+            f"{directory}: chat_template: expected a text, or a list of objects with name and "
+            "template"
         )
     variables = {
         # A special token is a string or an object that holds the string.
-        name: value["content"] if isinstance(value, dict) else value
+        name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, (str, dict))
     }
@@ -169,9 +172,17 @@ def load(directory: str | Path) -> ChatTemplate:
 
 
 def tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """tokenizer_config.json, or {} where there is none."""
+    """tokenizer_config.json, or {} where there is none. Raises ChatTemplateError."""
     path = Path(directory) / "tokenizer_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ChatTemplateError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
 
 
 def _compile(source: str) -> jinja2.Template:
@@ -199,7 +210,7 @@ class _Generation(jinja2.ext.Extension):
 
 def _to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
     # Jinja's own escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
+    return strict_json.sendable(json.dumps(value, ensure_ascii=ensure_ascii, **kwargs))
 
 
 def _raise(message: str) -> NoReturn:

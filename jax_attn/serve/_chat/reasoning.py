@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from jax_attn.serve._chat.growing_calls import GrowingCall
 from jax_attn.serve._chat.tools import ToolCall
 from jax_attn.serve._text.stop_strings import overlap
 
@@ -20,6 +21,7 @@ class Parts(NamedTuple):
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
+    growing: tuple[GrowingCall, ...] = ()  # calls that are being written, with what is new of them
 
 
 class Splitter(Protocol):
@@ -27,7 +29,8 @@ class Splitter(Protocol):
 
     def push(self, text: str) -> Parts: ...
 
-    def flush(self) -> Parts: ...
+    def flush(self, is_cut: bool = False) -> Parts:
+        """Returns what is left. is_cut: the text would go on, so part of a call is dropped."""
 
 
 def thinks(template: str) -> bool:
@@ -75,6 +78,6 @@ class ThinkSplitter:
         self._held = ""
         return Parts(reasoning, content)
 
-    def flush(self) -> Parts:
+    def flush(self, is_cut: bool = False) -> Parts:
         held, self._held = self._held, ""
         return Parts(held.rstrip()) if self._state == "inside" else Parts(content=held)

@@ -9,12 +9,13 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jax_attn.serve._chat import gemma_tool_calls
+from jax_attn.serve._chat import gemma_tool_calls, strict_json
+from jax_attn.serve._chat.growing_calls import GrowingCall, GrowingCalls, Steps
 from jax_attn.serve._text.stop_strings import overlap
 
 
@@ -23,6 +24,7 @@ class ToolCall:
     name: str
     arguments: str  # a JSON object
     id: str | None = None  # if the model gave one
+    grown: GrowingCall | None = field(default=None, compare=False)  # it, while it was written
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,26 @@ class ToolFormat:
     end: str = ""
     short_ids: bool = False  # the template accepts only identifiers of 9 letters and digits
     parse: Callable[[str], list[ToolCall]] = lambda raw: _json_calls(raw)
+    grow: Callable[[GrowingCalls], Steps[None]] = lambda calls: _grow_json_calls(calls)
     # Delimiter of strings where arguments are in Gemma's format instead of JSON.
     quote: str = ""
+    answer_opening: str = ""  # what precedes an answer that is no call
+
+    @property
+    def marks(self) -> list[str]:
+        """The parts of the format that may be special tokens."""
+        calls = self.before_name, self.before_arguments, self.behind
+        parts = (self.begin, self.end, self.quote, *calls)
+        return [mark for part in parts for mark in _MARK.findall(part)]
 
     def new_id(self) -> str:
         return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
+
+# Malformed calls at the end of a text after each of which the rest is searched for strings again.
+MOST_MALFORMED = 16
+
+_MARK = re.compile(r"\[[A-Z_]+\]|<[^<>]+>")
 
 # Hermes and Qwen: after a text or without one.
 TAGGED = ToolFormat(
@@ -60,7 +76,14 @@ TAGGED = ToolFormat(
     end="</tool_call>",
 )
 # Llama 3: the whole answer is the call.
-BARE = ToolFormat('{"name": "', '", "parameters": ', "}", between=None)
+BARE = ToolFormat(
+    '{"name": "',
+    '", "parameters": ',
+    "}",
+    between=None,
+    parse=lambda raw: _bare_calls(raw),
+    grow=lambda calls: _grow_bare_calls(calls),
+)
 
 
 _mistral = partial(ToolFormat, begin="[TOOL_CALLS]", short_ids=True)
@@ -76,29 +99,38 @@ NAMED = _mistral("[TOOL_CALLS]", "[ARGS]", "", between="")
 NAMED_ID = _mistral("[TOOL_CALLS]", "[CALL_ID]#########[ARGS]", "", between="")
 
 
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+_DEEPSEEK_HEAD = re.compile(
+    rf"\s*{_DEEPSEEK_CALL}\s*(function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*"
+    r"(<｜tool▁sep｜>|```json)\s*(?=\{)"
+)
+_DEEPSEEK_TAIL = re.compile(r"\s*(```)?\s*<｜tool▁call▁end｜>\s*")
+
+
 def _deepseek(raw: str) -> list[ToolCall]:
     """The formats of DeepSeek V3 and R1, with arguments in a fence, and of V3.1."""
-    calls = []
-    for one in raw.split(_DEEPSEEK_CALL)[1:]:
-        found = _DEEPSEEK_PARTS.fullmatch(one)
-        if raw.lstrip()[: len(_DEEPSEEK_CALL)] != _DEEPSEEK_CALL or found is None:
+    calls, at = [], 0
+    while at < len(raw):
+        if (head := _DEEPSEEK_HEAD.match(raw, at)) is None:
             return []
         try:
-            call = _call({"name": found["name"], "arguments": json.loads(found["arguments"])})
+            end = strict_json.end_of_value(raw, head.end())
         except (ValueError, RecursionError):
             return []
-        if call is None:
+        if (tail := _DEEPSEEK_TAIL.match(raw, end)) is None:
             return []
-        calls.append(call)
+        calls.append(ToolCall(head["name"], strict_json.rewritten(raw[head.end() : end])))
+        at = tail.end()
     return calls
 
 
-_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
-_DEEPSEEK_PARTS = re.compile(
-    r"(function<｜tool▁sep｜>)?(?P<name>[\w.-]+)\s*(<｜tool▁sep｜>|```json)\s*"
-    r"(?P<arguments>\{.*\})\s*(```)?\s*<｜tool▁call▁end｜>\s*",
-    re.DOTALL,
-)
+def _grow_deepseek(calls: GrowingCalls) -> Steps[None]:
+    while True:
+        head = yield from calls.head(_DEEPSEEK_HEAD)
+        yield from calls.arguments(head["name"])
+        yield from calls.head(_DEEPSEEK_TAIL)
+
+
 _of_deepseek = partial(
     ToolFormat,
     opening="<｜tool▁calls▁begin｜>",
@@ -106,6 +138,7 @@ _of_deepseek = partial(
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
     parse=_deepseek,
+    grow=_grow_deepseek,
 )
 DEEPSEEK_V3 = _of_deepseek(
     f"{_DEEPSEEK_CALL}function<｜tool▁sep｜>",
@@ -118,11 +151,21 @@ DEEPSEEK = _of_deepseek(_DEEPSEEK_CALL, "<｜tool▁sep｜>", "<｜tool▁call�
 
 def _gemma(begin: str, end: str, quote: str) -> ToolFormat:
     def parse(raw: str) -> list[ToolCall]:
-        calls = gemma_tool_calls.parse(raw, quote)
-        return [ToolCall(name, json.dumps(found, ensure_ascii=False)) for name, found in calls]
+        return [ToolCall(name, found) for name, found in gemma_tool_calls.parse(raw, quote)]
+
+    def grow(calls: GrowingCalls) -> Steps[None]:
+        return gemma_tool_calls.grow(calls, quote)
 
     return ToolFormat(
-        f"{begin}call:", "", end, between="", begin=begin, end=end, quote=quote, parse=parse
+        f"{begin}call:",
+        "",
+        end,
+        between="",
+        begin=begin,
+        end=end,
+        quote=quote,
+        parse=parse,
+        grow=grow,
     )
 
 
@@ -135,6 +178,7 @@ HARMONY = ToolFormat(
     "",
     between=None,
     begin="<|channel|>",
+    answer_opening="<|channel|>final<|message|>",
 )
 
 
@@ -177,6 +221,10 @@ def grammar_of(
     def literal(text: str) -> str:
         return _literal(text, special_tokens or {})
 
+    def head(name: str) -> str:
+        text = format.before_name + name + format.before_arguments
+        return literal(text) if format.begin else _json_literal(text)
+
     names = [f"f{i}" for i in range(len(functions))]
     more = f"({literal(format.between)} call)*" if parallel and format.between is not None else ""
     lines = [
@@ -186,13 +234,16 @@ def grammar_of(
     ]
     if answer is not None:
         compact = {"x-guidance": {"whitespace_flexible": False}}
-        lines.append(f"answer: %json {json.dumps(answer | compact)}")
+        lines.append(f"answer: {literal(format.answer_opening)} answer_json")
+        lines.append(f"answer_json: %json {json.dumps(answer | compact)}")
     for rule, function in zip(names, functions, strict=True):
-        head = literal(format.before_name + function["name"] + format.before_arguments)
-        lines.append(f"{rule}: {head} {rule}_arguments {literal(format.behind)}")
+        before = head(function["name"])
+        lines.append(f"{rule}: {before} {rule}_arguments {literal(format.behind)}")
         if format.quote:
             schema = function.get("parameters") or {}
-            lines += gemma_tool_calls.rules(f"{rule}_arguments", schema, literal(format.quote))
+            lines += gemma_tool_calls.rules(
+                f"{rule}_arguments", schema, format.quote, literal(format.quote)
+            )
             continue
         # The white space that models are trained with.
         schema = {
@@ -211,7 +262,7 @@ def grammar_of(
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
     """`text` as a Lark literal. A # in `text` stands for a digit of an identifier."""
     parts = []
-    for part in re.split(r"(\[[A-Z_]+\]|<[^<>]+>|#+)", text):
+    for part in re.split(rf"({_MARK.pattern}|#+)", text):
         if part in special_tokens:
             parts.append(f"<[{special_tokens[part]}]>")
         elif part.startswith("#"):
@@ -221,19 +272,42 @@ def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
     return " ".join(parts)
 
 
+def _json_literal(text: str) -> str:
+    """The beginning of a JSON text as a Lark terminal for each of its parts.
+
+    A longer terminal would win over the beginning of an answer in JSON: no answer could follow.
+    """
+    return " ".join(map(json.dumps, re.findall(r'"[^"]*"|: |, |[{}]', text)))
+
+
 class ToolParser:
     """Separates tool calls in one text from the text around them, while it grows.
 
     Malformed calls stay text. White space around calls is dropped.
     """
 
-    def __init__(self, format: ToolFormat):
+    def __init__(self, format: ToolFormat, names: Collection[str] | None = None):
+        """names: of the functions. Where nothing marks a call, JSON with another name is text.
+
+        None: any name is a function's.
+        """
         self.format = format
+        self._names = None if format.begin else names
         self._begin, self._end = format.begin, format.end
         self._held = ""  # not returned yet
         self._is_inside = False  # inside calls whose end has not come yet
         self._is_behind = False  # after calls, with only white space since
         self._is_plain = False  # plain text: it did not begin as a call does
+        # A mark in a string is part of an argument, except after many malformed calls.
+        self._strings: strict_json.StringScan | strict_json.QuoteScan | None = None
+        self._num_malformed = 0  # found at the end of the text
+        self._searched = 0  # characters of `_held` in which no mark ends the calls
+        self._growing = GrowingCalls(format.grow, self._names)
+
+    @property
+    def growing(self) -> list[GrowingCall]:
+        """The calls that are being written, as far as they are known."""
+        return self._growing.calls if self._is_inside else []
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Returns the text that is known not to be part of a call, and the complete calls."""
@@ -245,6 +319,8 @@ class ToolParser:
                 self._is_inside, self._is_plain = start == "{", start not in ("", "{")
             if self._is_plain:
                 shown, self._held = self._held, ""
+            if self._is_inside:
+                self._growing.push(self._held)
             return shown, calls
         while True:
             if not self._is_inside:
@@ -256,26 +332,90 @@ class ToolParser:
                     self._held = before[len(sure) :]
                     return shown, calls
                 shown += self._text(before.rstrip())
-                self._held, self._is_inside = behind, True
-            raw, tag, behind = self._held.partition(self._end or self._begin)
-            if not tag:
+                self._enter(behind)
+            if (at := self._end_of_calls()) < 0:
+                self._growing.push(self._held)
                 return shown, calls
-            self._held, self._is_inside = behind, not self._end
-            if new := self.format.parse(raw):
+            growing, raw = self._growing, self._take(at)
+            if new := self._parse(raw, growing):
                 calls += new
                 self._is_behind = True
             else:
                 shown += self._text(self._begin + raw + self._end)
 
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        """Returns what is left at the end of the text."""
+    def flush(self, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
+        """Returns what is left at the end of the text.
+
+        is_cut: the text would go on. The beginning of a call is then no text, and is dropped.
+        """
+        shown, calls = "", list[ToolCall]()
+        while self._is_inside:
+            if not self._end and (new := self._parse(self._held, self._growing)):
+                return shown, calls + new
+            # Malformed: the first mark ends the calls, whatever it is in.
+            at = self._held.find(self._end or self._begin) if self._begin else -1
+            if at < 0:
+                self._is_inside = False
+                if is_cut and self._begins_as_a_call():
+                    return shown, calls
+                return shown + self._text(self._begin + self._held), calls
+            shown += self._text(self._begin + self._take(at) + self._end)
+            self._num_malformed += 1
+            more, new = self.push("")
+            shown, calls = shown + more, calls + new
         held, self._held = self._held, ""
-        if not self._is_inside:
-            return self._text(held), []
-        self._is_inside = False
-        if not self._end and (calls := self.format.parse(held)):
-            return "", calls
-        return self._begin + held, []
+        if (
+            is_cut
+            and self._begin
+            and len(mark := held.lstrip()) > 1
+            and self._begin.startswith(mark)
+        ):
+            held = ""
+        return shown + self._text(held), calls
+
+    def _begins_as_a_call(self) -> bool:
+        """Whether the held text, behind the mark if there is one, may be the beginning of calls."""
+        text, format = self._held.lstrip(), self.format
+        if not self._begin:  # only the name tells a call from an answer in JSON
+            name = _BARE_NAME.match(text)
+            return name is not None and (self._names is None or name[1] in self._names)
+        head = (format.opening + format.before_name).partition(self._begin)[2].strip()
+        return not text or text[0] in "{[" or (text[0] == head[0] if head else text[0].isalnum())
+
+    def _enter(self, behind: str) -> None:
+        """Begins calls, of which `behind` is known."""
+        self._held, self._is_inside, self._searched = behind, True, 0
+        self._growing = GrowingCalls(self.format.grow)
+        quote = self.format.quote
+        self._strings = strict_json.QuoteScan(quote) if quote else strict_json.StringScan()
+
+    def _end_of_calls(self) -> int:
+        """Where the mark begins that ends the calls; -1: not yet."""
+        mark = self._end or self._begin
+        while (at := self._held.find(mark, self._searched)) >= 0:
+            assert self._strings is not None
+            sees_strings = self._num_malformed < MOST_MALFORMED
+            if not (sees_strings and self._strings.is_inside(self._held, at)):
+                return self._held.find(mark) if self._strings.is_broken else at
+            self._searched = at + 1
+        self._searched = max(self._searched, len(self._held) - len(mark) + 1)
+        return -1
+
+    def _take(self, at: int) -> str:
+        """Returns the calls before the mark at `at`, and goes on behind it."""
+        raw, behind = self._held[:at], self._held[at + len(self._end or self._begin) :]
+        if self._end:
+            self._held, self._is_inside = behind, False
+        else:
+            self._enter(behind)
+        return raw
+
+    def _parse(self, raw: str, growing: GrowingCalls) -> list[ToolCall]:
+        calls = self.format.parse(raw)
+        if self._names is not None and not {call.name for call in calls} <= set(self._names):
+            return []
+        growing.push(raw)
+        return joined(calls, growing)
 
     def _text(self, text: str) -> str:
         if self._is_behind:
@@ -284,11 +424,20 @@ class ToolParser:
         return text
 
 
+def joined(calls: list[ToolCall], growing: GrowingCalls) -> list[ToolCall]:
+    """The complete calls, each with what was known of it while it was written."""
+    grown = [*growing.calls, *[None] * len(calls)]
+    return [
+        dataclasses.replace(call, grown=begun)
+        if begun is not None and begun.begins(call.name, call.arguments)
+        else call
+        for call, begun in zip(calls, grown, strict=False)
+    ]
+
+
+_BARE_NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]+)"')
 # A name before its arguments, possibly with an identifier and special tokens between them.
-_NAMED = re.compile(
-    r"\s*(?P<name>[\w.-]+)\s*(\[CALL_ID\]\s*(?P<id>\w+)\s*)?(\[ARGS\])?\s*(?P<arguments>\{.*)",
-    re.DOTALL,
-)
+_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)\s*(\[CALL_ID\]\s*(?P<id>\w+)\s*)?(\[ARGS\])?\s*(?=\{)")
 
 
 def _json_calls(raw: str) -> list[ToolCall]:
@@ -296,37 +445,119 @@ def _json_calls(raw: str) -> list[ToolCall]:
 
     Returns [] unless all of `raw` is calls.
     """
-    try:
-        if named := _NAMED.fullmatch(raw):
-            found = [{**named.groupdict(), "arguments": json.loads(named["arguments"])}]
+    if named := _NAMED.match(raw):
+        arguments = raw[named.end() :]
+        if not strict_json.is_object(arguments):
+            return []
+        return [ToolCall(named["name"], strict_json.rewritten(arguments), _id(named["id"]))]
+    return _calls_of(raw, _call)
+
+
+def _grow_json_calls(calls: GrowingCalls) -> Steps[None]:
+    """Reads what `_json_calls` parses, while it is written."""
+    if (yield from calls.next_character(str.isspace)) in "{[":
+        yield from _grow_objects(calls)
+    else:
+        head = yield from calls.head(_NAMED)
+        yield from calls.arguments(head["name"], _id(head["id"]))
+
+
+def _grow_bare_calls(calls: GrowingCalls) -> Steps[None]:
+    return _grow_objects(calls, _KEYS)
+
+
+def _grow_objects(calls: GrowingCalls, keys: Collection[str] | None = None) -> Steps[None]:
+    """Reads what `_values` finds. keys: that a call may have; None: any."""
+    while True:
+        yield from calls.next_character(" \n;".__contains__)
+        if not (yield from calls.is_next("[")):
+            yield from _grow_object(calls, keys)
+        elif not (yield from calls.is_next("]")):
+            yield from _grow_object(calls, keys)
+            while (yield from calls.is_next(",")):
+                yield from _grow_object(calls, keys)
+            if not (yield from calls.is_next("]")):
+                raise ValueError("no list")
+
+
+def _grow_object(calls: GrowingCalls, keys: Collection[str] | None) -> Steps[None]:
+    if not (yield from calls.is_next("{")):
+        raise ValueError("no object")
+    name, early = None, ""  # early: arguments before the name
+    seen: set[str] = set()
+    while True:
+        key = json.loads((yield from calls.collected(calls.key)).removesuffix(": "))
+        if (keys is not None and key not in keys) or key in seen:
+            raise ValueError("no call")
+        seen.add(key)
+        if key in ("arguments", "parameters") and name is not None:
+            yield from calls.arguments(name)
         else:
-            found = _values(raw)
+            value = yield from calls.collected(calls.value)
+            if key == "name":
+                name = _text(value)
+                if not (name and name.isprintable()):
+                    raise ValueError("no name")
+                if early:
+                    call = calls.begin(name)
+                    call.new.append(early)
+                    call.is_whole = True
+            elif key in ("arguments", "parameters"):
+                early = value
+        if (yield from calls.is_next("}")):
+            return
+        if not (yield from calls.is_next(",")):
+            raise ValueError("no comma")
+
+
+def _bare_calls(raw: str) -> list[ToolCall]:
+    """Parses a text that is calls and nothing more: other keys make it an answer in JSON."""
+
+    def call(members: dict[str, str]) -> ToolCall | None:
+        return _call(members) if members.keys() <= _KEYS else None
+
+    return _calls_of(raw, call)
+
+
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+
+
+def _calls_of(raw: str, make: Callable[[dict[str, str]], ToolCall | None]) -> list[ToolCall]:
+    try:
+        calls = [make(strict_json.members(found, 0)[0]) for found in _values(raw)]
     except (ValueError, RecursionError):
         return []
-    calls = [_call(item) for item in found]
     return [] if None in calls else calls  # type: ignore[return-value]
 
 
-def _values(raw: str) -> list[Any]:
+def _values(raw: str) -> list[str]:
     """JSON values in a list or in sequence, with semicolons between them in Llama's format."""
-    values: list[Any] = []
+    values: list[str] = []
     while raw := raw.lstrip(" \n;"):
-        value, end = json.JSONDecoder().raw_decode(raw)
-        values += value if isinstance(value, list) else [value]
+        if raw[0] == "[":
+            found, end = strict_json.items(raw, 0)
+            values += found
+        else:
+            end = strict_json.end_of_value(raw, 0)
+            values.append(raw[:end])
         raw = raw[end:]
     return values
 
 
-def _call(found: Any) -> ToolCall | None:
-    if not (isinstance(found, dict) and isinstance(found.get("name"), str)):
-        return None
+def _call(members: dict[str, str]) -> ToolCall | None:
+    name, id = (_text(members.get(key, "")) for key in ("name", "id"))
     # Models trained on either key sometimes write the other.
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if not isinstance(arguments, dict):
+    arguments = members.get("arguments", members.get("parameters", "{}"))
+    # Half a surrogate pair, among others, cannot be printed, or sent.
+    if not (name and name.isprintable() and arguments.startswith("{")):
         return None
-    id = found.get("id")
-    return ToolCall(
-        found["name"],
-        json.dumps(arguments, ensure_ascii=False),
-        id if isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id) else None,
-    )
+    return ToolCall(name, strict_json.rewritten(arguments), _id(id))
+
+
+def _text(value: str) -> str | None:
+    """The string that a JSON value is; None: it is another value, or none."""
+    return json.loads(value) if value.startswith('"') else None
+
+
+def _id(id: str | None) -> str | None:
+    return id if id is not None and re.fullmatch("[a-zA-Z0-9]{9}", id) else None

@@ -9,24 +9,32 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jax
 
 from jax_attn import models
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._engine.processes import Processes
 from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler, TooManyGrammars
 from jax_attn.serve._grammar.grammar import CompiledGrammar
 from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.cache_events import CacheEvent
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
-from jax_attn.serve._scheduling.streams import Inbox, stream
+from jax_attn.serve._scheduling.streams import Inboxes, stream
 
 log = logging.getLogger("jax_attn.serve")
 
 # Consecutive steps that raise before the engine gives up: no single request is the cause.
 _MAX_FAILURES = 3
+
+
+Result = TypeVar("Result")
 
 
 class _Stopped(Exception):
@@ -54,6 +62,8 @@ class AsyncEngine:
     on_ready: called once by the engine's thread, before its first step.
     on_stats: called by that thread with the new value of `stats`, after the events of each step and
     when the engine becomes idle.
+    on_cache_events: called by it with what the prefix cache has stored and evicted, if
+    `watch_cache` asks for that.
     on_failure: called by that thread when it gives up, after all waiting requests have been told.
     """
 
@@ -63,9 +73,10 @@ class AsyncEngine:
         config: EngineConfig,
         processes: Processes | None = None,
         draft_model: models.Model | None = None,
+        vision: models.VisionModel | None = None,
     ):
         """See Engine."""
-        self._engine = Engine(model, config, processes, draft_model)
+        self._engine = Engine(model, config, processes, draft_model, vision)
         self.limits = Limits(
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
@@ -73,6 +84,7 @@ class AsyncEngine:
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
+        self.on_cache_events: Callable[[list[CacheEvent]], None] = lambda events: None
         self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
         self._wake = threading.Condition()
@@ -80,9 +92,11 @@ class AsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._accepts = True
         self._stopping = self._draining = False
+        self._is_paused = False
+        self._lacks: set[str] = set()  # "pages", "weights": what sleep or a failed update took
         # By sequence id. Used only by the engine's thread.
         self._recipients: dict[str, Recipient] = {}
-        self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
+        self._inboxes = Inboxes()
         self._num_failures = 0
         self._is_warm = self._has_ended = False
         self._is_at_rest = False  # the thread waits; guarded by _wake
@@ -101,13 +115,25 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self, drain: bool) -> None:
-        """Ends the thread. drain: after all requests are done; otherwise they are aborted."""
+        """Ends the thread. drain: after all requests are done; otherwise they are aborted.
+
+        Draining ends a pause. Requests that wait for `wake` are aborted.
+        """
+        self.begin_stop(drain)
+        await asyncio.to_thread(self.join)
+
+    def begin_stop(self, drain: bool) -> None:
+        """Begins `stop`. From any thread."""
         with self._wake:
             self._accepts = False
             self._draining, self._stopping = drain, True
+            self._is_paused = self._is_paused and not drain
             self._wake.notify()
+
+    def join(self) -> None:
+        """Waits until the thread has ended."""
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            self._thread.join()
 
     def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """The events of the sequences, interleaved, until each has had its finish_reason.
@@ -119,15 +145,7 @@ class AsyncEngine:
         Raises:
           QueueFull, ValueError, EngineStopped: as `submit`, at the first event.
         """
-        return stream(seqs, self._inbox_here, self.submit, self.abort)
-
-    def _inbox_here(self) -> Inbox:
-        loop = asyncio.get_running_loop()
-        if loop not in self._inboxes:
-            inboxes = self._inboxes.items()
-            self._inboxes = {each: inbox for each, inbox in inboxes if not each.is_closed()}
-            self._inboxes[loop] = Inbox(loop)
-        return self._inboxes[loop]
+        return stream(seqs, self._inboxes.here, self.submit, self.abort)
 
     async def submit(self, seqs: Seq[Sequence], recipient: Recipient) -> None:
         """Returns once the sequences are in the queue; their events go to `recipient`.
@@ -136,10 +154,45 @@ class AsyncEngine:
           QueueFull, ValueError: as Engine.submit. GrammarError is one.
           EngineStopped.
         """
-        compiled = await self._compile(seqs)
+        compiled = await self.compile_all(seqs)
+        await asyncio.wrap_future(self.enqueue(seqs, compiled, recipient))
+
+    # ---- for any thread ------------------------------------------------------------------------
+
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """See Engine.num_cached_tokens."""
+        return self._engine.num_cached_tokens(seq)
+
+    @property
+    def page_size(self) -> int:
+        return self._engine.config.page_size
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is, or was, compiled."""
+        return self._is_warm
+
+    def forget_compilations(self) -> None:
+        """Counts the compilations after the warm-up from now on."""
+        self._engine.device.forget_compilations()
+
+    def enqueue(
+        self,
+        seqs: Seq[Sequence],
+        compiled: dict[tuple[str, str], CompiledGrammar],
+        recipient: Recipient,
+    ) -> Future[None]:
+        """As `submit`, for grammars that are compiled. The future raises what `submit` does.
+
+        Raises EngineStopped.
+        """
         submitted: Future[None] = Future()
         self._command(lambda: self._submit(seqs, compiled, recipient, submitted))
-        await asyncio.wrap_future(submitted)
+        return submitted
+
+    def compile(self, grammar: str, tenant: str) -> Future[CompiledGrammar]:
+        """See GrammarCompiler.compile."""
+        return self._compiler.compile(grammar, tenant)
 
     def abort(self, seq_ids: set[str]) -> None:
         """Aborts sequences before the next step.
@@ -148,7 +201,7 @@ class AsyncEngine:
         """
         self._command(lambda: self._abort(seq_ids), must=False)
 
-    async def _compile(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
+    async def compile_all(self, seqs: Seq[Sequence]) -> dict[tuple[str, str], CompiledGrammar]:
         """Compiles the grammars, within the limits of one grammar. Returns them by tenant and text.
 
         Raises: QueueFull, GrammarError, EngineStopped.
@@ -166,6 +219,30 @@ class AsyncEngine:
         except TooManyGrammars as error:
             raise QueueFull(str(error)) from None
 
+    def export_request(self, seq_id: str) -> Future[HandedOver]:
+        """Takes a request out between two steps: see Engine.export_request."""
+
+        def work() -> HandedOver:
+            self._deliver(self._engine.settle())
+            handed = self._engine.export_request(seq_id)
+            self._recipients.pop(seq_id, None)
+            return handed
+
+        return self._between_steps(work)
+
+    def import_request(self, handed: HandedOver, seq_id: str, recipient: Recipient) -> Future[None]:
+        """Takes a request of another engine: see Engine.import_request."""
+
+        def work() -> None:
+            self._engine.import_request(handed, seq_id)
+            self._recipients[seq_id] = recipient
+
+        return self._between_steps(work)
+
+    def watch_cache(self, on: bool) -> None:
+        """Begins, or ends, calls of on_cache_events. The first has all that is cached."""
+        self._command(lambda: self._engine.scheduler.cache.watch(on), must=False)
+
     def stats(self) -> dict[str, Any]:
         """See Engine.stats. The values are those after the last step."""
         return self._stats
@@ -178,6 +255,170 @@ class AsyncEngine:
                 return self._engine.snapshot()
         self._wants_snapshot = True
         return self._snapshot
+
+    def pause(self, *, end: bool) -> Future[None]:
+        """Takes no step until `resume`, once the one in flight is done. Requests queue meanwhile.
+
+        end: end the requests that are running or waiting, with finish reason 'abort'.
+        """
+
+        def work() -> None:
+            self._is_paused = True
+            self._deliver(self._engine.settle())
+            if end:
+                for seq_id in list(self._recipients):
+                    self._engine.abort(seq_id)
+                self._deliver(self._engine.settle())
+
+        return self._between_steps(work)
+
+    def resume(self) -> Future[None]:
+        """Undoes `pause`. Without a pause it does nothing."""
+
+        def work() -> None:
+            self._is_paused = False
+
+        return self._between_steps(work)
+
+    @property
+    def version(self) -> str:
+        """The name of the weights' version."""
+        return self._engine.version
+
+    def update_params(
+        self, params: Any, version: str | None = None, **options: bool
+    ) -> Future[str]:
+        """Replaces weights between two steps: see Engine.update_params. Returns their version.
+
+        It wakes an engine that sleeps without weights, but not the pages.
+        """
+
+        def work() -> str:
+            self._deliver(self._engine.settle())
+            try:
+                self._engine.update_params(params, version, **options)
+            finally:
+                self._lacks.discard("weights")
+                if not self._engine.device.has_weights:
+                    self._lacks.add("weights")
+            return self._engine.version
+
+        return self._between_steps(work)
+
+    def preload_lora(self, name: str, weights: models.LoraWeights) -> None:
+        """Loads an adapter before `start`. Raises ValueError."""
+        self._engine.load_lora(name, weights)
+
+    def load_lora(self, name: str, weights: models.LoraWeights) -> Future[None]:
+        """Loads an adapter between two steps: see LoadedAdapters.load."""
+
+        def work() -> None:
+            self._deliver(self._engine.settle())
+            self._engine.load_lora(name, weights)
+
+        return self._between_steps(work)
+
+    def unload_lora(self, name: str) -> Future[None]:
+        """See LoadedAdapters.unload."""
+        return self._between_steps(lambda: self._engine.unload_lora(name))
+
+    @property
+    def lora_names(self) -> list[str]:
+        """The adapters that requests may name."""
+        return self._engine.lora_names
+
+    async def control(self, name: str, **options: Any) -> str:
+        """What an operator may do: "weights" (see load_weights), "pause" (end), "resume", "lora"
+        (adapter, directory) or "unload" (adapter).
+
+        Returns the weights' version after it. Raises ValueError, EngineStopped.
+        """
+        match name:
+            case "weights":
+                return await self.load_weights(**options)
+            case "pause":
+                await asyncio.wrap_future(self.pause(**options))
+            case "resume":
+                await asyncio.wrap_future(self.resume())
+            case "lora":
+                adapter, directory = options["adapter"], options["directory"]
+                config = self._engine.model.config
+                weights = await asyncio.to_thread(models.load_lora, directory, config)
+                await asyncio.wrap_future(self.load_lora(adapter, weights))
+            case "unload":
+                await asyncio.wrap_future(self.unload_lora(options["adapter"]))
+        return self.version
+
+    async def load_weights(
+        self, directory: Path, version: str | None, *, keep_prefixes: bool
+    ) -> str:
+        """Replaces the weights by those of a model directory. Returns their version.
+
+        Steps go on while it is read. Raises ValueError for files that do not fit, EngineStopped.
+        """
+        config, dtype = self._engine.model.config, self._engine.device.dtype
+
+        def read() -> models.Params:
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                return models.load_params(directory, config, dtype)
+
+        params = await asyncio.to_thread(read)
+        update = self.update_params(params, version, donate=True, keep_prefixes=keep_prefixes)
+        return await asyncio.wrap_future(update)
+
+    def sleep(self, *, weights: bool) -> Future[None]:
+        """Frees memory: see Engine.sleep. No step is taken until `wake`; requests queue."""
+
+        def work() -> None:
+            if "pages" not in self._lacks:
+                self._deliver(self._engine.settle())
+                self._engine.sleep(weights=weights)
+                self._lacks |= {"pages", *(["weights"] if weights else [])}
+
+        return self._between_steps(work)
+
+    def wake(self) -> Future[None]:
+        """Undoes `sleep`. The future raises ValueError without weights, or if pages do not fit."""
+
+        def work() -> None:
+            if "weights" in self._lacks:
+                raise ValueError(
+                    "wake: expected weights, which sleep has freed; call update_params first."
+                )
+            if "pages" in self._lacks:
+                try:
+                    self._engine.wake()
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    raise ValueError(
+                        "wake: expected room for the kv cache in the device's memory; free some."
+                    ) from None
+                self._lacks = set()
+
+        return self._between_steps(work)
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """What it needs before the next step: "pages", "weights"."""
+        return frozenset(self._lacks)
+
+    def _between_steps(self, work: Callable[[], Result]) -> Future[Result]:
+        """Has the thread run `work` before its next step. Raises EngineStopped."""
+        done: Future[Result] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                if self._has_ended:
+                    raise EngineStopped("The engine does not run.")
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._command(command)
+        return done
 
     def _command(self, command: Callable[[], None], must: bool = True) -> None:
         """Has the thread run `command` before its next step.
@@ -219,7 +460,7 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Runs commands, then a step. Returns False when it is time to stop."""
         with self._wake:
-            while not (self._commands or self._engine.has_work or self._stopping):
+            while not (self._commands or self._can_step or self._stopping):
                 self._publish()
                 self._is_at_rest = True
                 self._wake.wait()
@@ -227,11 +468,15 @@ class AsyncEngine:
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
-        if self._stopping and not (self._draining and self._engine.has_work):
+        if self._stopping and not (self._draining and self._can_step):
             return False
-        if self._engine.has_work:
+        if self._can_step:
             self._step()
         return True
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.has_work and not self._is_paused and not self._lacks
 
     def _step(self) -> None:
         try:
@@ -289,6 +534,8 @@ class AsyncEngine:
     def _publish(self) -> None:
         self._stats = self._engine.stats()
         self.on_stats(self._stats)
+        if events := self._engine.scheduler.cache.take_events():
+            self.on_cache_events(events)
         if self._wants_snapshot:  # takes some milliseconds, so a waiting request goes first
             self._wants_snapshot = False
             self._snapshot = self._engine.snapshot()

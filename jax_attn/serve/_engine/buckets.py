@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import jax_attn as ja
 from jax_attn import models, parallel
 from jax_attn.serve._engine.sampling import ROW_WORDS, Kind, SlotParams, as_records
+from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
@@ -28,21 +29,55 @@ class Bucket:
     num_rows: int  # of logits, and at most as many sequences
     specs: tuple[ja.AttentionSpec, ...]
     # KV shards for each spec, where pages are split over devices: each device plans its own shard.
-    stripes: tuple[parallel.KvStripes, ...] = ()
+    kv_shards: tuple[parallel.KvShards, ...] = ()
+    has_adapters: bool = False
+    state_spec: ja.StateSpec | None = None  # of a model with recurrent layers
+    position_parts: int = 1  # 3 if the model reads pictures, see models.picture_positions
+    # [number, hidden]: the shape of what a token of a picture has; None: no token may be of one.
+    picture_shape: tuple[int, int] | None = None
+
+    def holds(self, entries: Seq[ScheduledSequence]) -> bool:
+        """Whether a step of these entries fits."""
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
+        sees = self.position_parts == 1 or self.picture_shape is not None
+        if not sees and any(entry.pictures for entry in entries):
+            return False
+        if num_tokens > self.num_tokens or num_rows > self.num_rows:
+            return False
+        if self.state_spec is None:
+            return True
+        most = self.state_spec.max_qo_len
+        assert most is not None
+        num_checkpoints = sum(len(entry.checkpoints) for entry in entries)
+        return num_checkpoints <= self.state_spec.max_checkpoints and all(
+            entry.num_tokens <= most for entry in entries
+        )
 
     @property
     def name(self) -> str:
-        return f"{self.num_tokens} tokens x {self.num_rows} sequences"
+        shows = "" if self.picture_shape is None else ", pictures"
+        return f"{self.num_tokens} tokens x {self.num_rows} sequences{shows}"
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
         """Offsets in `words` of the parts that `unpack` returns, and the end of the last."""
         plans = [spec.plan_words for spec in self.specs]
-        if self.stripes:
+        if self.kv_shards:
             assert self.specs[0].max_kv_pages is not None
             n = self.num_rows
             plans = [n + 1, n, n + 1, self.specs[0].max_kv_pages]
-        sizes = 2 * self.num_tokens, self.num_rows, ROW_WORDS * self.num_rows, *plans
+        adapters = self.num_tokens if self.has_adapters else 0
+        of_states = 0 if self.state_spec is None else self.state_spec.plan_words
+        sizes = (
+            (1 + self.position_parts) * self.num_tokens,
+            self.num_rows,
+            ROW_WORDS * self.num_rows,
+            adapters,
+            0 if self.picture_shape is None else self.num_tokens,
+            of_states,
+            *plans,
+        )
         return tuple(itertools.accumulate(sizes, initial=0))
 
     @property
@@ -52,31 +87,44 @@ class Bucket:
     def unpack(self, words: Any) -> Arguments:
         """Views of `words` [num_words] i32, a numpy or a traced array."""
         parts = (words[begin:end] for begin, end in itertools.pairwise(self._bounds))
-        inputs, logit_rows, rows, *plans = parts
+        inputs, logit_rows, rows, adapters, is_picture, of_states, *plans = parts
         planned: tuple[ja.AttentionPlan, ...] = ()
-        if not self.stripes:
+        if not self.kv_shards:
             planned = tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True))
-        lengths = tuple(plans) if self.stripes else ()
+        lengths = tuple(plans) if self.kv_shards else ()
         rows = rows.reshape(-1, ROW_WORDS)
-        return Arguments(inputs.reshape(2, -1), logit_rows, rows, planned, lengths)
+        state_plan = None
+        if self.state_spec is not None:
+            state_plan = ja.StatePlan(of_states, self.state_spec)
+        inputs = inputs.reshape(1 + self.position_parts, -1)
+        return Arguments(
+            inputs, logit_rows, rows, adapters, is_picture, planned, lengths, state_plan
+        )
 
 
 class Arguments(NamedTuple):
     """The inputs of a step.
 
-    inputs: [2, num_tokens] i32. Token (or ~slot: the newest token of that slot), and position.
+    inputs: [1 + position_parts, num_tokens] i32. Token (or ~slot: the newest token of that slot),
+      and position.
     logit_rows: [num_rows] i32. The last token of each sequence, then the tokens that are scored.
     rows: [num_rows, ROW_WORDS] i32. Sampling parameters of each row, words of sampling.ROW.
+    adapters: [num_tokens] i32. The slot of each token's adapter, -1: none. [0] without adapters.
+    is_picture: [num_tokens] i32. 1 for tokens of pictures, else 0. [0] without pictures.
     plans: one for each spec of the bucket; empty with KV shards.
-    lengths: with KV shards, the arguments of plan_stripes, padded to the bucket's capacities:
+    lengths: with KV shards, the arguments of plan_kv_shards, padded to the bucket's capacities:
       [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
+    state_plan: of recurrent states; None: the model has none.
     """
 
     inputs: Any
     logit_rows: Any
     rows: Any
+    adapters: Any
+    is_picture: Any
     plans: tuple[ja.AttentionPlan, ...]
     lengths: tuple[Any, ...]
+    state_plan: ja.StatePlan | None = None
 
 
 class Batch(NamedTuple):
@@ -89,6 +137,7 @@ class Batch(NamedTuple):
     words: on the host, and never written again: XLA may alias them.
     kind: of the sampling.
     scored: where the logprobs of prompts come from.
+    features: [num_tokens, *picture_shape], see models.PictureRows; None without pictures.
     """
 
     bucket: Bucket
@@ -96,6 +145,11 @@ class Batch(NamedTuple):
     kind: Kind
     scored: list[ScoredRows]
     drafted: dict[int, list[int]]  # entry -> rows of the token before its drafts and of each draft
+    features: np.ndarray | None = None
+
+
+RowsOf: TypeAlias = Callable[[Sequence, Picture], np.ndarray]
+"""(sequence, picture) -> what the picture's tokens have, [number of tokens, *picture_shape]."""
 
 
 class ScoredRows(NamedTuple):
@@ -124,6 +178,31 @@ def sizes(max_running: int, max_step_tokens: int, has_drafts: bool) -> list[tupl
     if max_step_tokens > max_running:
         prompts.append(max_step_tokens)
     return [(n, n) for n in decodes] + [(n, max_running) for n in prompts]
+
+
+def state_spec(
+    config: models.ModelConfig,
+    dtype: str,
+    capacities: SchedulerConfig,
+    num_tokens: int,
+    num_rows: int,
+    is_first_choice: bool,
+) -> ja.StateSpec | None:
+    """The spec of recurrent states of a bucket.
+
+    Buckets with a row for each token are for decodes alone, a token a sequence, unless there is no
+    other bucket for a step.
+    """
+    of_decodes = num_tokens == num_rows and is_first_choice
+    return models.state_spec(
+        config,
+        dtype=dtype,
+        max_tokens=num_tokens,
+        max_batch=num_rows,
+        num_slots=capacities.num_states,
+        max_qo_len=1 if of_decodes else num_tokens,
+        max_checkpoints=0 if of_decodes else capacities.step_checkpoints,
+    )
 
 
 def balanced_specs(
@@ -165,13 +244,17 @@ def invariant_specs(
     kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
     num_chunks = -(-longest // kv_split)
     make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows, **kwargs)
-    kernel = make(schedule="fixed_split", kv_split=kv_split)[0].kernel_config
-    group_size = config.num_qo_heads // config.num_kv_heads
-    num_tiles = num_rows + num_tokens * group_size // kernel["tile_q_0"]
+
+    def num_items(spec: ja.AttentionSpec) -> int:
+        group_size = spec.num_qo_heads // spec.num_kv_heads
+        num_tiles = num_rows + num_tokens * group_size // spec.kernel_config["tile_q_0"]
+        return num_tiles * spec.num_kv_heads * num_chunks
+
+    tried = make(schedule="fixed_split", kv_split=kv_split)
     return make(
         schedule="fixed_split",
         kv_split=kv_split,
-        max_items=max(2, num_tiles * config.num_kv_heads * num_chunks),
+        max_items=max(2, *map(num_items, tried)),
         max_partial_rows=num_tokens * config.num_qo_heads * num_chunks,
     )
 
@@ -179,7 +262,12 @@ def invariant_specs(
 _SPLIT_STEP = 1024  # tokens, a multiple of every kernel's tile_kv
 
 
-def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParams) -> Batch:
+def make_batch(
+    bucket: Bucket,
+    entries: Seq[ScheduledSequence],
+    slots: SlotParams,
+    rows_of: RowsOf | None = None,
+) -> Batch:
     """Packs what `forward` computes for the entries, in their order."""
     page_size = bucket.specs[0].page_size
     assert page_size is not None
@@ -204,16 +292,27 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
             tokens += drafts
 
     words = np.zeros(bucket.num_words, np.int32)
-    inputs, logit_rows, rows, plans, lengths = bucket.unpack(words)
+    arguments = bucket.unpack(words)
+    inputs, logit_rows, rows, adapters, is_picture, plans, lengths, state_plan = arguments
+    if state_plan is not None:
+        state_plan.buffer[:] = _plan_states(state_plan.spec, entries, qo_indptr).buffer
     inputs[0, : len(tokens)] = tokens
-    inputs[1, : len(tokens)] = np.arange(len(tokens)) + (begins - qo_indptr[:-1]).repeat(qo_lens)
+    inputs[1:, : len(tokens)] = np.arange(len(tokens)) + (begins - qo_indptr[:-1]).repeat(qo_lens)
+    features = None
+    if bucket.position_parts > 1:
+        _place_pictures(inputs[1:], entries, qo_indptr)
+    if bucket.picture_shape is not None:
+        features = _show_pictures(bucket, is_picture, entries, qo_indptr, rows_of)
     logit_rows[:n] = qo_indptr[1:] - 1
+    if bucket.has_adapters:
+        found = np.array([-1 if s.adapter is None else s.adapter.slot for s in seqs], np.int32)
+        adapters[: len(tokens)], adapters[len(tokens) :] = found.repeat(qo_lens), -1
     kind = slots.fill(
         rows,
         [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
         [e.begin + e.num_tokens - len(e.drafts) - e.seq.num_prompt for e in entries],
     )
-    scored = _score(entries, qo_indptr, logit_rows, rows)
+    scored = _score(entries, qo_indptr, logit_rows, rows, slots)
     if scored:
         kind = "full"
     drafted = _draft(entries, qo_indptr, logit_rows, rows, slots.max_running)
@@ -224,7 +323,62 @@ def make_batch(bucket: Bucket, entries: Seq[ScheduledSequence], slots: SlotParam
     # 0 elements without KV shards
     for room, array, rest in zip(lengths, batch, ends, strict=False):
         room[: len(array)], room[len(array) :] = array, rest  # sequences without tokens
-    return Batch(bucket, words, kind, scored, drafted)
+    return Batch(bucket, words, kind, scored, drafted, features)
+
+
+def _place_pictures(
+    positions: np.ndarray, entries: Seq[ScheduledSequence], qo_indptr: np.ndarray
+) -> None:
+    """Corrects the positions of sequences with pictures. positions: [3, num_tokens], the indices of
+    the tokens."""
+    for i, entry in enumerate(entries):
+        if not entry.seq.pictures:
+            continue
+        end = entry.begin + entry.num_tokens
+        spans = [(x.begin, x.rows, x.columns) for x in entry.seq.pictures]
+        own = slice(qo_indptr[i], qo_indptr[i + 1])
+        positions[:, own] = models.picture_positions(entry.begin, end, spans)
+
+
+def _show_pictures(
+    bucket: Bucket,
+    is_picture: np.ndarray,
+    entries: Seq[ScheduledSequence],
+    qo_indptr: np.ndarray,
+    rows_of: RowsOf | None,
+) -> np.ndarray:
+    """Fills in which tokens show pictures, and returns what they have instead of embeddings."""
+    assert bucket.picture_shape is not None
+    shape = bucket.num_tokens, *bucket.picture_shape
+    features = np.zeros(shape, jnp.dtype(bucket.specs[0].dtype))
+    for i, entry in enumerate(entries):
+        for picture in entry.pictures:
+            assert rows_of is not None
+            begin = max(entry.begin, picture.begin)
+            end = min(entry.begin + entry.num_tokens, picture.end)
+            at = qo_indptr[i] - entry.begin
+            rows = rows_of(entry.seq, picture)
+            features[at + begin : at + end] = rows[begin - picture.begin : end - picture.begin]
+            is_picture[at + begin : at + end] = 1
+    return features
+
+
+def _plan_states(
+    spec: ja.StateSpec, entries: Seq[ScheduledSequence], qo_indptr: np.ndarray
+) -> ja.StatePlan:
+    checkpoints = [
+        (i, num_tokens - entry.begin, slot)
+        for i, entry in enumerate(entries)
+        for num_tokens, slot in entry.checkpoints
+        if slot != entry.writes_state
+    ]
+    return ja.plan_linear_attention(
+        spec,
+        qo_indptr,
+        [entry.reads_state for entry in entries],
+        [entry.writes_state for entry in entries],
+        checkpoints=np.array(checkpoints, np.int32).reshape(-1, 3),
+    )
 
 
 def _draft(
@@ -257,7 +411,11 @@ def _draft(
 
 
 def _score(
-    entries: Seq[ScheduledSequence], qo_indptr: np.ndarray, logit_rows: np.ndarray, rows: np.ndarray
+    entries: Seq[ScheduledSequence],
+    qo_indptr: np.ndarray,
+    logit_rows: np.ndarray,
+    rows: np.ndarray,
+    slots: SlotParams,
 ) -> list[ScoredRows]:
     """Fills in rows for scored tokens. The last token of a sequence uses its own row."""
     scored, num_rows = [], len(entries)
@@ -269,7 +427,9 @@ def _score(
         if n == entry.num_tokens:
             which[-1] = i
         logit_rows[which] = qo_indptr[i] + np.arange(n)
-        as_records(rows)["given"][which] = seq.tokens[begin : begin + n]
+        filled = np.zeros((n, ROW_WORDS), np.int32)
+        slots.fill_scored(filled, seq.slot, seq.tokens[begin : begin + n])
+        rows[which] = filled
         scored.append(ScoredRows(seq, begin, which))
         num_rows += entry.num_more_rows
     return scored
@@ -281,27 +441,54 @@ def _indptr(lens: np.ndarray) -> np.ndarray:
     return out
 
 
-def make_forward(config: models.ModelConfig, tree: Any, bucket: Bucket) -> Callable[..., Any]:
-    """(weights, words, last_tokens, k_pages, v_pages) -> logits, rows, k_pages, v_pages.
+def make_forward(
+    config: models.ModelConfig, tree: Any, lora_tree: Any, bucket: Bucket
+) -> Callable[..., Any]:
+    """(weights, words, last_tokens, *cache, lora, features) -> logits, rows, *cache.
 
     weights: the leaves of the model's params, whose structure is `tree`. words: Batch.words. rows:
-    the rows in `words`, for `sample`. To be jitted with the pages donated.
+    the rows in `words`, for `sample`. cache: k_pages, v_pages and states; None without recurrent
+    layers. To be jitted with the cache donated. lora: the leaves of the adapters' pools. features:
+    Batch.features.
     """
 
     def forward(
         weights: list[jax.Array],
         words: jax.Array,
         last_tokens: jax.Array,
-        k_pages: jax.Array,
-        v_pages: jax.Array | None,
+        k_pages: models.Pages,
+        v_pages: models.Pages | None,
+        states: models.States | None,
+        lora: list[jax.Array],
+        features: jax.Array | None,
     ) -> tuple[Any, ...]:
         params = jax.tree.unflatten(tree, weights)
-        (tokens, positions), logit_rows, rows, planned, lengths = bucket.unpack(words)
-        striped = tuple(parallel.plan_stripes(stripes, *lengths) for stripes in bucket.stripes)
-        tokens = jnp.where(tokens < 0, last_tokens[~tokens], tokens)
-        logits, k_pages, v_pages = models.forward(
-            params, config, tokens, positions, k_pages, v_pages, striped or planned, logit_rows
+        (tokens, *parts), *given = bucket.unpack(words)
+        logit_rows, rows, slots, is_picture, planned, lengths, state_plan = given
+        positions = jnp.stack(parts) if len(parts) > 1 else parts[0]
+        pictures = None
+        if features is not None:
+            pictures = models.PictureRows(features, is_picture == 1)
+        adapters = None
+        if bucket.has_adapters:
+            adapters = models.Adapters(jax.tree.unflatten(lora_tree, lora), slots)
+        sharded = tuple(
+            parallel.plan_kv_shards(kv_shards, *lengths) for kv_shards in bucket.kv_shards
         )
-        return logits, rows, k_pages, v_pages
+        tokens = jnp.where(tokens < 0, last_tokens[~tokens], tokens)
+        cache = k_pages, v_pages, sharded or planned
+        logits, k_pages, v_pages, *new = models.forward(
+            params,
+            config,
+            tokens,
+            positions,
+            *cache,
+            logit_rows,
+            adapters,
+            states,
+            state_plan,
+            pictures,
+        )
+        return logits, rows, k_pages, v_pages, *(new or [None])
 
     return forward

@@ -164,7 +164,6 @@ class ConstrainedDecoding:
         """Jump-forward: appends the only tokens that may follow, without sampling."""
         assert live.grammar is not None
         seq, tokens = live.seq, job.forced
-        self._counters.step.num_forced += len(tokens)
         self._counters.totals["jump_forward_tokens"] += len(tokens)
         # The device's counts do not include these tokens.
         live.needs_sampler_state = sampling.keeps_state(seq.params)

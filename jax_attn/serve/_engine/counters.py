@@ -31,9 +31,8 @@ class Counters:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self.phases = {name: _Phase(self, name) for name in PHASES}
 
-    def begin_step(self) -> StepStats:
+    def begin_step(self) -> None:
         self.step = StepStats(self.step.index + 1)
-        return self.step
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self.step.seconds[phase] += seconds
@@ -55,6 +54,8 @@ class Counters:
             "pages_free": scheduler.num_free_pages,
             "pages_cached": scheduler.num_cached_pages,
             "pages_used": num_pages - num_kept,
+            "states": scheduler.states,
+            "host": scheduler.host,
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_hit_tokens": scheduler.num_prompt_tokens_cached,
             "preemptions": scheduler.num_preemptions,

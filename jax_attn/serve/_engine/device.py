@@ -6,6 +6,7 @@ Every call returns before the device is done. The device works in the order of c
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +22,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
-from tqdm import tqdm
 
 from jax_attn import models
+from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
+from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies
+from jax_attn.serve._engine.progress import progress_bar
+from jax_attn.serve._scheduling.host_tier import Move
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
@@ -52,13 +56,19 @@ class DeviceConfig:
     tensor_parallel: int = 1
     context_parallel: int = 1
     has_drafts: bool = False  # a step may have rows that follow drafts
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    devices: tuple[jax.Device, ...] | None = None
+    # [number, hidden], see Bucket; None: no sequence has pictures.
+    picture_shape: tuple[int, int] | None = None
 
 
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
         self._has_drafts = config.has_drafts
-        self._split = _split(model.config, config.tensor_parallel, config.context_parallel)
+        self._model_config = model.config
+        self._split = _split(model.config, config)
         if self._split is not None:
             params = self._split.split_params(params)
         elif jax.default_backend() == "cpu":
@@ -66,17 +76,25 @@ class Device:
         # The configuration of what one device computes.
         self._config = model.config if self._split is None else self._split.config
         # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
+        self._weights: list[Any]  # arrays
+        self._tree: Any
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
+        self._num_states = capacities.num_states
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
         if config.batch_invariant:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
             sizes = sizes[-1:]
-        dtype = str(model.params["embed"].dtype)
+        dtype = self.dtype = str(model.params["embed"].dtype)
+        self._loras: models.LoraPools | None = None
+        if config.max_loras:
+            self._loras = models.LoraPools(
+                model.config, dtype, config.max_loras, config.max_lora_rank, self._split
+            )
         make_specs = buckets.invariant_specs if config.batch_invariant else buckets.balanced_specs
-        self.buckets = []
-        for size in sizes:
+        self.buckets: list[Bucket] = []
+        for size, shape in _with_pictures(sizes, config):
             specs = make_specs(
                 self._config,
                 dtype,
@@ -85,9 +103,22 @@ class Device:
                 kv_dtype=config.kv_dtype,
                 eight_bit_products=config.eight_bit_products,
             )
-            stripes = () if self._split is None else map(self._split.stripes, specs)
-            striped = tuple(x for x in stripes if x is not None)
-            self.buckets.append(Bucket(*size, specs, striped))
+            kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
+            sharded = tuple(x for x in kv_shards if x is not None)
+            of_states = buckets.state_spec(
+                self._config, dtype, capacities, *size, is_first_choice=size != sizes[-1]
+            )
+            self.buckets.append(
+                Bucket(
+                    *size,
+                    specs,
+                    sharded,
+                    config.max_loras > 0,
+                    of_states,
+                    position_parts=1 if config.picture_shape is None else 3,
+                    picture_shape=shape,
+                )
+            )
         self._slots = sampling.SlotParams(capacities.max_running)
         self._allow_all = {
             bucket.num_rows: self._everywhere(
@@ -96,29 +127,93 @@ class Device:
             for bucket in self.buckets
         }
         self._executables: dict[str, Compiled] = {}  # by name
+        self._host: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
+        self._page_copies = PoolCopies("pages", self._pools, PAGES)
+        self._state_copies = PoolCopies("states", self._states, 1)
+        if capacities.num_host_pages:
+            self._host = HostPages(self._page_copies)
 
     def reset(self) -> None:
-        """Makes an empty kv cache and new sampler state, also after a failure.
+        """Makes an empty kv cache, empty states and new sampler state, also after a failure.
 
         Raises jax.errors.JaxRuntimeError here, not at the first use, if they do not fit.
         """
-        for name in ("_k_pages", "_v_pages", "_state"):
-            setattr(self, name, None)  # frees the memory that the new ones need
+        self.free_pages()  # the new ones need their memory
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
-            pages = models.init_pages(self._config, specs, num_pages)
+            pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
         else:
             pages = self._split.init_pages(specs, num_pages)
         self._k_pages, self._v_pages = pages
+        self._states = models.init_states(self._config, self._num_states, self.dtype)
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
-        jax.block_until_ready((self._k_pages, self._v_pages, self._state))
-        self._bytes_held: collections.Counter[int] = collections.Counter()
-        for array in (*self._weights, self._k_pages, self._v_pages):
-            for shard in () if array is None else array.addressable_shards:
-                self._bytes_held[shard.device.id] += shard.data.nbytes
+        jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
+        self._count_bytes()
+
+    def free_pages(self) -> None:
+        """Frees the kv cache and all states, until `reset`. No step may be in flight."""
+        for name in ("_k_pages", "_v_pages", "_states", "_state"):
+            setattr(self, name, None)
+        if self._host is not None:
+            self._host.clear()
+        self._count_bytes()
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(self._weights)
+
+    def free_weights(self) -> None:
+        """Frees the weights, until `update`. No step may be in flight."""
+        _ = self._updates  # while the weights can be read
+        self._weights = []
+        self._count_bytes()
+
+    def plan_update(self, params: Any, *, partial: bool) -> list[WeightUpdate]:
+        """See WeightUpdates.plan. Without weights, nothing stays as it is."""
+        return self._updates.plan(params, partial=partial and self.has_weights)
+
+    def update(self, updates: Sequence[WeightUpdate], *, donate: bool) -> None:
+        """Replaces weights one by one, so that memory holds one of them twice. Compiles no step.
+
+        No step may be in flight. After an exception there are no weights, rather than a mix of old
+        and new ones.
+        """
+        weights: list[Any] = self._weights or [None] * self._tree.num_leaves
+        self._weights = []  # the tree below has the only reference to each
+        params = jax.tree.unflatten(self._tree, weights)
+        del weights
+        for update in updates:
+            layer, name = update.target
+            holder = params if layer is None else params["layers"][layer]
+            holder[name] = None
+            holder[name] = self._updates.convert(update, donate=donate)
+        self._weights = jax.block_until_ready(self._tree.flatten_up_to(params))
+        self._count_bytes()
+
+    @functools.cached_property
+    def _updates(self) -> models.WeightUpdates:
+        params = jax.tree.unflatten(self._tree, self._weights)
+        return models.WeightUpdates(self._model_config, params, self._split)
+
+    # ---- adapters ------------------------------------------------------------------------------
+
+    def set_lora(self, slot: int, weights: models.LoraWeights) -> None:
+        """Makes `weights` the adapter in a slot. No step may be in flight. Compiles nothing.
+
+        Raises ValueError: its rank is too large; nothing has changed.
+        """
+        assert self._loras is not None
+        self._loras.check(weights)
+        self._loras.set(slot, weights)
+
+    @property
+    def _lora_arrays(self) -> list[jax.Array]:
+        return [] if self._loras is None else self._loras.arrays
 
     @property
     def _sharding(self) -> jax.sharding.Sharding | None:
@@ -133,8 +228,15 @@ class Device:
         return jax.make_array_from_callback(host.shape, self._sharding, lambda _: host)
 
     def bytes_held(self) -> dict[int, int]:
-        """By device id: bytes of weights and kv cache, on the devices of this process."""
+        """By device id: bytes of weights, kv cache and states, on the devices of this process."""
         return dict(self._bytes_held)
+
+    def _count_bytes(self) -> None:
+        self._bytes_held: collections.Counter[int] = collections.Counter()
+        cache = self._k_pages, self._v_pages, self._states
+        for array in (*self._weights, *self._lora_arrays, *jax.tree.leaves(cache)):
+            for shard in array.addressable_shards:
+                self._bytes_held[shard.device.id] += shard.data.nbytes
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -142,16 +244,15 @@ class Device:
         """Sets the parameters of the sequence that is in `slot` from the next plan on."""
         self._slots.set(slot, params)
 
-    def plan(self, entries: Sequence[ScheduledSequence]) -> Batch:
-        """Packs the arguments of the smallest bucket that holds the entries. Runs on the host."""
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
-        bucket = next(
-            bucket
-            for bucket in self.buckets
-            if num_tokens <= bucket.num_tokens and num_rows <= bucket.num_rows
-        )
-        return buckets.make_batch(bucket, entries, self._slots)
+    def plan(
+        self, entries: Sequence[ScheduledSequence], rows_of: buckets.RowsOf | None = None
+    ) -> Batch:
+        """Packs the arguments of the smallest bucket that holds the entries. Runs on the host.
+
+        rows_of: needed if the entries have pictures.
+        """
+        bucket = next(bucket for bucket in self.buckets if bucket.holds(entries))
+        return buckets.make_batch(bucket, entries, self._slots, rows_of)
 
     @property
     def newest(self) -> jax.Array:
@@ -162,10 +263,66 @@ class Device:
         """Runs a step, which adds its tokens to the kv cache. newest: another device's `newest`."""
         forward = self._executables[_forward_name(batch.bucket)]
         newest = self.newest if newest is None else newest
-        logits, rows, self._k_pages, self._v_pages = forward(
-            self._weights, batch.words, newest, self._k_pages, self._v_pages
+        logits, rows, self._k_pages, self._v_pages, self._states = forward(
+            self._weights,
+            batch.words,
+            newest,
+            self._k_pages,
+            self._v_pages,
+            self._states,
+            self._lora_arrays,
+            batch.features,
         )
         return Scores(logits, rows)
+
+    @property
+    def _pools(self) -> tuple[models.Pages, models.Pages | None]:
+        return self._k_pages, self._v_pages
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies pages between the device and the host, after the steps before."""
+        assert self._host is not None
+        self._k_pages, self._v_pages = self._host.move(self._pools, moves)
+
+    # ---- a request that goes, or comes ---------------------------------------------------------
+
+    def take(self, pages: list[int], states: list[int]) -> tuple[list[Any], list[Any]]:
+        """Copies of pages and of slots of states, after the steps before."""
+        if not pages:
+            return [], []
+        self.compile_copies()
+        found = self._page_copies.take(self._pools, pages)
+        return found, self._state_copies.take(self._states, states)
+
+    def put(
+        self, pages: list[int], of_pages: list[Any], states: list[int], of_states: list[Any]
+    ) -> None:
+        """Writes pages and slots of states: results of `take` of a device of the same model.
+
+        `compile_copies` comes before it.
+        """
+        if not (pages or states):
+            return
+        self._k_pages, self._v_pages = self._page_copies.put(self._pools, pages, of_pages)
+        self._states = self._state_copies.put(self._states, states, of_states)
+
+    def shapes_of_copies(self) -> tuple[Any, Any]:
+        """jax.ShapeDtypeStruct of a page, and of a slot of states, as `take` copies them."""
+        pages = self._page_copies.shapes(self._pools)
+        return pages[0], self._state_copies.shapes(self._states)[0]
+
+    def compile_copies(self) -> None:
+        """Compiles them at their first use, which is not a shape that the warm-up has missed."""
+        before = len(_compile_seconds)
+        for copies, pools in (
+            (self._page_copies, self._pools),
+            (self._state_copies, self._states),
+        ):
+            if not copies.is_compiled:
+                for compile in copies.tasks(pools).values():
+                    compile()
+        if self._num_compiles_warm is not None:
+            self._num_compiles_warm += len(_compile_seconds) - before
 
     def set_state(
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
@@ -198,13 +355,13 @@ class Device:
         """Runs `compile_all`, then everything once. Returns the names of the executables."""
         names = self.compile_all(progress)
         self._run_all()
-        self._num_compiles_warm = len(_compile_seconds)
+        self.forget_compilations()
         return names
 
     def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """Compiles everything that a step can need.
 
-        Shows a progress bar on a terminal. Returns names.
+        Shows its progress. Returns names.
 
         progress: called with the number of executables done, their total, and the last one's name.
         An exception that it raises ends the compilation.
@@ -214,8 +371,7 @@ class Device:
         # one.
         with (
             ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool,
-            # Only on terminals: writing to a file may fail, which would end the warm-up.
-            tqdm(total=len(tasks), desc="compile", unit="executable", disable=None) as bar,
+            progress_bar("compile", "executable", len(tasks)) as bar,
         ):
             names = {pool.submit(compile): name for name, compile in reversed(tasks.items())}
             try:
@@ -237,6 +393,10 @@ class Device:
             return 0
         return len(_compile_seconds) - self._num_compiles_warm
 
+    def forget_compilations(self) -> None:
+        """Has `num_compiles_after_warm_up` count from now on."""
+        self._num_compiles_warm = len(_compile_seconds)
+
     def _tasks(self) -> dict[str, Callable[[], Compiled]]:
         """A function that compiles each executable, by name. All may run at once."""
         vocab_size = self._config.vocab_size
@@ -246,6 +406,8 @@ class Device:
         }
         for bucket in self.buckets:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
+        if self._host is not None:
+            tasks |= self._page_copies.tasks(self._pools)
         for num_rows, mask in self._allow_all.items():
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -259,17 +421,23 @@ class Device:
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
-        compute = buckets.make_forward(self._config, self._tree, bucket)
+        lora_tree = None if self._loras is None else self._loras.tree
+        compute = buckets.make_forward(self._config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(
             compute,
-            donate_argnums=(3, 4),
+            donate_argnums=(3, 4, 5),
             compiler_options=_options(bucket.num_tokens, self._weights) | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
-        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages)
-        return _compile(forward, self._weights, words, last_tokens, *cache)
+        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages, self._states)
+        features = None
+        if bucket.picture_shape is not None:
+            shape = bucket.num_tokens, *bucket.picture_shape
+            features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
+        arguments = words, last_tokens, *cache, self._lora_arrays, features
+        return _compile(forward, self._weights, *arguments)
 
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
@@ -278,20 +446,50 @@ class Device:
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
-            in_specs=([x.sharding.spec for x in self._weights], P(), P(), pages, pages),
-            out_specs=(P(), P(), pages, pages),
+            in_specs=(
+                [x.sharding.spec for x in self._weights],
+                P(),
+                P(),
+                pages,
+                pages,
+                None,
+                [] if self._loras is None else self._loras.specs,
+                P(),
+            ),
+            out_specs=(P(), P(), pages, pages, None),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
     def step_seconds(self) -> float:
         """Measures the time of the smallest step: the minimum of a few runs. Call it when warm."""
+        return self._seconds_of(self.buckets[0], _MEASURED_STEPS)
 
+    def token_seconds(self) -> float:
+        """Measures the time that a token of the largest step takes, without attention."""
+        largest = self.buckets[-1]
+        return self._seconds_of(largest, _MEASURED_LARGE_STEPS) / largest.num_tokens
+
+    def _seconds_of(self, bucket: Bucket, num_runs: int) -> float:
         def measure() -> float:
             begin = time.perf_counter()
-            batch = buckets.make_batch(self.buckets[0], (), self._slots)
+            batch = buckets.make_batch(bucket, (), self._slots)
             self.read(self.sample(self.forward(batch), "temperature", None))
             return time.perf_counter() - begin
 
+        return min(measure() for _ in range(num_runs))
+
+    def return_seconds(self) -> float:
+        """Measures the time in which pool_copies.PAGES pages come back from the host. For an empty
+        cache: page 0 is overwritten."""
+
+        def measure() -> float:
+            jax.block_until_ready(self._pools)
+            begin = time.perf_counter()
+            self.move([Move(False, 0, 0)] * PAGES)
+            jax.block_until_ready(self._pools)
+            return time.perf_counter() - begin
+
+        self.move([Move(True, 0, 0)])
         return min(measure() for _ in range(_MEASURED_STEPS))
 
     def executable(self, bucket: Bucket) -> Compiled:
@@ -309,22 +507,38 @@ class Device:
             scores = self.forward(buckets.make_batch(bucket, (), self._slots))
             for kind in sampling.KINDS:
                 jax.block_until_ready(self.sample(scores, kind, None))
+        if self._host is not None:
+            self.move([Move(True, 0, 0), Move(False, 0, 0)])
 
 
-def _split(
-    config: models.ModelConfig, num_heads_devices: int, num_context_devices: int
-) -> models.TensorParallel | None:
-    """The split of the model and its pages over the first devices; None: there is one device.
+def _with_pictures(
+    sizes: list[tuple[int, int]], config: DeviceConfig
+) -> list[tuple[tuple[int, int], tuple[int, int] | None]]:
+    """Sizes of buckets, and the picture_shape of each. Those with pictures are last.
+
+    They are fewer, as they are for prompts alone: in steps of four.
+    """
+    shape = config.picture_shape
+    if shape is None:
+        return [(size, None) for size in sizes]
+    if config.batch_invariant:  # the same shape for all steps
+        return [(size, shape) for size in sizes]
+    of_prompts = [size for size in sizes if size[0] > size[1]] or sizes[-1:]
+    return [(size, None) for size in sizes] + [(size, shape) for size in of_prompts[::-2][::-1]]
+
+
+def _split(config: models.ModelConfig, of: DeviceConfig) -> models.TensorParallel | None:
+    """The split of the model and its pages over devices; None: they are on JAX's first device.
 
     Raises ValueError for more devices than there are.
     """
-    shape = num_heads_devices, num_context_devices
-    num_devices = num_heads_devices * num_context_devices
-    if num_devices == 1:
+    shape = of.tensor_parallel, of.context_parallel
+    num_devices = of.tensor_parallel * of.context_parallel
+    if num_devices == 1 and of.devices is None:
         return None
-    devices = jax.devices()
+    devices = jax.devices() if of.devices is None else [*of.devices]
     if num_devices > len(devices):
-        names = "tensor_parallel" + " * context_parallel" * (num_context_devices > 1)
+        names = "tensor_parallel" + " * context_parallel" * (of.context_parallel > 1)
         raise ValueError(
             f"EngineConfig: {names}: expected at most {len(devices)}, the devices that JAX"
             f" sees, got {num_devices}."
@@ -344,6 +558,7 @@ def _split(
 _MAX_THREADS = 8
 
 _MEASURED_STEPS = 7
+_MEASURED_LARGE_STEPS = 2
 
 
 def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:

@@ -39,24 +39,31 @@ def have_same_tokens(draft: models.Model, model: models.Model) -> bool:
 class DraftModel:
     """The draft model's device, and how much it has read."""
 
-    def __init__(self, device: Device, max_positions: int, vocab_size: int, core: SchedulerConfig):
-        """vocab_size: of the model. core: the capacities of the model's scheduler."""
+    def __init__(
+        self, device: Device, max_positions: int, vocab_size: int, capacity: SchedulerConfig
+    ):
+        """vocab_size: of the model. capacity: the capacities of the model's scheduler."""
         self.device = device
         self.max_positions = max_positions
         self.cost = 0.0  # of a draft, in steps of the model; measured in the warm-up
         self.gain = 0.0  # of recent drafts of all sequences: see Pace
         # Tokens of a sequence that are read in the step that makes its drafts; more are read
         # before.
-        self.chunk = core.max_step_tokens // core.max_running
-        self._page_size, self._vocab_size = core.page_size, vocab_size
-        self._max_tokens = core.max_step_tokens
-        self._read_tokens = min(_READ_CHUNKS * core.prefill_chunk, core.max_step_tokens)
-        self._filled = [0] * core.num_pages  # number of tokens read, for each page
+        self.chunk = capacity.max_step_tokens // capacity.max_running
+        self._page_size, self._vocab_size = capacity.page_size, vocab_size
+        self._max_tokens = capacity.max_step_tokens
+        self._read_tokens = min(_READ_CHUNKS * capacity.prefill_chunk, capacity.max_step_tokens)
+        self._filled = [0] * capacity.num_pages  # number of tokens read, for each page
 
     def reset(self) -> None:
         """See Device.reset."""
         self.device.reset()
         self._filled = [0] * len(self._filled)
+
+    def forget(self, pages: Seq[int]) -> None:
+        """Forgets what it has read in pages that have the tokens of others now."""
+        for page in pages:
+            self._filled[page] = 0
 
     def admit(self, seq: Sequence) -> None:
         """Sets up `seq`, which has a slot from the next step on."""

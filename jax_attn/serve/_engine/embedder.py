@@ -43,6 +43,7 @@ class Job:
     embedder: Embedder
     tenant: str
     sequences: list[list[int]]
+    seconds: list[int]  # where the second text of each sequence begins, if it has one
     vectors: np.ndarray  # [number of sequences, size] f32, written by the thread
     done: Future[None] = field(default_factory=Future)
     begun: float | None = None  # time.monotonic() when its first sequence entered a batch
@@ -99,9 +100,18 @@ class Embedder:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, tenant: str, sequences: list[list[int]]) -> Job:
-        """sequences: 1 to max_tokens tokens each. Raises EmbedderStopped."""
-        job = Job(self, tenant, sequences, np.empty((len(sequences), self.size), np.float32))
+    def submit(
+        self, tenant: str, sequences: list[list[int]], seconds: list[int] | None = None
+    ) -> Job:
+        """Queues sequences.
+
+        sequences: 1 to max_tokens tokens each.
+        seconds: where the second text of each sequence begins; None: there are none.
+
+        Raises EmbedderStopped.
+        """
+        vectors = np.empty((len(sequences), self.size), np.float32)
+        job = Job(self, tenant, sequences, seconds or list(map(len, sequences)), vectors)
         with self._wake:
             if self._stopping or self.failure is not None:
                 raise EmbedderStopped("The embedding model does not run.")
@@ -170,17 +180,20 @@ class Embedder:
         sequences = [job.sequences[row] for job, row in batch]
         num_tokens = sum(map(len, sequences))
         bucket = next(size for size in self._buckets if num_tokens <= size)
-        vectors = self._vectors(sequences, bucket)
+        seconds = [job.seconds[row] for job, row in batch]
+        vectors = self._vectors(sequences, bucket, seconds)
         for (job, row), vector in zip(batch, vectors, strict=True):
             job.vectors[row] = vector
             job.num_done += 1
             if job.num_done == len(job.sequences) and not job.done.done():
                 job.done.set_result(None)
 
-    def _vectors(self, sequences: list[list[int]], num_tokens: int) -> np.ndarray:
+    def _vectors(
+        self, sequences: list[list[int]], num_tokens: int, seconds: list[int] | None = None
+    ) -> np.ndarray:
         """Computes the vectors of a batch: [number of sequences, size] f32."""
         batch = models.EmbeddingBatch.make(
-            self._model, sequences, num_tokens, _MAX_ROWS, self._chunks[num_tokens]
+            self._model, sequences, num_tokens, _MAX_ROWS, self._chunks[num_tokens], seconds
         )
         vectors = None
         for piece in embedding.pieces(self._model, batch):

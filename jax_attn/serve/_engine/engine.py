@@ -16,6 +16,7 @@ n. The life of a step, and the two calls of `Engine.step` in which it is:
     call n
       schedule    Scheduler.schedule: who, which tokens   computes step n - 1
       draft       the draft model's guesses, if any
+      pictures    PictureEncoder: waits for the tower, if any
       plan        Device.plan: buckets, packed arguments
       dispatch    Device.forward -------------------------> queued: forward n
                   Scheduler.launched: pages may be shared
@@ -39,6 +40,8 @@ A step that raises is recovered from by `recover`. The step and its timeline are
 | `outputs` | from tokens to events: text, stop strings, logprobs, finish reasons |
 | `constrained_decoding` | masks of grammars and of min_tokens, forced tokens |
 | `speculation` | drafts: who proposes them, which were right |
+| `picture_encoder` | the vision tower, and what it made of pictures |
+| `adapters` | LoRA adapters by name, and their places on the device |
 | `counters` | numbers of a step, totals, seconds by phase |
 | `records` | what is kept of a sequence, and of a launched step |
 """
@@ -46,31 +49,51 @@ A step that raises is recovered from by `recover`. The step and its timeline are
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import jax
+
 from jax_attn import models
 from jax_attn.serve._engine import sampling, snapshot
+from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
 from jax_attn.serve._engine.counters import Counters
 from jax_attn.serve._engine.device import Device
 from jax_attn.serve._engine.draft_model import DraftModel, have_same_tokens
 from jax_attn.serve._engine.engine_config import EngineConfig, capacities, device_config
+from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._engine.leading_device import LeadingDevice
 from jax_attn.serve._engine.outputs import Outputs
+from jax_attn.serve._engine.picture_encoder import PictureEncoder
+from jax_attn.serve._engine.pool_copies import PAGES
 from jax_attn.serve._engine.processes import Processes
 from jax_attn.serve._engine.records import LaunchedStep, LiveSequence
 from jax_attn.serve._engine.speculation import Speculation
 from jax_attn.serve._grammar.grammar import CompiledGrammar, Grammars
 from jax_attn.serve._grammar.token_masks import SequenceGrammar
-from jax_attn.serve._scheduling.events import StepStats, TokenEvent, TokenLogprob
-from jax_attn.serve._scheduling.request import Sequence, Status
+from jax_attn.serve._scheduling.events import (
+    FIRST_VERSION,
+    StepStats,
+    TokenEvent,
+    TokenLogprob,
+)
+from jax_attn.serve._scheduling.pictures import PictureNumbers
+from jax_attn.serve._scheduling.request import (
+    FinishReason,
+    Sequence,
+    Status,
+    UnknownAdapter,
+)
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
+
+log = logging.getLogger("jax_attn.serve")
 
 
 class Engine:
@@ -82,9 +105,11 @@ class Engine:
         config: EngineConfig,
         processes: Processes | None = None,
         draft_model: models.Model | None = None,
+        vision: models.VisionModel | None = None,
     ):
         """processes: the server's processes, which this one leads, if there are several.
         draft_model: has the model's tokenizer and makes the drafts; one process only.
+        vision: the model's tower, for sequences with pictures; one process only.
 
         Raises:
           ValueError: the draft model does not fit, in one sentence.
@@ -101,21 +126,32 @@ class Engine:
             max_entries=config.max_grammars,
         )
         self._texts = Texts(model.tokenizer)
-        core = capacities(config, model.config.max_positions)
-        of_device = device_config(model.config, config)
+        _check_recurrent(model.config, config, draft_model)
+        capacity = capacities(config, model.config)
+        self._pictures = None if vision is None else PictureEncoder(vision)
+        self._picture_numbers = PictureNumbers()
+        shape = None if self._pictures is None else self._pictures.row_shape
+        of_device = device_config(model.config, config, shape)
+        if processes is not None and config.num_host_pages:
+            raise ValueError(
+                "EngineConfig: num_host_pages: expected 0 with several processes, got"
+                f" {config.num_host_pages}."
+            )
         if processes is None:
             self.device = Device(model, of_device)
         else:
             self.device = LeadingDevice(processes, model, of_device)
-        self.scheduler = Scheduler(core)
+        self.scheduler = Scheduler(capacity)
         self._counters = Counters()
         drafting: DraftModel | None = None
         if draft_model is not None:
             # Its bits do not affect the output, so its steps need no padding.
-            plain = dataclasses.replace(config, batch_invariant=False, max_drafts=0)
+            plain = dataclasses.replace(
+                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0
+            )
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
-            drafting = DraftModel(device, longest, model.config.vocab_size, core)
+            drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
         self._speculation = Speculation(config.max_drafts, drafting, self._counters)
         self._outputs = Outputs(self.scheduler, self._counters)
         self._constrained = ConstrainedDecoding(
@@ -123,11 +159,22 @@ class Engine:
         )
         self._pending: LaunchedStep | None = None
         self._last_plan: StepPlan | None = None
+        self._num_updates = 0  # of the weights
+        self._adapters = LoadedAdapters(config.max_loras)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
         """See Device.warm_up."""
-        names = self._speculation.warm_up(progress) + self.device.warm_up(progress)
+        names = [] if self._pictures is None else self._pictures.warm_up(progress)
+        names += self._speculation.warm_up(progress) + self.device.warm_up(progress)
         self._speculation.measure_cost(self.device)
+        if (host := self.scheduler.memory.host) is not None:
+            seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
+            host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
+            log.info(
+                "a page comes back from the host in the time of %.2f of its %d tokens",
+                host.page_tokens,
+                self.config.page_size,
+            )
         return names
 
     @property
@@ -161,6 +208,105 @@ class Engine:
         if (seq := self.scheduler.abort(seq_id)) is not None:
             self._outputs.close(seq)
 
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """The tokens of a new sequence that the prefix cache has, on the device or the host.
+
+        From any thread: an estimate, as a step may change the tree meanwhile.
+        """
+        try:
+            adapter = self._adapters.find(seq.adapter_name)
+        except UnknownAdapter:
+            return 0
+        return self.scheduler.memory.num_known_tokens(seq, adapter)
+
+    # ---- requests of other engines -------------------------------------------------------------
+
+    def export_request(self, seq_id: str) -> HandedOver:
+        """Takes a request out, after `settle`. There are no more events of it.
+
+        Raises ValueError: there is no such request, or it is about to end.
+        """
+        assert self._pending is None
+        self.device.shapes_of_copies()  # refuses several processes
+        live = self._outputs.live.get(seq_id)
+        if live is None or live.at_length or live.seq.status is Status.FINISHED:
+            raise ValueError(
+                f"export_request: expected a request that runs or waits, got {seq_id!r}."
+            )
+        seq, memory = live.seq, self.scheduler.memory
+        if seq.pictures:
+            raise ValueError(
+                f"export_request: expected a request without pictures, got {len(seq.pictures)} of"
+                f" them in {seq_id!r}; it has to end here."
+            )
+        deadline = seq.deadline
+        self.scheduler.finish(seq, FinishReason.ABORT)
+        del self._outputs.live[seq_id]
+        self._move_pages()
+        pages, states = self.device.take(*memory.cached(seq))
+        params = seq.params
+        if seq.num_output:  # the prompt's have been reported
+            params = dataclasses.replace(params, prompt_logprobs=False)
+        return HandedOver(
+            tokens=list(seq.tokens),
+            num_prompt=seq.num_prompt,
+            params=params,
+            namespace=seq.namespace,
+            tenant=seq.tenant,
+            priority=seq.priority,
+            adapter_name=seq.adapter_name,
+            seconds_left=None if deadline is None else deadline - time.monotonic(),
+            version=self.version,
+            page_size=self.config.page_size,
+            pages=pages,
+            states=states,
+        )
+
+    def import_request(self, handed: HandedOver, seq_id: str) -> None:
+        """Queues a request of another engine, between two steps. Its events are of what follows.
+
+        Raises:
+          QueueFull: try again later.
+          ValueError: it does not fit this engine, in one sentence.
+          jax.errors.JaxRuntimeError: no memory. The request is not queued; if the cache was to be
+            written, it is emptied, and running sequences end with an error.
+        """
+        shapes = self.device.shapes_of_copies()
+        handed.check(self.version, self.config.page_size, shapes)
+        prompt, output = handed.tokens[: handed.num_prompt], handed.tokens[handed.num_prompt :]
+        seq = Sequence(
+            seq_id,
+            seq_id,
+            prompt,
+            handed.params,
+            handed.namespace,
+            handed.priority,
+            tenant=handed.tenant,
+            adapter_name=handed.adapter_name,
+            arrival=time.monotonic(),
+        )
+        if handed.seconds_left is not None:
+            seq.deadline = seq.arrival + handed.seconds_left
+        live = self._accept(seq, {})
+        _check_tokens("tokens", output, self.model.config)
+        self._outputs.replay(live, output)
+        if handed.pages:
+            self.device.compile_copies()
+        self.scheduler.add(seq)
+        pages, slots = self.scheduler.memory.adopt(seq, len(handed.pages), len(handed.states))
+        of_pages = [_like(shapes[0], handed.pages[i]) for i in pages]
+        of_states = [_like(shapes[1], each) for each in handed.states[: len(slots)]]
+        try:
+            self._move_pages()  # what had to make room
+            self._speculation.forget([*pages.values()])
+            self.device.put([*pages.values()], of_pages, slots, of_states)
+        except Exception:
+            # The cache names pages that were not written, and the pools may have been donated.
+            self.scheduler.finish(seq, FinishReason.ABORT)
+            self._start_over(self.scheduler.running, "The engine failed: no room for a hand-over.")
+            raise
+        self._outputs.live[seq.id] = live
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has work to do or events to return."""
@@ -171,6 +317,14 @@ class Engine:
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
         _check_sequence(seq, config)
+        if seq.pictures:
+            if self._pictures is None:
+                raise ValueError(
+                    f"pictures: expected none, as this {config.family} model reads texts only."
+                )
+            self._pictures.check(seq)
+            seq.number_pictures(self._picture_numbers.of)
+        seq.adapter = self._adapters.find(seq.adapter_name)
         seq.drafter = self._speculation.drafter()
         constraint = None
         if (text := params.grammar) is not None:
@@ -183,7 +337,13 @@ class Engine:
         stop_tokens = {*params.stop_token_ids, *(config.eos_tokens if ends_at_eos else ())}
         return LiveSequence(
             seq,
-            Detokenizer(self._texts, params.stop, params.skip_special_tokens, params.include_stop),
+            Detokenizer(
+                self._texts,
+                params.stop,
+                params.skip_special_tokens,
+                params.include_stop,
+                seq.tokens if params.goes_on else (),
+            ),
             constraint,
             frozenset(stop_tokens),
             needs_sampler_state=sampling.keeps_state(params),
@@ -242,17 +402,21 @@ class Engine:
             live = all_live[seq.id]
             live.needs_sampler_state = sampling.keeps_state(seq.params)
             self._constrained.begin(live)
-        stats.num_admitted, stats.num_preempted = len(plan.admitted), len(plan.preempted)
         if not plan.entries:
             return None
+        self._move_pages()
         self._speculation.draft(plan.entries, self.device)
+        rows_of = None
+        if self._pictures is not None:
+            with counters.phases["pictures"]:
+                rows_of = self._pictures.rows_of(plan.entries)
         with counters.phases["plan"]:
-            batch = self.device.plan(plan.entries)
+            batch = self.device.plan(plan.entries, rows_of)
         with counters.phases["dispatch"]:
             scores = self.device.forward(batch)
         self.scheduler.launched(plan)
-        stats.bucket, stats.num_sequences = batch.bucket.name, len(plan.entries)
         lengths = [entry.num_tokens for entry in plan.entries]
+        stats.bucket = batch.bucket.name
         stats.num_tokens, stats.num_decodes = sum(lengths), lengths.count(1)
         counters.totals["steps"] += 1
         samples = [
@@ -260,6 +424,20 @@ class Engine:
         ]
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
         return LaunchedStep(batch, scores, samples, drafts)
+
+    def _move_pages(self) -> None:
+        """Copies pages between the device and the host, before the step that needs them."""
+        host = self.scheduler.memory.host
+        if host is None or not (moves := host.take_moves()):
+            return
+        try:
+            with self._counters.phases["dispatch"]:
+                self.device.move(moves)
+        except Exception:
+            host.is_open = False
+            log.exception("the host has no memory for pages; it is used no more")
+            raise
+        self._speculation.forget([move.page for move in moves if not move.to_host])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -286,11 +464,9 @@ class Engine:
                 if scored.seq.status is not Status.FINISHED:
                     self._outputs.add_prompt_logprobs(scored, sampled)
             tokens, drafted = sampled.tokens.tolist(), launched.batch.drafted
-            outputs, stats = self._outputs, self._counters.step
             for row, live in launched.samples:
                 if live.seq.status is Status.FINISHED:
                     continue
-                stats.num_sampled += 1
                 if row in drafted:
                     rows = drafted[row]
                     new = [tokens[each] for each in rows]
@@ -298,9 +474,84 @@ class Engine:
                     new = self._speculation.accept(live, new, launched.drafts[row], num_allowed)
                 else:
                     rows, new = [row], [tokens[row]]
-                new = outputs.add_samples(live, new, sampled, rows)
+                new = self._outputs.add_samples(live, new, sampled, rows)
                 if live.grammar is not None and live.seq.finish_reason is None:
                     self._constrained.advance(live, new)
+
+    # ---- between steps -------------------------------------------------------------------------
+
+    def settle(self) -> list[TokenEvent]:
+        """Waits for the step in flight, and launches none. Returns the events."""
+        before, self._pending = self._pending, None
+        if before is not None:
+            self._retire(before)
+        return self._outputs.take_events()
+
+    @property
+    def version(self) -> str:
+        """The name of the weights' version; see TokenEvent.versions."""
+        return self._outputs.version
+
+    def update_params(
+        self,
+        params: Any,
+        version: str | None,
+        *,
+        partial: bool = False,
+        donate: bool = False,
+        keep_prefixes: bool = False,
+    ) -> None:
+        """Replaces weights, after `settle`.
+
+        Running sequences go on: they read their tokens again, and the next are of the new weights.
+
+        params, partial: see WeightUpdates.plan. donate: see WeightUpdates.convert.
+        version: None: the number of updates so far. keep_prefixes: see KvMemory.begin_version.
+
+        Raises:
+          ValueError: nothing has changed. After any other exception the weights may be gone
+            (`device.has_weights`); then no step may run before an update that has all of them.
+        """
+        assert self._pending is None
+        updates = self.device.plan_update(params, partial=partial)
+        version = str(self._num_updates + 1) if version is None else version
+        if not version or "\0" in version:
+            raise ValueError(f"update_params: version: expected a name, got {version!r}.")
+        self._num_updates += 1
+        self.scheduler.begin_version("" if version == FIRST_VERSION else version, keep_prefixes)
+        self._outputs.version = version
+        self.device.update(updates, donate=donate)
+
+    @property
+    def lora_names(self) -> list[str]:
+        return self._adapters.names
+
+    def load_lora(self, name: str, weights: models.LoraWeights) -> None:
+        """Loads an adapter, after `settle`. See LoadedAdapters.load."""
+        assert self._pending is None
+        live = (each.seq for each in self._outputs.live.values())
+        self._adapters.load(name, weights, self.device, live)
+
+    def unload_lora(self, name: str) -> None:
+        """See LoadedAdapters.unload."""
+        self._adapters.unload(name)
+
+    def sleep(self, *, weights: bool) -> None:
+        """Frees the kv cache, after `settle`, and the weights too if `weights`.
+
+        Running sequences wait until `wake` and read their tokens again.
+        """
+        assert self._pending is None
+        self.scheduler.begin_version(self.scheduler.memory.version, keep_prefixes=False)
+        self.device.free_pages()
+        self._speculation.free_pages()
+        if weights:
+            self.device.free_weights()
+
+    def wake(self) -> None:
+        """Makes an empty kv cache. Raises jax.errors.JaxRuntimeError if it does not fit."""
+        self.device.reset()
+        self._speculation.reset()
 
     # ---- failures ------------------------------------------------------------------------------
 
@@ -310,18 +561,21 @@ class Engine:
         The step may have destroyed the cache's contents, so the prefix cache is emptied. The queue
         stays, unless nothing was running: then the cause is in the queue. Returns the last events.
         """
+        self._start_over(self.scheduler.running or self.scheduler.waiting, message)
+        return self._outputs.take_events()
+
+    def _start_over(self, failed: Seq[Sequence], message: str) -> None:
+        """Ends sequences with 'error', all that run among them, and empties the cache."""
         self._pending = self._last_plan = None
-        for seq in self.scheduler.running or self.scheduler.waiting:
+        for seq in failed:
             self._outputs.fail(seq, message)
         for seq in self.scheduler.waiting:
             # The token in flight at its preemption will not come; it is sampled again.
             self.scheduler.append(seq, [], num_sampled=seq.num_in_flight)
         self._outputs.close_finished()
-        cache = self.scheduler.cache
-        cache.evict(cache.num_cached)
+        self.scheduler.cache.clear()
         self.device.reset()
         self._speculation.reset()
-        return self._outputs.take_events()
 
     # ---- numbers -------------------------------------------------------------------------------
 
@@ -346,6 +600,11 @@ class Engine:
         return snapshot.snapshot(self.scheduler, self.step_stats, self._last_plan)
 
 
+def _like(shape: Any, arrays: Any) -> Any:
+    """The arrays in a tree like `shape`."""
+    return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(arrays))
+
+
 def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
     """Raises ValueError if the model cannot run the sequence."""
     params = seq.params
@@ -362,11 +621,44 @@ def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
         ("stop_token_ids", params.stop_token_ids),
     )
     for name, tokens in named:
-        for extreme in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= extreme < config.vocab_size:
-                raise ValueError(
-                    f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}."
-                )
+        _check_tokens(name, tokens, config)
+
+
+def _check_tokens(name: str, tokens: Seq[int], config: models.ModelConfig) -> None:
+    for extreme in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= extreme < config.vocab_size:
+            raise ValueError(f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}.")
+
+
+def _check_recurrent(
+    model: models.ModelConfig, config: EngineConfig, draft_model: models.Model | None
+) -> None:
+    """Refuses what models with recurrent layers do not support."""
+    if draft_model is not None and draft_model.config.recurrent is not None:
+        raise ValueError(
+            "a draft model: expected one without recurrent layers, got "
+            f"{draft_model.config.family}."
+        )
+    if model.recurrent is None:
+        if config.num_states is not None:
+            raise ValueError(
+                f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
+                f" layers, got {config.num_states}."
+            )
+        return
+    refused: list[tuple[str, Any]] = [
+        ("max_drafts", 0),
+        ("num_host_pages", 0),
+        ("tensor_parallel", 1),
+        ("context_parallel", 1),
+        ("batch_invariant", False),  # chunks of any length round differently
+    ]
+    for name, neutral in refused:
+        if (value := getattr(config, name)) != neutral:
+            raise ValueError(
+                f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
+                f" got {value}."
+            )
 
 
 def _check_draft_model(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
+
 from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
@@ -34,21 +36,40 @@ class EngineConfig:
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     starvation_steps: int = 16  # see SchedulerConfig
     prefix_cache: bool = True
+    num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
+    # Slots of recurrent states, of running sequences and of checkpoints, if the model has recurrent
+    # layers; None: four for each of max_running.
+    num_states: int | None = None
+    checkpoint_tokens: int = 2048  # between checkpoints of a long prompt
     batch_invariant: bool = False
     jump_forward: bool = True  # tokens that a grammar forces are appended without a step
     # Drafts of each sequence that a step verifies. They come from the sequence's own text, or from
     # a draft model if there is one.
     max_drafts: int = 0
     max_grammars: int = 128  # compiled grammars kept
+    max_loras: int = 0  # LoRA adapters at a time
+    max_lora_rank: int = 16  # the largest
     tensor_parallel: int = 1  # devices that share heads, MLPs, experts and vocabulary
     # Devices that share the slots of each page; multiplies tensor_parallel.
     context_parallel: int = 1
+    # tensor_parallel * context_parallel devices of JAX; None: the first ones.
+    devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_step_tokens:
             raise ValueError(
                 "EngineConfig: max_running: expected 1 to max_step_tokens = "
                 f"{self.max_step_tokens}, got {self.max_running}."
+            )
+        if self.max_loras and not 1 <= self.max_lora_rank <= models.MAX_LORA_RANK:
+            raise ValueError(
+                f"EngineConfig: max_lora_rank: expected 1 to {models.MAX_LORA_RANK}, got"
+                f" {self.max_lora_rank}."
+            )
+        if self.num_host_pages and not self.prefix_cache:
+            raise ValueError(
+                "EngineConfig: num_host_pages: expected 0 without prefix_cache, got"
+                f" {self.num_host_pages}."
             )
         for name in ("tensor_parallel", "context_parallel"):
             if (count := getattr(self, name)) < 1:
@@ -64,8 +85,14 @@ class EngineConfig:
             )
 
 
-def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
+_STATES_EACH = 4  # slots for each running sequence: its own, and some checkpoints
+
+
+def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConfig:
     """The scheduler's configuration."""
+    max_positions, num_states = model.max_positions, 0
+    if model.recurrent is not None:
+        num_states = config.num_states or _STATES_EACH * config.max_running
     pages_each = -(-max_positions // config.page_size)
     # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
@@ -85,16 +112,27 @@ def capacities(config: EngineConfig, max_positions: int) -> SchedulerConfig:
         tenant_limits=config.tenant_limits,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
+        num_states=num_states,
+        num_host_pages=config.num_host_pages,
+        checkpoint_tokens=config.checkpoint_tokens,
     )
 
 
-def device_config(model: models.ModelConfig, config: EngineConfig) -> DeviceConfig:
+def device_config(
+    model: models.ModelConfig,
+    config: EngineConfig,
+    picture_shape: tuple[int, int] | None = None,
+) -> DeviceConfig:
     return DeviceConfig(
-        capacities(config, model.max_positions),
+        capacities(config, model),
         batch_invariant=config.batch_invariant,
         kv_dtype=config.kv_dtype,
         eight_bit_products=config.eight_bit_products,
         tensor_parallel=config.tensor_parallel,
         context_parallel=config.context_parallel,
         has_drafts=config.max_drafts > 0,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        devices=config.devices,
+        picture_shape=picture_shape,
     )

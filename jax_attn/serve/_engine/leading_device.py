@@ -6,12 +6,13 @@ Only process 0 makes decisions and reads results.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from jax_attn import models
+from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import sampling
 from jax_attn.serve._engine.buckets import Batch
 from jax_attn.serve._engine.device import Device, DeviceConfig, Scores
@@ -39,6 +40,20 @@ class LeadingDevice(Device):
         if self._is_made:
             raise ProcessesError("A step failed, and the server is of several processes.")
         super().reset()
+
+    def free_pages(self) -> None:
+        if self._is_made:
+            raise ProcessesError("sleep: expected a server of one process, got several.")
+        super().free_pages()
+
+    def plan_update(self, params: Any, *, partial: bool) -> list[WeightUpdate]:
+        raise ProcessesError("update_params: expected a server of one process, got several.")
+
+    def shapes_of_copies(self) -> tuple[Any, Any]:
+        raise ProcessesError("a hand-over: expected a server of one process, got several.")
+
+    def set_lora(self, slot: int, weights: models.LoraWeights) -> None:
+        raise ProcessesError("lora: expected a server of one process, got several.")
 
     def forward(self, batch: Batch, newest: jax.Array | None = None) -> Scores:
         assert newest is None  # the other processes do not have it

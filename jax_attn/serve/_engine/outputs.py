@@ -12,7 +12,7 @@ from jax_attn.serve._engine.buckets import ScoredRows
 from jax_attn.serve._engine.counters import Counters
 from jax_attn.serve._engine.records import LiveSequence
 from jax_attn.serve._engine.sampling import Sampled
-from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.events import FIRST_VERSION, TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
 
@@ -23,10 +23,12 @@ class Outputs:
     """Appends tokens to sequences, ends them, and collects an event for each changed sequence.
 
     live: sequences whose last event has not been sent, by id.
+    version: of the weights that make the tokens.
     """
 
     def __init__(self, scheduler: Scheduler, counters: Counters):
         self.live: dict[str, LiveSequence] = {}
+        self.version = FIRST_VERSION
         self._scheduler, self._counters = scheduler, counters
         self._events: dict[str, TokenEvent] = {}  # by id, since the last `take_events`
 
@@ -130,6 +132,8 @@ class Outputs:
                 break
         if num_taken < len(tokens):
             tokens = tokens[:num_taken]
+        if self.version != FIRST_VERSION or event.versions is not None:
+            event.versions = [*event.all_versions(), *[self.version] * num_taken]
         event.tokens += tokens
         self._counters.totals["generated_tokens"] += num_taken
         return tokens, reason
@@ -148,6 +152,15 @@ class Outputs:
         if live.detokenizer.stopped:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output >= params.max_tokens else None
+
+    def replay(self, live: LiveSequence, tokens: Seq[int]) -> None:
+        """Appends the output that another engine has made and reported, without an event."""
+        for num_output, token in enumerate(tokens, live.seq.num_output + 1):
+            self._push(live, token, num_output, TokenEvent(live.seq.id))
+        live.seq.tokens += tokens
+        if live.grammar is not None:
+            for token in tokens:
+                live.grammar.matcher.advance(token)
 
     # ---- ends ----------------------------------------------------------------------------------
 

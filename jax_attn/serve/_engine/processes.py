@@ -80,7 +80,6 @@ class Processes:
             raise ProcessesError(f"--distributed: {error}") from None
         self.index, self.count = jax.process_index(), jax.process_count()
         self._store: Any = distributed.global_state.client
-        self._start_seconds = start_seconds
         self._last_words = "JAX's runtime has failed, or process 0 is gone."
         self._num_read = 0
         self.is_leaving = False  # it was told to end; process 0 decides when

@@ -57,7 +57,7 @@ class Sampled(NamedTuple):
 
     tokens: [rows] i32. -1 where the logits hold NaN.
     logprobs: [rows] f32. Of `tokens`, or of the row's given token, under the softmax of the model's
-    own logits.
+    own logits, or in the distribution sampled from (SamplingParams.logprobs_of).
     top_tokens, top_logprobs: [rows, MAX_LOGPROBS] i32, f32. The likeliest first.
     """
 
@@ -140,6 +140,8 @@ ROW = np.dtype(
         # A nonzero number that the rows of a sequence with drafts share; 0: no drafts.
         ("chain", np.int32),
         ("draft", np.int32),  # the draft before this row; _NO_TOKEN: none
+        # Kind "full": 1: logprobs are of the distribution sampled from; 0: of the model's logits.
+        ("of_sampled", np.int32),
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("min_p", np.float32),
@@ -194,12 +196,23 @@ class SlotParams:
             "given": -1,
             "chain": 0,
             "draft": _NO_TOKEN,
+            "of_sampled": int(params.logprobs_of == "sampled"),
         }
         # The other fields are those of SamplingParams.
         self._records[slot] = tuple(
             row[name] if name in row else getattr(params, name) for name in ROW.names or ()
         )
         self._kinds[slot] = KINDS.index(kind_of(params))
+
+    def fill_scored(self, rows: np.ndarray, slot: int, tokens: Sequence[int]) -> None:
+        """Fills in rows that score given tokens with the parameters of the sequence in `slot`.
+
+        rows: [len(tokens), ROW_WORDS] i32. Counts and biases do not apply.
+        """
+        rows[:] = self._rows[slot]
+        fields = as_records(rows)
+        fields["slot"] = fields["state_slot"] = self.max_running
+        fields["given"] = tokens
 
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
         """Fills in rows: row i samples output token positions[i] of the sequence in slots[i].
@@ -274,15 +287,14 @@ def sample(
         tokens = jax.lax.platform_dependent(scores, mask, cpu=_greedy_on_cpu, default=_greedy)
     else:
         scores = _masked(scores, mask)
-        # At most 0, so the smallest temperature gives -inf beside a 0, never inf or NaN.
-        scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / jnp.where(
-            temperature > 0, temperature, 1
-        )
+        scaled = _scaled(scores, temperature)
         if kind != "temperature":
             scaled = _filtered(scaled, row["top_k"], row["top_p"][:, None], row["min_p"][:, None])
         noisy = scaled + _noise(row["seed"], row["position"], logits.shape[1])
         tokens = _argmax(jnp.where(temperature > 0, noisy, scores))
     if kind == "full":
+        one_token = jnp.where(jnp.arange(logits.shape[1]) == tokens[:, None], 0, -jnp.inf)
+        of_sampled = jnp.where(temperature > 0, scaled, one_token)
         tokens = jnp.where(row["given"] < 0, tokens, row["given"])
     tokens = jnp.where(jnp.any(jnp.isnan(logits), axis=1), -1, tokens)
 
@@ -290,10 +302,48 @@ def sample(
     if kind != "full":
         return state, Sampled(tokens)
     state = state._replace(counts=state.counts.at[row["state_slot"], tokens].add(1, mode="drop"))
-    logprobs = jax.nn.log_softmax(logits, axis=1)
+    logprobs = _log_softmax(jnp.where(row["of_sampled"][:, None] > 0, of_sampled, logits))
     top_logprobs, top_tokens = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
     return state, Sampled(tokens, chosen, top_tokens.astype(jnp.int32), top_logprobs)
+
+
+def token_logprobs(
+    logits: jax.Array,
+    tokens: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> jax.Array:
+    """The log-probabilities of tokens in the distribution that the engine samples from.
+
+    Differentiable in `logits`; which tokens the filters remove is a constant. The bits are those
+    of the engine's logprobs if the bits of the logits are. The defaults give those of the model's
+    own logits (SamplingParams.logprobs_of "model").
+
+    logits: [n, vocab] f32. tokens: [n] i32. temperature: above 0. Returns [n] f32.
+    """
+    scores = logits
+    if (temperature, top_k, top_p, min_p) != (1.0, 0, 1.0, 0.0):
+        scores = _scaled(logits, jnp.float32(temperature))
+        of_row = jnp.full(len(logits), top_k, jnp.int32), jnp.float32(top_p), jnp.float32(min_p)
+        kept = jax.lax.stop_gradient(_filtered(jax.lax.stop_gradient(scores), *of_row))
+        scores = jnp.where(jnp.isneginf(kept), -jnp.inf, scores)
+    return jnp.take_along_axis(_log_softmax(scores), tokens[:, None], axis=1)[:, 0]
+
+
+def _log_softmax(x: jax.Array) -> jax.Array:
+    # Apart from its surroundings, so that it is one computation in the sampler and in a trainer.
+    return jax.nn.log_softmax(jax.lax.optimization_barrier(x), axis=1)
+
+
+def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Divides by temperatures [rows, 1] or []; of 0 by 1. The maximum of each row becomes 0."""
+    # At most 0, so the smallest temperature gives -inf beside a 0, never inf or NaN.
+    most = jax.lax.stop_gradient(jnp.max(scores, axis=1, keepdims=True))
+    return (scores - most) / jnp.where(temperature > 0, temperature, 1)
 
 
 def _greedy(scores: jax.Array, mask: jax.Array) -> jax.Array:

@@ -75,7 +75,8 @@ def _tree(scheduler: Scheduler) -> list[dict[str, Any]]:
         {
             "namespace": node.namespace,
             "parent": None if node.parent is None else index[node.parent],
-            "tokens": memoryview(node.key).cast("i")[:_MAX_TOKENS].tolist(),
+            # Without those of pictures, which have no text.
+            "tokens": [x for x in memoryview(node.key).cast("i")[:_MAX_TOKENS] if x >= 0],
             "locks": node.locks,
             "num_pages": node.num_pages,
         }

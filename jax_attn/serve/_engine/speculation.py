@@ -84,10 +84,20 @@ class Speculation:
             with self._counters.phases["draft"]:
                 self.model.draft(entries, device.newest)
 
+    def forget(self, pages: Seq[int]) -> None:
+        """See DraftModel.forget."""
+        if self.model is not None:
+            self.model.forget(pages)
+
     def reset(self) -> None:
         """See Device.reset."""
         if self.model is not None:
             self.model.reset()
+
+    def free_pages(self) -> None:
+        """See Device.free_pages."""
+        if self.model is not None:
+            self.model.device.free_pages()
 
     def bytes_held(self) -> dict[int, int]:
         """See Device.bytes_held."""

@@ -11,11 +11,11 @@ differently. From there the mask decides, and allows every token that begins wit
 
 from __future__ import annotations
 
-import copy
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +23,42 @@ import llguidance
 import numpy as np
 
 from jax_attn.models._weights.protocols import Tokenizer
+from jax_attn.serve._grammar import json_schema
+from jax_attn.serve._grammar.vocabulary import Vocabulary
+from jax_attn.serve._text import memory
 
 MAX_GRAMMAR_CHARS = 100_000
 MAX_GRAMMAR_SECONDS = 1.0  # CPU seconds to compile one grammar
 MAX_GRAMMAR_BYTES = 96 << 20  # memory to compile one grammar
+_GIVE_BACK_BYTES = 8 << 20  # of grammars that have left the cache
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be used. The message is one sentence for its author."""
 
 
+def usable_schema(schema: Any, check_numbers: bool = True) -> Any:
+    """A JSON Schema as llguidance takes it. Text that is not JSON is left to the compiler.
+
+    check_numbers: refuse those that llguidance would change.
+
+    Raises:
+      GrammarError: it has such a number.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            return schema
+    try:
+        return json_schema.usable(schema, check_numbers)
+    except json_schema.CannotHold as error:
+        raise GrammarError(f"JSON schema: {error}.") from None
+
+
 def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
     """The grammar of a JSON Schema (True: any JSON value). No white space between tokens."""
+    schema = usable_schema(schema)
     if not isinstance(schema, str):
         schema = json.dumps({} if schema is True else schema)
     try:
@@ -55,9 +79,23 @@ def from_choices(texts: Sequence[str]) -> str:
     return from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
-def from_lark(grammar: str) -> str:
-    """A context-free grammar in llguidance's dialect of Lark; `start` is the start rule."""
-    return llguidance.LLMatcher.grammar_from_lark(grammar)
+def from_lark(grammar: str, added_tokens: Mapping[str, int] | None = None) -> str:
+    """A context-free grammar in llguidance's dialect of Lark; `start` is the start rule.
+
+    added_tokens: tokens that <name> may name, though they are not special; ids by text.
+    """
+
+    def by_id(found: re.Match[str]) -> str:
+        token = (added_tokens or {}).get(found[0])
+        return found[0] if token is None else f"<[{token}]>"
+
+    return llguidance.LLMatcher.grammar_from_lark(_LARK_PARTS.sub(by_id, grammar))
+
+
+# Comments, strings, regular expressions, and names of tokens.
+_LARK_PARTS = re.compile(
+    r"""//[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\\n])+/ | <[^<>\s]+>""", re.VERBOSE
+)
 
 
 # Within these limits a mask takes at most some 50 ms, and the states of a lexer some 20 MB. Schemas
@@ -95,26 +133,26 @@ class Grammars:
         vocab_size: int,
         eos_tokens: Sequence[int],
         max_entries: int = 128,
-        max_bytes: int = 128 << 20,
+        max_bytes: int = 64 << 20,
     ):
-        """vocab_size: of the model; its logits may be wider than the tokenizer.
+        """vocab_size: of the model; the tokenizer may have fewer tokens, or more.
 
-        max_entries, max_bytes: limits of the cache.
+        max_entries, max_bytes: limits of the cache. What leaves it goes back to the system.
+
+        Raises:
+          ValueError: no grammar can be made for the tokenizer.
         """
         if not eos_tokens:
             raise ValueError("eos_tokens: expected at least one, to end a text with, got none.")
-        plain = copy.deepcopy(tokenizer)  # forced text must not be truncated or padded
-        plain.no_truncation()
-        plain.no_padding()
-        self._plain, self._vocab_size, self._eos_tokens = plain, vocab_size, list(eos_tokens)
-        self._tokenizer = llguidance.LLTokenizer(
-            plain.to_str(), n_vocab=vocab_size, eos_token=self._eos_tokens
-        )
+        self._eos_tokens = list(eos_tokens)
+        self._vocabulary = Vocabulary(tokenizer, vocab_size, eos_tokens)
+        self._tokenizer = llguidance.LLTokenizer(self._vocabulary, eos_token=self._eos_tokens)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self.num_compiled = 0
+        self._num_dropped_bytes = 0  # since memory was given back
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -123,8 +161,8 @@ class Grammars:
     def description(self) -> dict[str, Any]:
         """The data that another process needs to compile the same: see `trial`."""
         return {
-            "tokenizer": self._plain.to_str(),
-            "n_vocab": self._vocab_size,
+            "tokens": [raw.decode("latin-1") for raw in self._vocabulary.tokens],
+            "special": self._vocabulary.special_token_ids,
             "eos": self._eos_tokens,
             "limits": _LIMITS,
             "seconds": MAX_GRAMMAR_SECONDS,
@@ -156,6 +194,10 @@ class Grammars:
             self.num_compiled += 1
             self._compiled[tenant, grammar] = compiled
             self._shrink()
+            gives_back = self._num_dropped_bytes >= _GIVE_BACK_BYTES
+            self._num_dropped_bytes *= not gives_back
+        if gives_back:
+            memory.give_back()
         return compiled
 
     def forget(self, grammar: str, tenant: str = "") -> None:
@@ -168,6 +210,7 @@ class Grammars:
         while len(self._compiled) > self._max_entries or num_bytes > self._max_bytes:
             _, compiled = self._compiled.popitem(last=False)
             num_bytes -= compiled.num_bytes
+            self._num_dropped_bytes += compiled.num_bytes
 
 
 class Matcher:

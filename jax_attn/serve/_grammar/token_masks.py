@@ -127,15 +127,15 @@ class MaskWorkers:
     """Threads that run mask jobs. They end with the process: see `workers`."""
 
     def __init__(self, num_fast: int):
-        """num_fast: threads of the fast lane. The slow lane always has one."""
+        """num_fast: threads of the fast queue. The slow queue always has one."""
         self._condition = threading.Condition()
         self._work = threading.Condition()
-        # (seconds so far, serial, grammar, job) of the fast lane, and of the slow lane.
-        self._lanes: tuple[list[_Item], list[_Item]] = [], []
+        # (seconds so far, serial, grammar, job) of the fast queue, and of the slow one.
+        self._queues: tuple[list[_Item], list[_Item]] = [], []
         self._serials = itertools.count()
-        for lane in [0] * num_fast + [1]:
+        for is_slow in [False] * num_fast + [True]:
             threading.Thread(
-                target=self._run, args=(lane,), name="jax_attn masks", daemon=True
+                target=self._run, args=(is_slow,), name="jax_attn masks", daemon=True
             ).start()
 
     def start(self, grammar: SequenceGrammar, tokens: list[int]) -> None:
@@ -144,7 +144,7 @@ class MaskWorkers:
         job = grammar.job = MaskJob(tokens, mask, grammar.jumps)
         item = (grammar.seconds, next(self._serials), grammar, job)
         with self._work:
-            heapq.heappush(self._lanes[grammar.was_slow], item)
+            heapq.heappush(self._queues[grammar.was_slow], item)
             self._work.notify_all()
 
     def wait(self, jobs: Iterable[MaskJob], seconds: float) -> None:
@@ -158,14 +158,14 @@ class MaskWorkers:
         with self._condition:
             self._condition.wait_for(lambda: any(job.is_done for job in jobs), seconds)
 
-    def _run(self, lane: int) -> None:
-        if lane and sys.platform == "linux":  # on Linux priorities are per thread
+    def _run(self, is_slow: bool) -> None:
+        if is_slow and sys.platform == "linux":  # on Linux priorities are per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._work:
-                while not self._lanes[lane]:
+                while not self._queues[is_slow]:
                     self._work.wait()
-                _, _, grammar, job = heapq.heappop(self._lanes[lane])
+                _, _, grammar, job = heapq.heappop(self._queues[is_slow])
             grammar.run(job)
             with self._condition:
                 job.is_done = True

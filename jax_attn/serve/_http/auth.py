@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jax_attn.serve._http.error_shapes import error_response
 from jax_attn.serve._openai.errors import ApiError
 
 _MIN_KEY_CHARS = 16
@@ -44,12 +45,25 @@ def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def tenants(keys: Iterable[str], operator_keys: Iterable[str] = ()) -> dict[str, str]:
+    """Maps the owner that each key stands for to its tenant.
+
+    The owner is the SHA-256 of the key, in hexadecimal. It stays the same when other keys come or
+    go. The tenant says where the key is in the list.
+    """
+    found: dict[str, str] = {}
+    for name, group in (("operator", operator_keys), ("key", keys)):
+        for i, key in enumerate(group):
+            found.setdefault(_digest(key.encode()).hex(), f"{name}{i}")
+    return found
+
+
 class Authenticate:
     """ASGI middleware: answers 401 unless the request has one of the keys.
 
-    The key is a bearer token or, for browsers, the password of HTTP Basic authentication, which
-    they ask the user for. scope["state"]["tenant"] says which key it was, and "is_operator" whether
-    it was one of operator_keys.
+    The key is a bearer token, the header x-api-key or, for browsers, the password of HTTP Basic
+    authentication, which they ask the user for. scope["state"]["tenant"] says which key it was, and
+    "is_operator" whether it was one of operator_keys. "owner" is that of `tenants`.
     """
 
     def __init__(
@@ -60,24 +74,28 @@ class Authenticate:
         operator_keys: Iterable[str] = (),
     ):
         self._app = app
-        known = [(key, f"operator{i}") for i, key in enumerate(operator_keys)]
-        known += [(key, f"key{i}") for i, key in enumerate(keys)]
-        self._digests = [_digest(key.encode()) for key, _ in known]
-        self._names = [name for _, name in known]
+        known = tenants(keys, operator_keys)
+        self._digests = list(map(bytes.fromhex, known))
+        self._names = list(known.values())
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            presented = _presented_key(Headers(scope=scope).get("authorization", ""))
+            headers = Headers(scope=scope)
+            # x-api-key is Anthropic's header.
+            presented = headers.get("x-api-key", "").strip().encode()
+            if "authorization" in headers:
+                presented = _presented_key(headers["authorization"])
             tenant = self._tenant(presented)
             if tenant is None:
                 error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
                 # Browsers ask for the key if the challenge is Basic; programs get Bearer.
                 challenge = "Basic" if scope["path"] == "/" else "Bearer"
                 error.headers["WWW-Authenticate"] = f'{challenge} realm="jax_attn"'
-                return await error.response()(scope, receive, send)
+                return await error_response(error, scope["path"])(scope, receive, send)
             state = scope.setdefault("state", {})
             state["tenant"], state["is_operator"] = tenant, tenant.startswith("operator")
+            state["owner"] = _digest(presented).hex()
             if "record" in state:
                 state["record"].tenant = tenant
         await self._app(scope, receive, send)
@@ -110,7 +128,7 @@ class LoopbackHost:
                     param="Host",
                     code="wrong_host",
                 )
-                return await error.response()(scope, receive, send)
+                return await error_response(error, scope["path"])(scope, receive, send)
         await self._app(scope, receive, send)
 
 

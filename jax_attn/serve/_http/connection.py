@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+import logging
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -19,14 +23,62 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from jax_attn.serve._http.fair_loop import MOST
+from jax_attn.serve._http.framing import ChunkBudget, StrictParser
 from jax_attn.serve._openai.errors import ApiError
 
+log = logging.getLogger("jax_attn.serve")
+# uvicorn's own line about such a connection says neither who it is nor what is wrong.
+_UVICORN = logging.getLogger("uvicorn.error.connection")
+_UVICORN.addFilter(lambda record: record.msg != "Invalid HTTP request received.")
+
 # Bytes that are parsed at once, while no other connection is served. A body in chunks of a byte
-# takes a millisecond for 500 bytes; one of known length takes almost no time.
+# takes a millisecond for 2,000 bytes; one of known length takes almost no time.
 _READ_BYTES, _READ_BODY_BYTES = 4096, 65536
 
 
+_MAX_BUDGETS = 4096  # addresses whose budgets are kept
 _MAX_HEAD_BYTES = 16384  # limit on request line and headers, if uvicorn is not given one
+
+
+class _Faults:
+    """Logs connections that send no HTTP: at most one line a second, with an address."""
+
+    seconds = 1.0
+
+    def __init__(self) -> None:
+        self._last, self._num_untold = -math.inf, 0
+
+    def see(self, address: str, fault: str, now: float) -> None:
+        if now < self._last + self.seconds:
+            self._num_untold += 1
+            return
+        others = f" ({self._num_untold} more since the last line)" if self._num_untold else ""
+        log.warning("not HTTP from %s: %s%s", address or "-", fault, others)
+        self._last, self._num_untold = now, 0
+
+
+class _Turns:
+    """Runs a few callbacks in each turn of the loop, in order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._waiting = loop, deque[Callable[[], None]]()
+
+    def wait(self, callback: Callable[[], None]) -> None:
+        self._waiting.append(callback)
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        for _ in range(min(MOST, len(self._waiting))):
+            try:
+                self._waiting[0]()
+            except Exception:
+                log.exception("a request that had waited for its turn failed")
+            finally:
+                self._waiting.popleft()
+        if self._waiting:
+            self._loop.call_soon(self._run)
 
 
 class Connection(H11Protocol):
@@ -42,12 +94,21 @@ class Connection(H11Protocol):
     max_of_address = 4096  # connections of one address, likewise
 
     _of_address: ClassVar[WeakKeyDictionary[ServerState, Counter[str]]] = WeakKeyDictionary()
+    _budgets: ClassVar[WeakKeyDictionary[ServerState, OrderedDict[str, ChunkBudget]]] = (
+        WeakKeyDictionary()
+    )
+    _faults: ClassVar[WeakKeyDictionary[ServerState, _Faults]] = WeakKeyDictionary()
+    _turns: ClassVar[WeakKeyDictionary[ServerState, _Turns]] = WeakKeyDictionary()
+    _waits_its_turn = False
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        self.conn = _Strict(h11.SERVER, config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES)
+        self.conn: StrictParser = StrictParser(
+            config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES, self._may_take_chunk
+        )
+        self.logger = _UVICORN
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,9 +135,22 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         last = self.cycle
+        self._waits_its_turn = bool(self.conn.trailing_data[0])
         super().on_response_complete()
         if self.cycle is last:  # else a request was already there
             self._await_head(last)
+
+    def handle_events(self) -> None:
+        if self._waits_its_turn:  # a request that came before the last one was answered
+            self._waits_its_turn = False
+            turns = self._turns.setdefault(self.server_state, _Turns(self.loop))
+            turns.wait(self._handle_later)
+        else:
+            super().handle_events()
+
+    def _handle_later(self) -> None:
+        if not self.transport.is_closing():
+            super().handle_events()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -87,13 +161,16 @@ class Connection(H11Protocol):
         _stop(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Handles the rest of a body, or data after a request, that is not HTTP."""
+        """Handles a request, the rest of a body, or data after a request, that is not HTTP."""
+        fault = self.conn.fault or msg
+        faults = self._faults.setdefault(self.server_state, _Faults())
+        faults.see(self._address, fault, self.loop.time())
         if self.cycle is not None and not self.cycle.response_complete:
             # An answer that did not wait for the body would follow this one.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            self._answer(ApiError(400, f"HTTP: {fault}", code="invalid_http"))
         else:  # an answer has begun or is complete
             self.transport.close()
 
@@ -110,17 +187,28 @@ class Connection(H11Protocol):
     def _address(self) -> str:
         return self.client[0] if self.client else ""
 
+    def _may_take_chunk(self) -> bool:
+        budgets = self._budgets.setdefault(self.server_state, OrderedDict())
+        budget = budgets.setdefault(self._address, ChunkBudget())
+        budgets.move_to_end(self._address)
+        if len(budgets) > _MAX_BUDGETS:
+            budgets.popitem(last=False)
+        return budget.take(self.loop.time())
+
     def _set_read_size(self, num_bytes: int) -> None:
         self.transport.max_size = num_bytes  # type: ignore[attr-defined]  # asyncio's, if not uvloop's
 
     def _refuse(self, reason: str) -> None:
-        error = ApiError(429, f"{reason}; try again later", code="too_many_connections")
+        message = f"{reason}; try again later"
+        self._answer(ApiError(429, message, code="too_many_connections", retry_after=5))
+
+    def _answer(self, error: ApiError) -> None:
+        """Answers without a request, and closes the connection."""
         body = error.body().model_dump_json()
-        self.transport.write(
-            "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close\r\n\r\n"
-            f"{body}".encode()
-        )
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in error.headers.items()]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body.encode())}"]
+        self.transport.write("\r\n".join([*lines, "Connection: close", "", body]).encode())
         self.transport.close()
 
     def _await_head(self, last: RequestResponseCycle | None) -> None:
@@ -174,22 +262,6 @@ class DiscardBody:
             await send(message)
 
         await self._app(scope, receive_and_see, send_behind_the_body)
-
-
-class _Strict(h11.Connection):
-    """Refuses a body that has both a length and chunks, which h11 reads as chunked.
-
-    A proxy in front of this server may use the length, and so take for a body what is a request
-    here (request smuggling).
-    """
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            names = {name for name, _ in event.headers}
-            if names >= {b"content-length", b"transfer-encoding"}:
-                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
-        return event
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -49,6 +49,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 access_log=False,
+                log_config=None,  # its lines go where all others do
                 server_header=False,
                 headers=[("X-Content-Type-Options", "nosniff")],
                 proxy_headers=False,
@@ -79,6 +80,23 @@ class HttpServer(uvicorn.Server):
         self._on_drain()
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError if nothing can listen there, which is said before a model is loaded."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as listener:
+            # As asyncio does: connections of an earlier server that are closing do not count.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        raise ValueError(
+            f"--host, --port: expected an address to listen on, got {host}:{port}: {error.strerror}"
+        ) from None
 
 
 def spare_the_collector() -> None:

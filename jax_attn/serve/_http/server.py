@@ -26,25 +26,34 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jax_attn import models
-from jax_attn.serve._http import bodies, debug_state, openapi
-from jax_attn.serve._http.auth import Authenticate, LoopbackHost
-from jax_attn.serve._http.body_threads import Lanes
+from jax_attn.serve._anthropic import message_schemas
+from jax_attn.serve._anthropic.messages_api import MessagesApi
+from jax_attn.serve._http import bodies, debug_state, openapi, tracing
+from jax_attn.serve._http.auth import Authenticate, LoopbackHost, tenants
+from jax_attn.serve._http.batches import Batches
+from jax_attn.serve._http.body_threads import BodyThreads
+from jax_attn.serve._http.cache_watch import CacheEventsAnswer, CacheWatch
 from jax_attn.serve._http.connection import DiscardBody
-from jax_attn.serve._openai import fields, response_schemas, schemas
+from jax_attn.serve._http.error_shapes import error_response
+from jax_attn.serve._http.files import FileAnswer, Files
+from jax_attn.serve._ollama import ollama_schemas
+from jax_attn.serve._ollama.ollama_api import OllamaApi
+from jax_attn.serve._openai import batch_schemas, fields, response_schemas, schemas
 from jax_attn.serve._openai.access_log import AccessLog, Record
 from jax_attn.serve._openai.answers import ChoicesAnswer, GenerationAnswer
 from jax_attn.serve._openai.embeddings import (
     EmbeddingReader,
     EmbeddingRequest,
     EmbeddingResponse,
-    PreparedEmbeddings,
 )
-from jax_attn.serve._openai.errors import ApiError, model_not_found
-from jax_attn.serve._openai.limits import Gate, KeyLimits, Ticket
-from jax_attn.serve._openai.logprobs import TokenJson
+from jax_attn.serve._openai.errors import ApiError, bad_field, model_not_found
+from jax_attn.serve._openai.limits import KeyLimits, Limiter, Ticket
+from jax_attn.serve._openai.logprobs import TokenIdJson, TokenJson
 from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._openai.model_facts import ModelFacts
 from jax_attn.serve._openai.prepare import (
     Caller,
     Prepared,
@@ -52,9 +61,19 @@ from jax_attn.serve._openai.prepare import (
     sampling_defaults,
 )
 from jax_attn.serve._openai.response_format import ChatStyle, CompletionStyle, Style
-from jax_attn.serve._openai.responses_api import ResponsesApi, StoredAnswer
+from jax_attn.serve._openai.response_items import page
+from jax_attn.serve._openai.responses_api import ResponseAnswer, ResponsesApi, StoredAnswer
+from jax_attn.serve._openai.scores import (
+    ClassifyRequest,
+    PreparedScores,
+    RerankRequest,
+    ScoreReader,
+    ScoreRequest,
+    ScoreResponse,
+)
 from jax_attn.serve._openai.served_models import ServedEmbedder, ServedModel
-from jax_attn.serve._scheduling.protocols import ServedEngine
+from jax_attn.serve._openai.vector_answers import PreparedSequences
+from jax_attn.serve._scheduling.protocols import EngineStopped, ServedEngine
 from jax_attn.serve._scheduling.tenants import owner
 from jax_attn.serve._text.token_bytes import TokenBytes
 
@@ -67,6 +86,7 @@ VIEW_SECONDS = 0.25  # how long a live view is reused
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
+PreparedBody = TypeVar("PreparedBody", bound=PreparedSequences)
 # Factory that takes GenerationAnswer's first arguments.
 MakeAnswer: TypeAlias = Callable[
     [ServedEngine, Prepared, Metrics, Ticket, Record], GenerationAnswer
@@ -88,7 +108,13 @@ class ServerConfig:
     access_log: bool = True
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server; "*": all
+    weights_directory: Path | None = None  # of weights that operators may load; None: none
+    adapters: tuple[str, ...] = ()  # the LoRA adapters that the engine has at the start
+    vision: models.VisionModel | None = None  # without weights; None: the model reads texts only
+    max_pictures: int | None = None  # of a request; None: MAX_PICTURES
     max_body_bytes: int = 4 << 20
+    files_directory: Path | None = None  # of /v1/files and /v1/batches; None: there are none
+    otlp_endpoint: str | None = None  # of a collector of traces; None: there are none
     body_timeout: float = 30.0  # seconds for a client to send its body
 
 
@@ -96,15 +122,49 @@ class ServerConfig:
 _TEXT_ROUTES = [
     ("/v1/completions", "completions", "POST"),
     ("/v1/chat/completions", "chat_completions", "POST"),
+    ("/v1/messages", "messages", "POST"),
+    ("/v1/messages/count_tokens", "count_message_tokens", "POST"),
+    ("/api/chat", "ollama_chat", "POST"),
+    ("/api/generate", "ollama_generate", "POST"),
+    ("/api/show", "ollama_show", "POST"),
+    ("/api/tags", "ollama_models", "GET"),
     ("/v1/responses", "responses", "POST"),
+    ("/v1/responses/input_tokens", "count_response_tokens", "POST"),
     ("/v1/responses/{id}", "response", "GET"),
     ("/v1/responses/{id}", "delete_response", "DELETE"),
     ("/v1/responses/{id}/cancel", "cancel_response", "POST"),
+    ("/v1/responses/{id}/input_items", "input_items", "GET"),
+    ("/v1/conversations", "create_conversation", "POST"),
+    ("/v1/conversations/{id}", "conversation", "GET"),
+    ("/v1/conversations/{id}", "update_conversation", "POST"),
+    ("/v1/conversations/{id}", "delete_conversation", "DELETE"),
+    ("/v1/conversations/{id}/items", "conversation_items", "GET"),
+    ("/v1/conversations/{id}/items", "add_items", "POST"),
+    ("/v1/conversations/{id}/items/{item}", "conversation_item", "GET"),
+    ("/v1/conversations/{id}/items/{item}", "remove_item", "DELETE"),
     ("/tokenize", "tokenize", "POST"),
     ("/detokenize", "detokenize", "POST"),
+    ("/v1/loras", "load_lora", "POST"),
+    ("/v1/loras/{name:path}", "unload_lora", "DELETE"),
+    ("/v1/weights", "weights", "POST"),
+    ("/v1/weights/pause", "pause", "POST"),
+    ("/v1/weights/resume", "resume", "POST"),
     ("/debug/state", "debug_state", "GET"),
+    ("/debug/cache_events", "cache_events", "GET"),
     ("/openapi.json", "openapi", "GET"),
     ("/", "page", "GET"),
+]
+
+_FILES = [
+    ("/v1/files", "upload_file", "POST"),
+    ("/v1/files", "list_files", "GET"),
+    ("/v1/files/{id}", "file", "GET"),
+    ("/v1/files/{id}", "delete_file", "DELETE"),
+    ("/v1/files/{id}/content", "file_content", "GET"),
+    ("/v1/batches", "create_batch", "POST"),
+    ("/v1/batches", "list_batches", "GET"),
+    ("/v1/batches/{id}", "batch", "GET"),
+    ("/v1/batches/{id}/cancel", "cancel_batch", "POST"),
 ]
 
 
@@ -119,10 +179,11 @@ def create_app(
     Args:
       engine: an AsyncEngine, not started; None: only an embedding model is served.
       model: as `jax_attn.models.load` returns it; None without an engine.
-      embedding: a model for /v1/embeddings, and what runs it, not started.
+      embedding: a model for vectors or for scores, and what runs it, not started.
 
     Raises:
-      ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one.
+      ValueError: a file of the directory cannot be used; chat.ChatTemplateError is one. Or the
+        directory of files cannot.
     """
     server: _Server
     if engine is None:
@@ -134,7 +195,11 @@ def create_app(
         Route(path, getattr(server, name, server.no_text_model), methods=[method])
         for path, name, method in _TEXT_ROUTES
     ]
-    middleware = [Middleware(AccessLog, enabled=config.access_log), Middleware(DiscardBody)]
+    trace = None if server.tracer is None else server.tracer.request
+    middleware = [
+        Middleware(AccessLog, enabled=config.access_log, trace=trace),
+        Middleware(DiscardBody),
+    ]
     if config.allowed_origins:
         # First, as browsers ask for permission without a key.
         middleware.append(
@@ -157,31 +222,44 @@ def create_app(
                 open_paths=["/health"],
             )
         )
+    routes = [
+        *text_routes,
+        *[Route(path, getattr(server, name), methods=[method]) for path, name, method in _FILES],
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/v1/rerank", server.rerank, methods=["POST"]),
+        Route("/v1/score", server.score, methods=["POST"]),
+        Route("/classify", server.classify, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/health", server.health),
+        Route("/version", server.version),
+        Route("/api/version", server.version),
+        Route("/metrics", server.metrics_text),
+    ]
+    handlers: dict[Any, Any] = {
+        ApiError: server.on_api_error,
+        HTTPException: _on_http_exception,
+        ClientDisconnect: _on_disconnect,
+        Exception: _on_bug,
+    }
     app = Starlette(
-        routes=[
-            *text_routes,
-            Route("/v1/embeddings", server.embeddings, methods=["POST"]),
-            Route("/v1/models", server.models),
-            Route("/v1/models/{name:path}", server.model),
-            Route("/health", server.health),
-            Route("/version", server.version),
-            Route("/metrics", server.metrics_text),
-        ],
+        routes=routes,
         middleware=middleware,
-        exception_handlers={
-            ApiError: server.on_api_error,
-            HTTPException: _on_http_exception,
-            ClientDisconnect: _on_disconnect,
-            Exception: _on_bug,
-        },
+        exception_handlers=handlers,
         lifespan=server.lifespan,
+    )
+    # Batches come without connections and keys.
+    server.inner = Starlette(
+        routes=routes,
+        middleware=[Middleware(AccessLog, enabled=False, trace=trace)],
+        exception_handlers=handlers,
     )
     app.state.server = server
     return app
 
 
 class _Server:
-    """Routes that need no text model: embeddings, models, and those about the server."""
+    """Routes that need no text model: embeddings, scores, models, and those about the server."""
 
     def __init__(
         self,
@@ -194,29 +272,62 @@ class _Server:
         limits = config.key_limits or KeyLimits.default(
             *((engine.limits.max_waiting, engine.limits.max_running) if engine else _NO_ENGINE)
         )
-        self.gate, self._lanes = Gate(engine, limits), Lanes()
+        self.limiter, self._body_threads = Limiter(engine, limits), BodyThreads()
         self._limits = limits
-        self._embedder, self._embedding_reader = None, None
+        self._embedder: ServedEmbedder | None = None
+        self._embedding_reader: EmbeddingReader | None = None
+        self._score_reader: ScoreReader | None = None
         if embedding is not None:
             self._embedder = embedding[1]
-            self._embedding_reader = EmbeddingReader(*embedding)
+            if embedding[0].scoring is None:
+                self._embedding_reader = EmbeddingReader(*embedding)
+            else:
+                self._score_reader = ScoreReader(*embedding)
         self._unknown = None if config.strict else fields.UnknownFields()
         self._created = int(time.time())
         self._draining = self._embedder_is_ready = False
+        self.inner: ASGIApp  # answers requests that come without a connection
+        self.tracer: tracing.Tracer | None = None
+        if config.otlp_endpoint is not None:
+            self.tracer = tracing.Tracer(tracing.otlp_exporter(config.otlp_endpoint))
+        directory = config.files_directory
+        self._file_store = None if directory is None else Files(directory)
+        self._batches: Batches | None = None
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        if self._file_store is not None:
+            directory = self._config.files_directory
+            assert directory is not None
+            window = self._engine.limits.max_running if self._engine is not None else 64
+            owners = {"": ""}
+            if self._has_keys:
+                owners = tenants(self._config.api_keys, self._config.operator_keys)
+            self._batches = Batches(
+                directory, self._file_store, self.inner, owners, window, self._config.max_body_bytes
+            )
+            self._batches.resume()
         if self._embedder is not None:
             self._embedder.start(on_ready=self._on_embedder_ready)
         elif self._engine is not None:
             self._engine.start()
         yield
+        await self._end_background()
+        if self._batches is not None:
+            await self._batches.close()
+        if self._file_store is not None:
+            self._file_store.close()
         # Every connection is closed by now, so nobody waits for the jobs that still run.
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.stop)
         if self._engine is not None:
             await self._engine.stop(drain=False)
-        self._lanes.close()
+        self._body_threads.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
+
+    async def _end_background(self) -> None:
+        """Ends what runs although no connection waits for it."""
 
     def _on_embedder_ready(self) -> None:
         """Starts the engine after the embedder, as it counts compilations while it serves."""
@@ -236,32 +347,65 @@ class _Server:
             code="model_not_found",
         )
 
-    # ---- embeddings ----------------------------------------------------------------------------
+    # ---- embeddings and scores -----------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> EmbeddingResponse:
         embedder, reader = self._embedder, self._embedding_reader
         if embedder is None or reader is None:
-            raise ApiError(
-                404,
-                "no embedding model is served here; --embedding-model does",
-                code="model_not_found",
-            )
+            raise self._no_model("embedding model", "/v1/rerank, /v1/score or /classify")
+        prepared, *others = await self._sequences(request, EmbeddingRequest, reader.prepare)
+        return EmbeddingResponse(embedder, reader, prepared, *others)
+
+    async def rerank(self, request: Request) -> ScoreResponse:
+        return await self._scores(request, RerankRequest, ScoreReader.rerank)
+
+    async def score(self, request: Request) -> ScoreResponse:
+        return await self._scores(request, ScoreRequest, ScoreReader.score)
+
+    async def classify(self, request: Request) -> ScoreResponse:
+        return await self._scores(request, ClassifyRequest, ScoreReader.classify)
+
+    async def _scores(
+        self,
+        request: Request,
+        model: type[Body],
+        prepare: Callable[[ScoreReader, Body], PreparedScores],
+    ) -> ScoreResponse:
+        embedder, reader = self._embedder, self._score_reader
+        if embedder is None or reader is None:
+            raise self._no_model("model with a head for scores", "/v1/embeddings")
+        return ScoreResponse(
+            embedder, *await self._sequences(request, model, partial(prepare, reader))
+        )
+
+    def _no_model(self, kind: str, others: str) -> ApiError:
+        """404: there is no model of this kind; one of the other kind has other routes."""
+        hint = f"; {self._embedder.name!r} is one for {others}" if self._embedder else ""
+        return ApiError(
+            404,
+            f"no {kind} is served here; --embedding-model does{hint}",
+            code="model_not_found",
+        )
+
+    async def _sequences(
+        self, request: Request, model: type[Body], prepare: Callable[[Body], PreparedBody]
+    ) -> tuple[PreparedBody, Metrics, Ticket, Record]:
+        """Reads a body for the embedder, within the limits."""
+        assert self._embedder is not None
         self._need_ready()
         record = request.state.record
-
-        def prepare(raw: bytes) -> PreparedEmbeddings:
-            return reader.prepare(self._parse(raw, EmbeddingRequest))
-
-        ticket = self.gate.enter(_tenant(request), queues=False)
+        ticket = self.limiter.enter(_tenant(request), queues=False)
         try:
-            prepared = await self._with_body(request, ticket, prepare)
+            prepared = await self._with_body(
+                request, ticket, lambda raw: prepare(self._parse(raw, model))
+            )
             record.num_prompt = prepared.num_tokens
-            num_bytes = 4 * embedder.size * len(prepared.sequences)
+            num_bytes = 4 * self._embedder.size * len(prepared.sequences)
             ticket.take(tokens=prepared.num_tokens, embedding_bytes=num_bytes)
         except BaseException:
             ticket.leave()
             raise
-        return EmbeddingResponse(embedder, reader, prepared, self._metrics, ticket, record)
+        return prepared, self._metrics, ticket, record
 
     def _parse(self, raw: bytes, model: type[Body]) -> Body:
         return bodies.parse(raw, model, self._unknown)
@@ -285,6 +429,84 @@ class _Server:
         is_ready = self._embedder_is_ready if self._engine is None else self._engine.ready
         return "ok" if is_ready else "compiling"
 
+    # ---- files and batches ---------------------------------------------------------------------
+
+    def _stored(self, request: Request) -> tuple[Files, Batches, str]:
+        """Files, batches, and their owner. Raises ApiError where there are none."""
+        if self._file_store is None or self._batches is None:
+            raise ApiError(
+                404,
+                f"{request.url.path}: this server keeps no files; --files-directory has it do so",
+                code="no_files",
+            )
+        return self._file_store, self._batches, getattr(request.state, "owner", "")
+
+    async def upload_file(self, request: Request) -> Response:
+        files, _, owner = self._stored(request)
+        self._check_origin(request)
+        ticket = self.limiter.enter(_tenant(request), queues=False)
+        try:
+            return _json(await files.upload(owner, request))
+        finally:
+            ticket.leave()
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuses what other web pages may send without asking. Raises ApiError."""
+        origin, allowed = request.headers.get("origin"), self._config.allowed_origins
+        if origin is None or origin in allowed or "*" in allowed:
+            return
+        if origin.partition("://")[2] != request.headers.get("host"):
+            raise ApiError(
+                403,
+                f"Origin: {origin[:200]!r} may not use this server; --allow-origin lets it",
+                param="Origin",
+                code="wrong_origin",
+            )
+
+    async def list_files(self, request: Request) -> StoredAnswer:
+        files, _, owner = self._stored(request)
+        found = [file.model_dump() for file in files.list(owner)]
+        return StoredAnswer(page(found, request.query_params, most=10_000))
+
+    async def file(self, request: Request) -> Response:
+        files, _, owner = self._stored(request)
+        return _json(files.get(owner, request.path_params["id"]))
+
+    async def delete_file(self, request: Request) -> Response:
+        files, batches, owner = self._stored(request)
+        id = files.get(owner, request.path_params["id"]).id
+        batches.check_unused(id)
+        files.delete(owner, id)
+        return _json(batch_schemas.DeletedFile(id=id))
+
+    async def file_content(self, request: Request) -> FileAnswer:
+        files, _, owner = self._stored(request)
+        return FileAnswer(files.path(files.get(owner, request.path_params["id"]).id))
+
+    async def create_batch(self, request: Request) -> Response:
+        _, batches, owner = self._stored(request)
+        ticket = self.limiter.enter(_tenant(request), queues=False)
+        try:
+            body = await self._with_body(
+                request, ticket, lambda raw: self._parse(raw, batch_schemas.BatchRequest)
+            )
+            return _json(await batches.create(owner, body))
+        finally:
+            ticket.leave()
+
+    async def list_batches(self, request: Request) -> StoredAnswer:
+        _, batches, owner = self._stored(request)
+        found = [batch.model_dump() for batch in batches.list(owner)]
+        return StoredAnswer(page(found, request.query_params))
+
+    async def batch(self, request: Request) -> Response:
+        _, batches, owner = self._stored(request)
+        return _json(batches.get(owner, request.path_params["id"]))
+
+    async def cancel_batch(self, request: Request) -> Response:
+        _, batches, owner = self._stored(request)
+        return _json(await batches.cancel(owner, request.path_params["id"]))
+
     # ---- the models ----------------------------------------------------------------------------
 
     @property
@@ -303,8 +525,24 @@ class _Server:
         return _json(self._card(name))
 
     def _card(self, name: str) -> schemas.ModelCard:
-        longest = self._max_lens[name]
-        return schemas.ModelCard(id=name, created=self._created, max_model_len=longest)
+        return schemas.ModelCard(
+            id=name,
+            created=self._created,
+            max_model_len=self._max_lens[name],
+            parent=self._parent(name),
+            quantization=self._quantization(name),
+            features=self._features(name),
+        )
+
+    def _quantization(self, name: str) -> str | None:
+        return None
+
+    def _features(self, name: str) -> list[str]:
+        return ["scores"] if self._score_reader is not None else ["embeddings"]
+
+    def _parent(self, name: str) -> str | None:
+        """The model that an adapter changes; None: it is a model."""
+        return None
 
     # ---- the server itself ---------------------------------------------------------------------
 
@@ -352,7 +590,9 @@ class _Server:
         """
         # Any web page that the user visits could send other types without asking first.
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
+        if request.url.path.startswith("/api/"):
+            self._check_origin(request)  # Ollama's clients send any type, or none
+        elif media_type != "application/json":
             raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
         try:
             async with asyncio.timeout(self._config.body_timeout):
@@ -362,7 +602,7 @@ class _Server:
                 408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
             ) from None
         try:
-            return await self._lanes.run(ticket, len(raw), work, raw, *args)
+            return await self._body_threads.run(ticket, len(raw), work, raw, *args)
         finally:
             ticket.give_back("body_bytes")
 
@@ -372,7 +612,7 @@ class _Server:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_long
-        raw, num_taken = bytearray(), Lanes.LONG_BYTES  # short ones do not count
+        raw, num_taken = bytearray(), BodyThreads.LONG_BYTES  # short ones do not count
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > limit:
@@ -384,12 +624,12 @@ class _Server:
 
     async def on_api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        if request.url.path.startswith("/v1/"):
+        if request.url.path.startswith(("/v1/", "/api/")):
             if error.status in (400, 413, 415):
                 self._metrics.count("invalid")
             elif error.status == 429:
                 self._metrics.count("rejected")
-        return error.response()
+        return error_response(error, request.url.path)
 
 
 class _TextServer(_Server):
@@ -412,18 +652,40 @@ class _TextServer(_Server):
             (config.model_name, *config.model_aliases),
             self._limits,
             sampling_defaults(directory) if config.generation_config else {},
+            config.vision,
+            config.max_pictures,
         )
-        self._responses = ResponsesApi(self._prepare)
+        self._messages = MessagesApi(self._prepare)
+        self._facts = ModelFacts.of(model.config, directory)
         if self._embedder is not None and self._embedder.name in self._prepare.names:
             raise ValueError(f"two models are called {self._embedder.name!r}")
-        self._token_json = TokenJson(TokenBytes(model.tokenizer))
+        for adapter in config.adapters:
+            self._check_adapter_name(adapter)
+            self._prepare.adapters.append(adapter)
+        token_bytes = TokenBytes(model.tokenizer)
+        of_tokens = token_bytes, token_bytes.strips_first_space()
+        # By whether a request names tokens by their ids.
+        self._token_json = {False: TokenJson(*of_tokens), True: TokenIdJson(*of_tokens)}
+        self._responses = ResponsesApi(self._prepare, self._token_json[False])
+        self._ollama = OllamaApi(self._prepare, self._facts, self._token_json[False])
         self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
+        self._cache_watch = CacheWatch(engine)
         self._views: dict[str, tuple[float, asyncio.Future[bytes]]] = {}  # by tenant
 
     @property
     def _max_lens(self) -> dict[str, int]:
-        return dict.fromkeys(self._prepare.names, self._prepare.max_model_len) | super()._max_lens
+        names = [*self._prepare.names, *self._prepare.adapters]
+        return dict.fromkeys(names, self._prepare.max_model_len) | super()._max_lens
+
+    def _parent(self, name: str) -> str | None:
+        return self._prepare.name if name in self._prepare.adapters else None
+
+    def _quantization(self, name: str) -> str | None:
+        return None if name in super()._max_lens else self._facts.quantization
+
+    def _features(self, name: str) -> list[str]:
+        return super()._features(name) if name in super()._max_lens else self._prepare.features
 
     # ---- generation ----------------------------------------------------------------------------
 
@@ -431,7 +693,8 @@ class _TextServer(_Server):
         def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
             body = self._parse(raw, schemas.CompletionRequest)
             prepared = self._prepare.completion(body, caller)
-            style = CompletionStyle(prepared, body.logprobs is not None, self._token_json)
+            tokens = self._token_json[body.return_tokens_as_token_ids]
+            style = CompletionStyle(prepared, body.logprobs is not None, tokens)
             return prepared, _with_choices(style, body)
 
         return await self._generate(request, prepare)
@@ -440,17 +703,52 @@ class _TextServer(_Server):
         def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
             body = self._parse(raw, schemas.ChatCompletionRequest)
             prepared = self._prepare.chat(body, caller)
-            style = ChatStyle(prepared, body.logprobs, self._token_json)
+            tokens = self._token_json[body.return_tokens_as_token_ids]
+            style = ChatStyle(prepared, body.logprobs, tokens)
             return prepared, _with_choices(style, body)
 
         return await self._generate(request, prepare)
 
-    async def responses(self, request: Request) -> GenerationAnswer:
+    async def responses(self, request: Request) -> GenerationAnswer | StoredAnswer:
         def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
             body = self._parse(raw, response_schemas.ResponsesRequest)
             return self._responses.prepare(body, caller)
 
+        answer = await self._generate(request, prepare)
+        if isinstance(answer, ResponseAnswer) and answer.is_background:
+            return self._responses.start(_tenant(request), answer)
+        return answer
+
+    async def messages(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+            body = self._parse(raw, message_schemas.MessagesRequest)
+            return self._messages.prepare(body, caller)
+
         return await self._generate(request, prepare)
+
+    async def ollama_chat(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+            body = self._parse(raw, ollama_schemas.OllamaChatRequest)
+            return self._ollama.prepare_chat(body, caller)
+
+        return await self._generate(request, prepare)
+
+    async def ollama_generate(self, request: Request) -> GenerationAnswer:
+        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+            body = self._parse(raw, ollama_schemas.GenerateRequest)
+            return self._ollama.prepare_generate(body, caller)
+
+        return await self._generate(request, prepare)
+
+    async def ollama_show(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, ollama_schemas.ShowRequest)
+            return self._ollama.show(body).model_dump_json().encode()
+
+        return await self._transform(request, work)
+
+    async def ollama_models(self, request: Request) -> Response:
+        return _json(self._ollama.models())
 
     async def _generate(
         self,
@@ -460,7 +758,7 @@ class _TextServer(_Server):
         self._need_ready()
         record = request.state.record
         tenant = _tenant(request)
-        ticket = self.gate.enter(tenant, queues=True)
+        ticket = self.limiter.enter(tenant, queues=True)
         try:
             caller = Caller(tenant, record.arrival)
             prepared, make = await self._with_body(request, ticket, prepare, caller)
@@ -468,6 +766,7 @@ class _TextServer(_Server):
             ticket.take(
                 choices=len(prepared.sequences),
                 tokens=prepared.num_prompt_tokens * prepared.num_choices,
+                picture_bytes=sum(len(each.pixels) for each in prepared.sequences[0].pictures),
             )
         except BaseException:
             ticket.leave()
@@ -478,10 +777,72 @@ class _TextServer(_Server):
         return self._responses.stored(_tenant(request), request.path_params["id"])
 
     async def delete_response(self, request: Request) -> Response:
-        return _json(self._responses.delete(_tenant(request), request.path_params["id"]))
+        return _json(await self._responses.delete(_tenant(request), request.path_params["id"]))
 
-    async def cancel_response(self, request: Request) -> NoReturn:
-        self._responses.cancel(_tenant(request), request.path_params["id"])
+    async def cancel_response(self, request: Request) -> StoredAnswer:
+        return await self._responses.cancel(_tenant(request), request.path_params["id"])
+
+    async def input_items(self, request: Request) -> StoredAnswer:
+        id, query = request.path_params["id"], request.query_params
+        return StoredAnswer(self._responses.input_items(_tenant(request), id, query))
+
+    async def count_response_tokens(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, response_schemas.InputTokensRequest)
+            return self._responses.count(body, _tenant(request)).model_dump_json().encode()
+
+        return await self._transform(request, work)
+
+    async def _end_background(self) -> None:
+        await self._responses.close()
+
+    # ---- conversations -------------------------------------------------------------------------
+
+    async def create_conversation(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, response_schemas.ConversationRequest)
+            made = self._responses.conversations.create(_tenant(request), body)
+            return made.model_dump_json().encode()
+
+        return await self._transform(request, work)
+
+    async def conversation(self, request: Request) -> Response:
+        found = self._responses.conversations.get(_tenant(request), request.path_params["id"])
+        return _json(found.shown())
+
+    async def update_conversation(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, response_schemas.ConversationUpdate)
+            tenant, id = _tenant(request), request.path_params["id"]
+            changed = self._responses.conversations.update(tenant, id, body)
+            return changed.model_dump_json().encode()
+
+        return await self._transform(request, work)
+
+    async def delete_conversation(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        return _json(self._responses.conversations.delete(_tenant(request), id))
+
+    async def conversation_items(self, request: Request) -> StoredAnswer:
+        id, query = request.path_params["id"], request.query_params
+        return StoredAnswer(self._responses.conversations.items(_tenant(request), id, query))
+
+    async def add_items(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, response_schemas.ItemsRequest)
+            tenant, id = _tenant(request), request.path_params["id"]
+            return self._responses.conversations.add(tenant, id, body)
+
+        return await self._transform(request, work)
+
+    async def conversation_item(self, request: Request) -> StoredAnswer:
+        names = request.path_params
+        item = self._responses.conversations.item(_tenant(request), names["id"], names["item"])
+        return StoredAnswer(json.dumps(item).encode())
+
+    async def remove_item(self, request: Request) -> Response:
+        names, conversations = request.path_params, self._responses.conversations
+        return _json(conversations.remove(_tenant(request), names["id"], names["item"]))
 
     # ---- tokens --------------------------------------------------------------------------------
 
@@ -495,6 +856,13 @@ class _TextServer(_Server):
 
         return await self._transform(request, work)
 
+    async def count_message_tokens(self, request: Request) -> Response:
+        def work(raw: bytes) -> bytes:
+            body = self._parse(raw, message_schemas.CountRequest)
+            return self._messages.count(body).model_dump_json().encode()
+
+        return await self._transform(request, work)
+
     async def detokenize(self, request: Request) -> Response:
         def work(raw: bytes) -> bytes:
             text = self._prepare.detokenize(self._parse(raw, schemas.DetokenizeRequest))
@@ -503,12 +871,105 @@ class _TextServer(_Server):
         return await self._transform(request, work)
 
     async def _transform(self, request: Request, work: Callable[[bytes], bytes]) -> Response:
-        ticket = self.gate.enter(_tenant(request), queues=False)
+        ticket = self.limiter.enter(_tenant(request), queues=False)
         try:
             answer = await self._with_body(request, ticket, work)
         finally:
             ticket.leave()
         return Response(answer, headers=_NO_STORE, media_type="application/json")
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    async def weights(self, request: Request) -> Response:
+        body = await self._operators_body(request, schemas.WeightsRequest)
+        path = self._operators_directory(body.path)
+        return await self._control(
+            "weights", directory=path, version=body.version, keep_prefixes=body.keep_prefixes
+        )
+
+    def _operators_directory(self, name: str) -> Path:
+        """A directory below --weights-directory. Raises ApiError."""
+        assert self._config.weights_directory is not None
+        top = self._config.weights_directory.resolve()
+        path = (top / name).resolve()
+        if not path.is_relative_to(top) or not path.is_dir():
+            raise bad_field("path", f"{name[:200]!r} is no directory below --weights-directory")
+        return path
+
+    async def pause(self, request: Request) -> Response:
+        body = await self._operators_body(request, schemas.PauseRequest)
+        return await self._control("pause", end=body.end)
+
+    async def resume(self, request: Request) -> Response:
+        await self._operators_body(request, schemas.ResumeRequest)
+        return await self._control("resume")
+
+    # ---- adapters ------------------------------------------------------------------------------
+
+    def _check_adapter_name(self, name: str) -> None:
+        """Raises ValueError for the name of a model."""
+        taken = [*self._prepare.names, *([self._embedder.name] if self._embedder else ())]
+        if name in taken or "\0" in name:
+            raise ValueError(f"lora: expected a name that no model has, got {name!r}")
+
+    async def load_lora(self, request: Request) -> Response:
+        body = await self._operators_body(request, schemas.LoraRequest)
+        path = self._operators_directory(body.path)
+        try:
+            self._check_adapter_name(body.name)
+        except ValueError as error:
+            raise bad_field("name", str(error)) from None
+        await self._control("lora", adapter=body.name, directory=path)
+        if body.name not in self._prepare.adapters:
+            self._prepare.adapters.append(body.name)
+        return _json(self._card(body.name))
+
+    async def unload_lora(self, request: Request) -> Response:
+        self._need_weights_operator(request)
+        name = request.path_params["name"]
+        if name not in self._prepare.adapters:
+            raise ApiError(404, f"no adapter is called {name[:200]!r}", code="model_not_found")
+        # First here, so that no request names it that the engine would not know.
+        self._prepare.adapters.remove(name)
+        return await self._control("unload", adapter=name)
+
+    # ---- operators -----------------------------------------------------------------------------
+
+    async def _operators_body(self, request: Request, model: type[Body]) -> Body:
+        """The body of an operator's request. Raises ApiError, also where weights cannot change."""
+        self._need_weights_operator(request)
+        ticket = self.limiter.enter(_tenant(request), queues=False)
+        try:
+            return await self._with_body(request, ticket, lambda raw: self._parse(raw, model))
+        finally:
+            ticket.leave()
+
+    def _need_weights_operator(self, request: Request) -> None:
+        """Raises ApiError unless the request is an operator's and weights may change."""
+        if self._config.weights_directory is None:
+            raise ApiError(
+                404,
+                f"{request.url.path}: this server's weights do not change; --weights-directory"
+                " lets them",
+                code="weights_are_fixed",
+            )
+        if not getattr(request.state, "is_operator", False):
+            raise ApiError(
+                403,
+                f"{request.url.path} needs an operator's key: start the server with"
+                " --operator-key-file",
+                code="operators_only",
+            )
+
+    async def _control(self, name: str, **options: Any) -> Response:
+        self._need_ready()
+        try:
+            version = await self._engine.control(name, **options)
+        except ValueError as error:
+            raise bad_field("path", str(error)) from None
+        except EngineStopped:
+            raise ApiError(503, "the server is shutting down", code="draining") from None
+        return _json(schemas.Weights(version=version))
 
     # ---- the live view -------------------------------------------------------------------------
 
@@ -520,6 +981,11 @@ class _TextServer(_Server):
         if self._engine.ready:
             body = body[:-1] + b", " + (await self._view(request))[1:]
         return Response(body, media_type="application/json", headers=_NO_STORE)
+
+    async def cache_events(self, request: Request) -> CacheEventsAnswer:
+        self._need_operator(request, "/debug/cache_events")
+        self._need_ready()
+        return CacheEventsAnswer(self._cache_watch)
 
     async def _view(self, request: Request) -> bytes:
         """Makes the JSON of the data that the caller may see.
@@ -583,7 +1049,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     api_error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     api_error.headers.update(error.headers or {})
-    return api_error.response()
+    return error_response(api_error, request.url.path)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -596,7 +1062,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     # The access log does not see this.
     if (record := getattr(request.state, "record", None)) is not None:
         api_error.headers["X-Request-Id"] = record.id
-    return api_error.response()
+    return error_response(api_error, request.url.path)
 
 
 def _read_page() -> tuple[bytes, str]:

@@ -9,12 +9,15 @@ Messages are tuples of a name and arguments:
 | submit, number, sequences | is answered; then their events come |
 | abort, ids | no more events of them |
 | snapshot, number | is answered with the snapshot |
+| control, number, name, options | is answered with the weights' version: see AsyncEngine |
+| watch, on | whether `cache` messages come |
 | stop, number, drain | is answered once the engine's thread has ended |
 
 | from the host | |
 | --- | --- |
 | answer, number, error or None, result | |
 | step, events, stats | events: rows of the fields of TokenEvent |
+| cache, events | what the prefix cache has stored and evicted |
 | ready | the engine is compiled |
 | failed, sentence | the engine has given up |
 | signal | SIGTERM or SIGINT |
@@ -27,6 +30,7 @@ import asyncio
 import itertools
 import logging
 import signal
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import fields
@@ -34,8 +38,10 @@ from operator import attrgetter
 from typing import Any
 
 from jax_attn.serve._engine.async_engine import AsyncEngine
+from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._ipc.wire import Wire
 from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.cache_events import CacheEvent
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
@@ -54,7 +60,7 @@ class EngineFailed(RuntimeError):
 class RemoteEngine:
     """An AsyncEngine in another process, used in the event loop that starts it.
 
-    on_ready, on_failure: see AsyncEngine, but called in the event loop.
+    on_ready, on_failure, on_cache_events: see AsyncEngine, but called in the event loop.
     on_signal, on_leave: called in it when the engine's process is told to end.
     """
 
@@ -66,6 +72,7 @@ class RemoteEngine:
         self.on_failure: Callable[[], None] = lambda: None
         self.on_signal: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
+        self.on_cache_events: Callable[[list[CacheEvent]], None] = lambda events: None
         self._wire, self._stats = wire, stats
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -106,6 +113,15 @@ class RemoteEngine:
         """See AsyncEngine.snapshot. Raises EngineStopped."""
         snapshot: dict[str, Any] = await self._ask("snapshot")
         return snapshot
+
+    async def control(self, name: str, **options: Any) -> str:
+        """See AsyncEngine.control."""
+        version: str = await self._ask("control", name, options)
+        return version
+
+    def watch_cache(self, on: bool) -> None:
+        """See AsyncEngine.watch_cache."""
+        self._wire.send(("watch", on))
 
     async def _submit(self, seqs: Seq[Sequence], _: Inbox) -> None:
         if self._is_stopping:
@@ -168,6 +184,9 @@ class RemoteEngine:
             log.error("the process of the engine has ended")
         self._on_failed("its process has ended")
 
+    def _on_cache(self, events: list[CacheEvent]) -> None:
+        self.on_cache_events(events)
+
     def _on_signal(self) -> None:
         self.on_signal()
 
@@ -176,14 +195,15 @@ class RemoteEngine:
 
 
 class EngineHost:
-    """Runs an AsyncEngine (not started) for a RemoteEngine at the other end of a wire."""
+    """Runs an engine (not started) for a RemoteEngine at the other end of a wire."""
 
-    def __init__(self, engine: AsyncEngine, wire: Wire):
+    def __init__(self, engine: AsyncEngine | Replicas, wire: Wire):
         self._engine, self._wire = engine, wire
         self._tasks: set[asyncio.Task[None]] = set()
         # Sequence id -> its task, until it is in the queue.
         self._submissions: dict[str, asyncio.Task[None]] = {}
-        self._rows: list[tuple[Any, ...]] = []  # used only by the engine's thread
+        self._lock = threading.Lock()  # replicas are several threads
+        self._rows: list[tuple[Any, ...]] = []  # guarded by _lock
 
     async def run(self, setup: Any, *, signals: bool = True) -> None:
         """Returns when the other side is gone and the engine's thread has ended.
@@ -201,6 +221,7 @@ class EngineHost:
 
         self._engine.on_ready, self._engine.on_failure = tell_ready, self._tell_failure
         self._engine.on_stats = self._tell_step
+        self._engine.on_cache_events = lambda events: self._wire.send(("cache", events))
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self._wire.send, ("signal",))
         try:
@@ -219,11 +240,13 @@ class EngineHost:
 
     def deliver(self, events: list[TokenEvent]) -> None:
         """Receives all events; a call of `_tell_step` follows."""
-        self._rows += map(_row, events)
+        with self._lock:
+            self._rows += map(_row, events)
 
     def _tell_step(self, stats: dict[str, Any]) -> None:
-        rows, self._rows = self._rows, []
-        self._wire.send(("step", rows, stats))
+        with self._lock:
+            rows, self._rows = self._rows, []
+            self._wire.send(("step", rows, stats))
 
     def _tell_failure(self) -> None:
         self._tell_step(self._engine.stats())
@@ -252,8 +275,14 @@ class EngineHost:
             task.cancel()  # a request runs as a whole or not at all
         self._engine.abort(seq_ids)
 
+    def _on_watch(self, on: bool) -> None:
+        self._engine.watch_cache(on)
+
     def _on_snapshot(self, number: int) -> None:
         self._answer(number, self._engine.snapshot)
+
+    def _on_control(self, number: int, name: str, options: dict[str, Any]) -> None:
+        self._answer(number, lambda: self._engine.control(name, **options))
 
     def _on_stop(self, number: int, drain: bool) -> None:
         self._answer(number, lambda: self._engine.stop(drain))

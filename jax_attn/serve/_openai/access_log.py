@@ -6,7 +6,9 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger("jax_attn.serve.access")
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_PROBES = ("/health", "/metrics")  # asked every few seconds: they would hide the other lines
 _MAX_ROUTE_CHARS = 100
 _GONE = 499  # status in the log, as in other servers: the client left before there was an answer
 
@@ -39,23 +42,41 @@ class Record:
     def see_admitted(self, when: float) -> None:
         self.admitted = when if self.admitted is None else min(self.admitted, when)
 
-    def line(self, route: str) -> str:
-        def seconds(end: float | None) -> str:
-            return "-" if end is None else f"{end - self.arrival:.4f}"
+    @property
+    def shown_status(self) -> int:
+        """The status, also of a request whose client has left without one."""
+        return self.status or _GONE
 
-        return (
-            f"id={self.id} tenant={self.tenant or '-'} route={_printable(route)} "
-            f"status={self.status or _GONE} prompt_tokens={self.num_prompt} "
-            f"output_tokens={self.num_output} queue_s={seconds(self.admitted)} "
-            f"first_token_s={seconds(self.first_token)} total_s={seconds(time.monotonic())}"
-        )
+    def fields(self, route: str) -> dict[str, str | int | float | None]:
+        """What the log says of the request. Times are seconds since its arrival."""
+        ends = {
+            "queue_s": self.admitted,
+            "first_token_s": self.first_token,
+            "total_s": time.monotonic(),
+        }
+        return {
+            "id": self.id,
+            "tenant": self.tenant or None,
+            "route": _printable(route),
+            "status": self.shown_status,
+            "prompt_tokens": self.num_prompt,
+            "output_tokens": self.num_output,
+        } | {
+            name: None if end is None else round(end - self.arrival, 4)
+            for name, end in ends.items()
+        }
+
+
+Trace: TypeAlias = Callable[[Record, str, str, str], None]
+"""(record, method, path, traceparent or "")."""
 
 
 class AccessLog:
     """ASGI middleware. The application writes its data into scope["state"]["record"]."""
 
-    def __init__(self, app: ASGIApp, enabled: bool):
-        self._app, self._enabled = app, enabled
+    def __init__(self, app: ASGIApp, enabled: bool, trace: Trace | None = None):
+        """trace: is told of each POST that has ended."""
+        self._app, self._enabled, self._trace = app, enabled, trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,8 +102,21 @@ class AccessLog:
             record.status = record.status or 500
             raise
         finally:
-            if self._enabled:
-                log.info("%s", record.line(f"{scope['method']}:{scope['path']}"))
+            is_probe = scope["path"] in _PROBES and record.status in (200, 503)
+            if self._enabled and not is_probe:
+                told = record.fields(f"{scope['method']}:{scope['path']}")
+                log.info("%s", _line(told), extra={"fields": told})
+            if self._trace is not None and scope["method"] == "POST":
+                parent = Headers(scope=scope).get("traceparent", "")
+                self._trace(record, scope["method"], _printable(scope["path"]), parent)
+
+
+def _line(fields: dict[str, str | int | float | None]) -> str:
+    return " ".join(f"{name}={_text(value)}" for name, value in fields.items())
+
+
+def _text(value: str | int | float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _printable(text: str) -> str:

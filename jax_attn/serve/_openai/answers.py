@@ -30,7 +30,7 @@ from jax_attn.serve._openai.response_format import Style
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.protocols import EngineStopped, ServedEngine
-from jax_attn.serve._scheduling.request import FinishReason, Sequence
+from jax_attn.serve._scheduling.request import FinishReason, Sequence, UnknownAdapter
 
 # Between two keep-alive comments of a stream; proxies cut one silent for 15 to 60 s.
 KEEP_ALIVE_SECONDS = 10.0
@@ -53,9 +53,11 @@ class _Choice:
     scores: Scores | None = None  # None: not requested
     prompt_scores: PromptScores | None = None  # None: not requested
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # not sent yet, if they are requested
     num_tokens: int = 0
     has_begun: bool = False  # its first chunk has been sent
     num_cached: int = 0
+    logprob: float = 0.0  # sum over its tokens, if they are requested
     last_event: float = 0.0  # time.monotonic()
     finish_reason: str | None = None
 
@@ -76,6 +78,8 @@ class GenerationAnswer(abc.ABC):
     sequences.
     """
 
+    _media_type = "text/event-stream"  # of streams
+
     def __init__(
         self,
         engine: ServedEngine,
@@ -92,6 +96,7 @@ class GenerationAnswer(abc.ABC):
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
         self._choices = [_Choice() for _ in prepared.sequences]
         self._is_started = False  # whether the answer has begun
+        self._has_events = False  # whether an event has been sent
         # An event (possibly in several pieces) or a keep-alive comment is being sent. Nothing may
         # come between its pieces. A lock would take a tenth of an event's time.
         self._is_sending = False
@@ -135,14 +140,25 @@ class GenerationAnswer(abc.ABC):
             await self._comment
         self._is_sending = True
         if not self._is_started:
-            await self._start(send, "text/event-stream")
-        head = b"event: %b\ndata: " % name if name else b"data: "
-        await send_pieces(send, [head, *pieces, b"\n\n"])
+            await self._start(send, self._media_type)
+        await send_pieces(send, self._framed(pieces, name))
         self._last_sent = time.monotonic()
         self._is_sending = False
+        if not self._has_events:
+            self._has_events = True
+            self._metrics.first_event.observe(self._last_sent - self._prepared.arrival)
+
+    def _framed(self, pieces: list[bytes], name: bytes) -> list[bytes]:
+        """An event of a stream. name: of its kind; empty: none is sent."""
+        head = b"event: %b\ndata: " % name if name else b"data: "
+        return [head, *pieces, b"\n\n"]
+
+    def _sign_of_life(self) -> bytes:
+        """What a stream sends while there is no event: a comment, which clients ignore."""
+        return b": waiting\n\n"
 
     async def _keep_alive(self, send: Send) -> None:
-        """Sends a comment, which clients ignore, whenever nothing was sent for a while."""
+        """Sends a sign of life whenever nothing was sent for a while."""
         while True:
             left = self._last_sent + KEEP_ALIVE_SECONDS - time.monotonic()
             if left > 0 or self._is_sending:
@@ -154,8 +170,8 @@ class GenerationAnswer(abc.ABC):
 
     async def _send_comment(self, send: Send) -> None:
         if not self._is_started:
-            await self._start(send, "text/event-stream")
-        await send_pieces(send, [b": waiting\n\n"])
+            await self._start(send, self._media_type)
+        await send_pieces(send, [self._sign_of_life()])
         self._last_sent = time.monotonic()
 
     async def _start(self, send: Send, content_type: str, *headers: tuple[bytes, bytes]) -> None:
@@ -185,6 +201,14 @@ class GenerationAnswer(abc.ABC):
                 raise queue_full(str(error)) from None
             except GrammarError as error:
                 raise self._bad_grammar(str(error)) from None
+            except UnknownAdapter:  # it was unloaded since the body was read
+                name = self._prepared.model
+                raise ApiError(
+                    404,
+                    f"model: {name[:200]!r} is not served here any more",
+                    param="model",
+                    code="model_not_found",
+                ) from None
             except EngineStopped:
                 raise ApiError(503, "the server is shutting down", code="draining") from None
 
@@ -194,12 +218,17 @@ class GenerationAnswer(abc.ABC):
         The engine gets the sequences of a large request in groups.
         """
         seqs = self._prepared.sequences
-        if len(seqs) <= min(_WINDOW, self._engine.limits.max_waiting):
+        if len(seqs) <= self._window:
             return self._engine.generate(seqs)
         return self._events_of_many(seqs)
 
+    @property
+    def _window(self) -> int:
+        limits = self._engine.limits
+        return min(_WINDOW, limits.max_waiting // limits.num_replicas)
+
     async def _events_of_many(self, seqs: list[Sequence]) -> AsyncGenerator[TokenEvent]:
-        window = min(_WINDOW, self._engine.limits.max_waiting)
+        window = self._window
         size = max(1, min(_GROUP, window // 2))
         groups = deque(seqs[begin : begin + size] for begin in range(0, len(seqs), size))
         news: asyncio.Queue[TokenEvent | _Ended] = asyncio.Queue()
@@ -329,19 +358,43 @@ class ChoicesAnswer(GenerationAnswer):
         async for event in self._events():
             choice = self._choices[self._index[event.seq_id]]
             choice.texts.append(event.text)
+            if self._prepared.returns_ids:
+                choice.token_ids += event.tokens
+            if event.logprobs and event.tokens:
+                own = event.logprobs[-len(event.tokens) :]  # before them are the prompt's
+                choice.logprob += sum(entry.logprob or 0.0 for entry in own)
             # A stream sends its log-probabilities as they come.
             self._ticket.take(scores=sum(1 + len(entry.top) for entry in event.logprobs or ()))
-            await _add_scores(choice, event.logprobs)
-        before, behind = (
-            self._style.whole(self._usage()).model_dump_json().encode().split(b'"choices":[]')
-        )
+            await add_scores(choice, event.logprobs)
+        whole = self._style.whole(self._usage())
+        if self._prepared.returns_ids and isinstance(whole, schemas.ChatCompletion):
+            whole.prompt_token_ids = self._prepared.prompts[0]
+        before, behind = whole.model_dump_json().encode().split(b'"choices":[]')
         pieces = [before, b'"choices":[']
-        for index, choice in enumerate(self._choices):
-            model = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
-            pieces += [b","] * bool(index) + _dump(model, choice.scores, choice.prompt_scores)
+        for place, index in enumerate(self._shown()):
+            choice = self._choices[index]
+            model: Any = self._style.choice(index, "".join(choice.texts), choice.finish_reason)
+            model.index = place
+            if self._prepared.returns_ids:
+                self._add_ids(model, index, is_first=True)
+            pieces += [b","] * bool(place) + _dump(model, choice.scores, choice.prompt_scores)
             await asyncio.sleep(0)  # lets other requests run
         pieces += [b"]", behind]
         await self._send_whole(send, pieces)
+
+    def _shown(self) -> list[int]:
+        """The choices of the answer: all, or the likeliest of each prompt by a token's mean."""
+        choices, best = range(len(self._choices)), self._prepared.num_best
+        if best is None:
+            return list(choices)
+
+        def mean(index: int) -> float:
+            choice = self._choices[index]
+            return choice.logprob / max(1, choice.num_tokens)
+
+        size = self._prepared.num_choices
+        groups = [choices[begin : begin + size] for begin in choices[::size]]
+        return [i for group in groups for i in sorted(group, key=mean, reverse=True)[:best]]
 
     # ---- server-sent events --------------------------------------------------------------------
 
@@ -351,11 +404,12 @@ class ChoicesAnswer(GenerationAnswer):
             async for event in self._events():
                 finish = None if event.finish_reason is None else str(event.finish_reason)
                 index = self._index[event.seq_id]
+                if self._prepared.returns_ids:
+                    self._choices[index].token_ids += event.tokens
                 if event.logprobs:
-                    await _add_scores(self._choices[index], event.logprobs)
+                    await add_scores(self._choices[index], event.logprobs)
                 if event.text or event.logprobs or finish:
-                    news = self._chunk(index, event.text, bool(event.logprobs), finish)
-                    if news is not None:
+                    for news in self._chunks(index, event.text, bool(event.logprobs), finish):
                         await self._send_event(send, news)
                         num_sent += 1
                         if num_sent % _EVENTS_AT_A_TIME == 0:
@@ -371,28 +425,38 @@ class ChoicesAnswer(GenerationAnswer):
         await self._send_event(send, [b"[DONE]"])
         await send({"type": "http.response.body", "body": b""})
 
-    def _chunk(
+    def _chunks(
         self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> list[bytes] | None:
-        """Makes a chunk; None: there is nothing to send.
+    ) -> list[list[bytes]]:
+        """Makes the chunks with what is new, each in pieces.
 
         The chunks of a choice differ only in their text, except for the first, the last, and those
         that the style changes.
         """
         choice = self._choices[index]
-        is_plain = choice.has_begun and not (has_scores or finish)
-        choice.has_begun = True
+        is_plain = choice.has_begun and not (has_scores or finish or self._prepared.returns_ids)
+        is_first, choice.has_begun = not choice.has_begun, True
         around = self._around_text.get(index)
         if is_plain and around is None and self._style.keeps_text:
-            marked = self._style.chunk(index, _MARK, False, finish)
-            assert marked is not None
+            (marked,) = self._style.chunks(index, _MARK, False, finish)
             whole = b"".join(_dump(marked, choice.scores))
             before, after = whole.split(json.dumps(_MARK).encode())
             around = self._around_text[index] = (before, after)
         if is_plain and around is not None:
-            return [json.dumps(text).encode().join(around)]
-        chunk = self._style.chunk(index, text, has_scores, finish)
-        return None if chunk is None else _dump(chunk, choice.scores)
+            return [[json.dumps(text).encode().join(around)]]
+        chunks = self._style.chunks(index, text, has_scores, finish)
+        if chunks and self._prepared.returns_ids:
+            self._add_ids(chunks[0].choices[0], index, is_first)  # type: ignore[attr-defined]
+            if is_first and isinstance(chunks[0], schemas.ChatCompletionChunk):
+                chunks[0].prompt_token_ids = self._prepared.prompts[0]
+        return [_dump(chunk, None if i else choice.scores) for i, chunk in enumerate(chunks)]
+
+    def _add_ids(self, model: Any, index: int, is_first: bool) -> None:
+        """Adds the tokens of a choice that have not been sent; before the first, the prompt's."""
+        choice = self._choices[index]
+        model.token_ids, choice.token_ids = choice.token_ids, []
+        if is_first and isinstance(model, schemas.CompletionChoice):
+            model.prompt_token_ids = self._prepared.prompts[index // self._prepared.num_choices]
 
 
 async def disconnected(receive: Receive) -> None:
@@ -401,7 +465,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
+async def add_scores(choice: _Choice, entries: list[TokenLogprob] | None) -> None:
     """Adds log-probabilities in parts: a long prompt has thousands in one event."""
     if not entries or (choice.scores is None and choice.prompt_scores is None):
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -12,22 +11,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
-from starlette.types import Receive, Scope, Send
 
 from jax_attn import models
 from jax_attn.serve._openai import fields, schemas
-from jax_attn.serve._openai.access_log import Record
-from jax_attn.serve._openai.answers import disconnected, send_pieces
 from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
-from jax_attn.serve._openai.limits import Ticket
-from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._openai.served_models import ServedEmbedder
 from jax_attn.serve._openai.text_encoder import TextEncoder
-from jax_attn.serve._scheduling.protocols import EmbedderStopped
-
-# Limits on a request, those of OpenAI.
-MAX_INPUTS = 2048
-MAX_REQUEST_TOKENS = 300_000
+from jax_attn.serve._openai.vector_answers import (
+    MAX_INPUTS,
+    MAX_REQUEST_TOKENS,
+    PreparedSequences,
+    VectorsResponse,
+)
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 # Chosen by the first element, so that an error is about the kind that was meant.
@@ -80,17 +75,12 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-@dataclass(frozen=True)
-class PreparedEmbeddings:
+@dataclass(frozen=True, kw_only=True)
+class PreparedEmbeddings(PreparedSequences):
     """A checked request."""
 
-    sequences: list[list[int]]
     dimensions: int  # of the vectors in the answer
     is_base64: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.sequences))
 
 
 class EmbeddingReader:
@@ -110,22 +100,25 @@ class EmbeddingReader:
                 param="model",
                 code="model_not_found",
             )
-        dimensions = self._sizes[-1] if body.dimensions is None else body.dimensions
-        if dimensions not in self._sizes:
-            raise bad_field("dimensions", f"expected {self._words_for_sizes()}, got {dimensions}")
+        dimensions = self.dimensions(body.dimensions)
         is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
         inputs: list[Any] = [body.input] if is_one else body.input  # type: ignore[assignment]
         sequences: list[list[int]] = []
         num_tokens = 0
         for i, each in enumerate(inputs):
-            tokens = self._tokens(each, "input" if is_one else f"input[{i}]")
+            tokens = self.tokens(each, "input" if is_one else f"input[{i}]")
             num_tokens += len(tokens)
             if num_tokens > MAX_REQUEST_TOKENS:
                 raise bad_field("input", f"more than {MAX_REQUEST_TOKENS} tokens in one request")
             sequences.append(tokens)
-        return PreparedEmbeddings(sequences, dimensions, body.encoding_format == "base64")
+        return PreparedEmbeddings(
+            sequences=sequences,
+            dimensions=dimensions,
+            is_base64=body.encoding_format == "base64",
+        )
 
-    def _tokens(self, given: str | list[int], field: str) -> list[int]:
+    def tokens(self, given: str | list[int], field: str) -> list[int]:
+        """Encodes an input and checks its tokens. Raises ApiError that names `field`."""
         if isinstance(given, str):
             given = self._texts.encode(given, field, self._max_tokens)
         tokens = given
@@ -138,6 +131,13 @@ class EmbeddingReader:
                 field, f"token {largest} is beyond the vocabulary of {self._vocab_size}"
             )
         return tokens
+
+    def dimensions(self, wanted: int | None) -> int:
+        """The size of the vectors; None: the whole. Raises ApiError."""
+        dimensions = self._sizes[-1] if wanted is None else wanted
+        if dimensions not in self._sizes:
+            raise bad_field("dimensions", f"expected {self._words_for_sizes()}, got {dimensions}")
+        return dimensions
 
     def _words_for_sizes(self) -> str:
         sizes = self._sizes
@@ -156,69 +156,19 @@ class EmbeddingReader:
         return vectors
 
 
-class EmbeddingResponse:
-    """An ASGI application that has the embedder compute a prepared request, and answers it.
-
-    When the client leaves, sequences that have not begun are dropped.
-    """
+class EmbeddingResponse(VectorsResponse):
+    """Answers a request for embeddings."""
 
     def __init__(
-        self,
-        embedder: ServedEmbedder,
-        reader: EmbeddingReader,
-        prepared: PreparedEmbeddings,
-        metrics: Metrics,
-        ticket: Ticket,
-        record: Record,
-    ):
-        self._embedder, self._reader, self._prepared = embedder, reader, prepared
-        self._metrics, self._ticket, self._record = metrics, ticket, record
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._respond(send))
-        left = asyncio.create_task(disconnected(receive))
-        try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            cut_off = not work.done()
-            for task in (work, left):
-                task.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
-            self._ticket.leave()
-            failed = not cut_off and work.exception() is not None
-            self._metrics.count("disconnected" if cut_off else "failed" if failed else "completed")
-        if not cut_off:
-            work.result()
-
-    async def _respond(self, send: Send) -> None:
-        vectors = self._reader.cut(await self._vectors(), self._prepared.dimensions)
-        if not np.isfinite(vectors).all():
-            raise ApiError(500, "the model's numbers are not finite", code="internal_error")
-        self._metrics.embedding_tokens.inc(self._prepared.num_tokens)
-        headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for piece in self._json(vectors):
-            await send_pieces(send, [piece])
-            await asyncio.sleep(0)  # lets other requests run
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _vectors(self) -> np.ndarray:
-        """Waits for the vectors: [number of sequences, size] f32. Raises ApiError."""
-        try:
-            job = self._embedder.submit(self._ticket.tenant, self._prepared.sequences)
-        except EmbedderStopped as error:
-            raise ApiError(503, str(error), code="failed") from None
-        try:
-            await asyncio.wrap_future(job.done)
-        except EmbedderStopped as error:
-            raise ApiError(500, str(error), code="internal_error") from None
-        finally:
-            self._record.admitted = job.begun
-            job.cancel()
-        return job.vectors
+        self, embedder: ServedEmbedder, reader: EmbeddingReader, prepared: PreparedEmbeddings,
+        *others: Any,
+    ):  # fmt: skip
+        super().__init__(embedder, prepared, *others)
+        self._reader, self._prepared = reader, prepared
 
     async def _json(self, vectors: np.ndarray) -> AsyncIterator[bytes]:
         """Yields one vector at a time, a millisecond each: all of them may be 40 MB of text."""
+        vectors = self._reader.cut(vectors, self._prepared.dimensions)
         n = self._prepared.num_tokens
         usage = EmbeddingUsage(prompt_tokens=n, total_tokens=n)
         whole = EmbeddingList(data=[], model=self._embedder.name, usage=usage)

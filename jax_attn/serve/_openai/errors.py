@@ -138,6 +138,7 @@ def _is_ours(kind: str) -> bool:
     return kind in (
         "stream_options", "grammar", "top_logprobs", "max_tokens", "prompt", "tool_choice",
         "best_of", "prompt_logprobs", "truncate_prompt_tokens", "continue_final_message",
+        "background", "conversation", "suffix", "prediction",
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
     ValidationInfo,
@@ -57,6 +58,33 @@ Unsupported: TypeAlias = Annotated[
 ]
 # Fields that cannot change the answer; clients send them for OpenAI's book-keeping.
 Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
+
+
+def _refuse_type(value: Any) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise PydanticCustomError("missing", "expected an object with a type", {"inside": "type"})
+    raise PydanticCustomError(
+        "unsupported",
+        "{type} is not supported by this server",
+        {"type": repr(kind[:64]), "inside": "type"},
+    )
+
+
+# Objects of a protocol that this server does not support: the error has the type's name.
+OtherType: TypeAlias = Annotated[
+    None, BeforeValidator(_refuse_type), WithJsonSchema({"not": {}, "description": "not supported"})
+]
+
+
+def by_type(*known: str, default: str | None = None) -> Discriminator:
+    """Selects a type by its "type" field. default: for objects without one."""
+
+    def kind(value: Any) -> str:
+        found = value.get("type", default) if isinstance(value, dict) else None
+        return found if found in known else "other"
+
+    return Discriminator(kind)
 
 
 def at_most(limit: int) -> BeforeValidator:

@@ -28,6 +28,7 @@ class KeyLimits:
     scores: int = 8 * schemas.MAX_SCORES
     body_bytes: int = 64 << 20  # of bodies that are being received or wait to be parsed
     embedding_bytes: int = 64 << 20  # of vectors until they are sent
+    picture_bytes: int = 1 << 29  # of pixels; choices share them
 
     @staticmethod
     def default(max_waiting: int, max_running: int) -> KeyLimits:
@@ -49,6 +50,7 @@ _WORDS = {
     "scores": "log-probabilities of answers in flight (use streams, or fewer)",
     "body_bytes": "bytes of bodies that are being read",
     "embedding_bytes": "bytes of embeddings in flight",
+    "picture_bytes": "bytes of pixels in flight, 3 for each pixel after pictures are resized",
 }
 
 
@@ -69,7 +71,7 @@ def _whose(tenant: str) -> str:
     return "of one key" if tenant else "of all clients together"
 
 
-class Gate:
+class Limiter:
     """Hands out tickets while the limits allow it. For one event loop."""
 
     def __init__(self, engine: ServedEngine | None, limits: KeyLimits):
@@ -121,8 +123,8 @@ class Gate:
 class Ticket:
     """The amounts that one request holds until it leaves."""
 
-    def __init__(self, gate: Gate, tenant: str):
-        self._gate, self.tenant = gate, tenant
+    def __init__(self, limiter: Limiter, tenant: str):
+        self._limiter, self.tenant = limiter, tenant
         self._amounts: Counter[str] = Counter()
 
     def take(self, **amounts: int) -> None:
@@ -131,17 +133,17 @@ class Ticket:
         Raises:
           ApiError: 429; or 400, if it exceeds the limit for all requests together.
         """
-        self._gate._add(self.tenant, amounts)
+        self._limiter._add(self.tenant, amounts)
         self._amounts.update(amounts)
 
     def give_back(self, name: str) -> None:
         """Gives back all that the request took of one amount."""
-        self._gate._remove(self.tenant, {name: self._amounts.pop(name, 0)})
+        self._limiter._remove(self.tenant, {name: self._amounts.pop(name, 0)})
 
     def leave(self) -> None:
         """Gives back everything. Further calls do nothing."""
         if self._amounts:
-            self._gate._remove(self.tenant, self._amounts)
+            self._limiter._remove(self.tenant, self._amounts)
             self._amounts = Counter()
 
 

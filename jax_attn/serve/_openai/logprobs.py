@@ -18,8 +18,9 @@ TokenText = Callable[[int], bytes]
 class TokenJson:
     """The JSON of tokens, cached while in use."""
 
-    def __init__(self, token_text: TokenText):
-        self.text = token_text
+    def __init__(self, token_text: TokenText, strips_first_space: bool = False):
+        """strips_first_space: a text does not show the space that its first token begins with."""
+        self.text, self.strips_first_space = token_text, strips_first_space
         # 300 bytes per entry.
         self.name = functools.lru_cache(1 << 14)(self._name)
         self.around = functools.lru_cache(1 << 14)(self._around)
@@ -35,8 +36,20 @@ class TokenJson:
     def _around(self, token: int) -> tuple[str, str]:
         """The form in chats: the JSON before and after the token's log-probability."""
         raw = self.text(token)
-        text = json.dumps(raw.decode(errors="replace"))
-        return f'{{"token":{text},"logprob":', f',"bytes":{list(raw)}'
+        return f'{{"token":{self._shown(token, raw)},"logprob":', f',"bytes":{list(raw)}'
+
+    def _shown(self, token: int, raw: bytes) -> str:
+        return json.dumps(raw.decode(errors="replace"))
+
+
+class TokenIdJson(TokenJson):
+    """Shows each token as vLLM's "token_id:5". Its bytes are still those of its text."""
+
+    def _name(self, token: int) -> str:
+        return f'"token_id:{token}"'
+
+    def _shown(self, token: int, raw: bytes) -> str:
+        return self._name(token)
 
 
 class Scores(Protocol):
@@ -79,9 +92,13 @@ class CompletionScores:
 
     _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-    def __init__(self, tokens: TokenJson, first_offset: int):
-        """first_offset: text offset of the first token; below 0 if the text does not show it."""
+    def __init__(self, tokens: TokenJson, first_offset: int, begin: int = -1):
+        """first_offset: text offset of the first token; below 0 if the text does not show it.
+
+        begin: index of the token that begins a text of its own; -1: none does.
+        """
         self._tokens, self._offset = tokens, first_offset
+        self._num_to_begin = begin if tokens.strips_first_space else -1
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._columns: list[list[bytes]] = [[] for _ in self._NAMES]
 
@@ -108,7 +125,11 @@ class CompletionScores:
 
     def _next_offset(self, token: int) -> int:
         offset = max(0, self._offset)
-        self._offset += len(self._decode(self._tokens.text(token)))
+        raw = self._tokens.text(token)
+        if self._num_to_begin == 0 and raw.startswith(b" "):
+            raw = raw[1:]
+        self._num_to_begin -= 1
+        self._offset += len(self._decode(raw))
         return offset
 
     def _top(self, entry: TokenLogprob) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
+from jax_attn.serve._chat import strict_json
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.errors import bad_field
 
@@ -20,9 +21,9 @@ def for_template(message: schemas.Message, where: str, writes_channels: bool) ->
 
 
 def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
-    content = message.content
+    content: Any = message.content
     if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
+        content = _parts(content)
     # Templates use the older name.
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content}
@@ -47,15 +48,44 @@ def _plain(message: schemas.Message, where: str) -> dict[str, Any]:
     return plain
 
 
-def _arguments(call: schemas.ToolCall, where: str) -> dict[str, Any]:
+def _parts(parts: Sequence[Any]) -> str | list[dict[str, str]]:
+    """A text; with pictures, the parts as templates expect them."""
+    if not any(isinstance(part, schemas.PicturePart) for part in parts):
+        return "\n".join(part.text for part in parts)
+    return [
+        {"type": "image"}
+        if isinstance(part, schemas.PicturePart)
+        else {"type": "text", "text": part.text}
+        for part in parts
+    ]
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, or in a template that joins texts, its JSON."""
+
+    def __init__(self, text: str):
+        super().__init__(strict_json.loads(text))
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, behind: str) -> str:
+        return self._text + behind
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+def _arguments(call: schemas.ToolCall, where: str) -> Arguments:
     """Parses a call's arguments, as templates write the JSON themselves."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    text = call.function.arguments.strip() or "{}"
+    if not strict_json.is_object(text):
         raise bad_field(where, "not a JSON object")
-    return arguments
+    try:
+        return Arguments(text)
+    except (ValueError, RecursionError):  # such as too long a number
+        raise bad_field(where, "not a JSON object") from None
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:

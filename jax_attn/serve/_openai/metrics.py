@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,6 +30,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", _TTFT_SECONDS
+        )
+        self.first_event = self._histogram(
+            "first_event_seconds",
+            "From a stream's arrival until its first event is written to the client",
+            _TTFT_SECONDS,
         )
         self.inter_token = self._histogram(
             "inter_token_latency_seconds",
@@ -72,40 +79,79 @@ class _EngineCollector(Collector):
         if not self._engine.ready:
             return
         stats = self._engine.stats()
-        for name, text in (
-            ("waiting", "Sequences in the queue"),
-            ("running", "Sequences that take part in steps"),
-        ):
-            yield GaugeMetricFamily(f"jax_attn_sequences_{name}", text, value=stats[name])
-
-        pages = GaugeMetricFamily("jax_attn_pages", "Pages of the kv cache", labels=["state"])
-        for state in ("free", "cached", "used"):
-            pages.add_metric([state], stats[f"pages_{state}"])
-        yield pages
-
-        held = GaugeMetricFamily(
-            "jax_attn_device_bytes", "Weights and kv cache on a device", labels=["device"]
+        replicas: list[dict[str, Any]] | None = stats.get("replicas")
+        if replicas is None:
+            yield from _families([((), stats)])
+            return
+        failed = GaugeMetricFamily(
+            "jax_attn_replica_failed", "1: the replica has failed", labels=["replica"]
         )
-        for device, count in stats["device_bytes"].items():
-            held.add_metric([str(device)], count)
-        yield held
+        for i, each in enumerate(replicas):
+            failed.add_metric([str(i)], each["failed"])
+        yield failed
+        yield from _families([((str(i),), each) for i, each in enumerate(replicas)])
 
+
+def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Metric]:
+    """each: (its labels, stats) of each engine. The label is the replica's number, if any."""
+    label = ["replica"] if each[0][0] else []
+
+    def family(
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Callable[[dict[str, Any]], dict[str, float]],
+        more: str | None = None,
+    ) -> Metric:
+        """values: by the value of the label `more`; without one there is one value."""
+        made = kind(f"jax_attn_{name}", text, labels=[*label, *([more] if more else [])])
+        for labels, stats in each:
+            for key, value in values(stats).items():
+                made.add_metric([*labels, *([str(key)] if more else [])], value)
+        return made
+
+    def one(name: str) -> Callable[[dict[str, Any]], dict[str, float]]:
+        return lambda stats: {"": stats[name]}
+
+    def of(name: str, *keys: str) -> Callable[[dict[str, Any]], dict[str, float]]:
+        return lambda stats: {key: stats[name][key] for key in keys or stats[name]}
+
+    first = each[0][1]
+    for name, text in (
+        ("waiting", "Sequences in the queue"),
+        ("running", "Sequences that take part in steps"),
+    ):
+        yield family(GaugeMetricFamily, f"sequences_{name}", text, one(name))
+
+    def pages(stats: dict[str, Any]) -> dict[str, float]:
+        return {state: stats[f"pages_{state}"] for state in ("free", "cached", "used")}
+
+    yield family(GaugeMetricFamily, "pages", "Pages of the kv cache", pages, "state")
+    if first.get("states"):
+        states = of("states")
+        yield family(GaugeMetricFamily, "states", "Recurrent states", states, "state")
+    if first.get("host"):
+        kept, text = of("host", "free", "cached"), "Pages in the host's memory"
+        yield family(GaugeMetricFamily, "host_pages", text, kept, "state")
         for name, text in (
-            ("prompt_tokens", "Prompt tokens of admitted sequences"),
-            ("prefix_hit_tokens", "Of them, those found in the prefix cache"),
-            ("generated_tokens", "Output tokens"),
-            ("jump_forward_tokens", "Of them, those that a grammar forced"),
-            ("draft_tokens", "Guesses at what follows that were verified"),
-            ("draft_tokens_taken", "Of them, those that were right: output tokens without a step"),
-            ("preemptions", "Running sequences sent back to the queue"),
-            ("steps", "Steps of the engine"),
-            ("compilations", "Executables compiled while serving, which is to be none"),
+            ("stored", "Pages that went to the host's memory"),
+            ("returned", "Pages that came back from the host's memory"),
         ):
-            yield CounterMetricFamily(f"jax_attn_{name}", text, value=stats[name])
-
-        seconds = CounterMetricFamily(
-            "jax_attn_step_seconds", "Time of the engine's thread, by phase", labels=["phase"]
-        )
-        for phase, total in stats["step_seconds"].items():
-            seconds.add_metric([phase], total)
-        yield seconds
+            moved = partial(lambda stats, name: {"": stats["host"][name]}, name=name)
+            yield family(CounterMetricFamily, f"host_pages_{name}", text, moved)
+    held, text = of("device_bytes"), "Weights and kv cache on a device"
+    yield family(GaugeMetricFamily, "device_bytes", text, held, "device")
+    for name, text in (
+        ("prompt_tokens", "Prompt tokens of admitted sequences"),
+        ("prefix_hit_tokens", "Of them, those found in the prefix cache"),
+        ("generated_tokens", "Output tokens"),
+        ("jump_forward_tokens", "Of them, those that a grammar forced"),
+        ("draft_tokens", "Guesses at what follows that were verified"),
+        ("draft_tokens_taken", "Of them, those that were right: output tokens without a step"),
+        ("preemptions", "Running sequences sent back to the queue"),
+        ("steps", "Steps of the engine"),
+        ("compilations", "Executables compiled while serving, which is to be none"),
+    ):
+        yield family(CounterMetricFamily, name, text, one(name))
+    seconds, text = of("step_seconds"), "Time of the engine's thread, by phase"
+    yield family(CounterMetricFamily, "step_seconds", text, seconds, "phase")

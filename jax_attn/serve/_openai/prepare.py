@@ -11,19 +11,23 @@ import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
+from jax_attn import models
 from jax_attn.serve._chat import chat, gemma_tool_calls, harmony, reasoning, tools
 from jax_attn.serve._grammar import grammar
-from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai import fill_in_middle, schemas
 from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.messages import for_template
+from jax_attn.serve._openai.pictures import PictureReader
 from jax_attn.serve._openai.served_models import ServedModel
 from jax_attn.serve._openai.text_encoder import TextEncoder
+from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 from jax_attn.serve._scheduling.tenants import namespace
@@ -45,12 +49,16 @@ class Prepared:
     echoes: list[str]  # what precedes the text of each prompt's choices
     sequences: list[Sequence]
     arrival: float  # time.monotonic()
+    begins: list[bool]  # the output of each prompt is a text of its own
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
+    tool_names: frozenset[str] = frozenset()  # of the functions that it may call
     max_tool_calls: int | None = None  # per choice; None: any number
     splitter: Callable[[], reasoning.Splitter] | None = None  # None: the text has no thoughts
     shows_reasoning: bool = True
     grammar_field: str | None = None  # the body's field that the grammar came from
     num_prompt_top: int | None = None  # likeliest tokens to report for each prompt token
+    returns_ids: bool = False  # the answer has the tokens of prompts and choices
+    num_best: int | None = None  # choices of each prompt that are shown: the likeliest; None: all
 
     @property
     def num_choices(self) -> int:
@@ -60,6 +68,20 @@ class Prepared:
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+
+class ChatPrompt(NamedTuple):
+    """The prompt of a chat.
+
+    splitter: for the thoughts in its answer, if it may have any.
+    """
+
+    text: str
+    tokens: list[int]
+    pictures: tuple[Picture, ...]
+    splitter: Callable[[], reasoning.Splitter] | None
+
+
+Made = TypeVar("Made")
 
 _MOST_TOKENS = 1 << 18  # limit for /tokenize and /detokenize
 _MAX_ECHO_CHARS = 1 << 22  # sum over all choices
@@ -74,20 +96,28 @@ class Preparer:
         names: Seq[str],
         limits: KeyLimits,
         defaults: Mapping[str, Any],
+        vision: models.VisionModel | None = None,
+        max_pictures: int | None = None,
     ):
         """names: of the model, for clients; answers use the first. defaults: of request fields.
+        vision, max_pictures: see PictureReader.
 
         Raises:
           chat.ChatTemplateError: the directory's template does not compile.
         """
         self.name, self._names = names[0], frozenset(names)
         self.max_model_len: int = engine.limits.max_model_len
-        self._limits, self._defaults = limits, defaults
+        self.adapters: list[str] = []  # LoRA adapters, which clients name as the model
+        self._limits, self.defaults = limits, defaults
         self._tokenizer = model.tokenizer
         self._texts = TextEncoder(model.tokenizer)
+        self._pictures = PictureReader(vision, self.max_model_len, max_pictures)
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
+        self._special_ids = frozenset(self._special_tokens.values())
+        self._added_tokens = {t.content: id for id, t in added.items() if id < self._vocab_size}
+        self._fill_in_middle = fill_in_middle.format_of(self._added_tokens)
         self._template = chat.load(directory)
         add_bos = chat.tokenizer_config(directory).get("add_bos_token", False)
         self._bos = model.config.bos_token if add_bos else None
@@ -96,12 +126,32 @@ class Preparer:
     def names(self) -> list[str]:
         return [self.name, *sorted(self._names - {self.name})]
 
+    @property
+    def chat_template(self) -> str:
+        """Jinja's source; "": the model has none."""
+        return self._template.source
+
+    @property
+    def features(self) -> list[str]:
+        """What requests may ask of the model, in the words of /v1/models."""
+        template = self._template
+        found = {
+            "chat": bool(template.source),
+            "tools": template.tool_format is not None,
+            "thinking": template.thinks or template.writes_channels,
+            "fill_in_the_middle": self._fill_in_middle is not None,
+            "pictures": self._pictures.has_model,
+        }
+        return ["completions", *(name for name, has in found.items() if has)]
+
     def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
         """Prepares a completion. Raises ApiError."""
         self.check_model(body.model)
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
+        if body.suffix:
+            prompt = [self._around(p, body.suffix) for p in prompt]  # type: ignore[arg-type]
         prompts: list[list[int]] = [
             self._truncated(
                 self.encode(p, body.add_special_tokens) if isinstance(p, str) else p,  # type: ignore[arg-type]
@@ -121,16 +171,31 @@ class Preparer:
                 else self.decode(ids)
                 for p, ids in zip(prompt, prompts, strict=True)
             ]
-            if (num_chars := sum(map(len, echoes)) * body.n) > _MAX_ECHO_CHARS:
+            if (num_chars := sum(map(len, echoes)) * body.num_sampled) > _MAX_ECHO_CHARS:
                 raise bad_field(
                     "echo",
-                    f"the prompts x n = {body.n} have {num_chars} characters, which are more than "
-                    f"{_MAX_ECHO_CHARS}",
+                    f"the prompts x n = {body.num_sampled} have {num_chars} characters, which are "
+                    f"more than {_MAX_ECHO_CHARS}",
                 )
-        params = self._params(body, body.logprobs)
+        picks = body.num_sampled > body.n
+        params = self._params(body, 0 if picks and body.logprobs is None else body.logprobs)
         if body.echo and body.logprobs is not None:
             params["prompt_logprobs"] = True
-        return self._prepared("cmpl-", body, prompts, echoes, lengths, params, caller)
+        if body.suffix and (format := self._fill_in_middle) is not None:
+            ends = [self._added_tokens[mark] for mark in format.stops if mark in self._added_tokens]
+            params["stop_token_ids"] += tuple(ends)
+        prepared = self._prepared("cmpl-", body, prompts, echoes, lengths, params, caller)
+        return dataclasses.replace(prepared, num_best=body.n if picks else None)
+
+    def _around(self, prefix: str, suffix: str) -> str:
+        """The prompt for the text between these. Raises ApiError."""
+        if self._fill_in_middle is None:
+            raise bad_field(
+                "suffix",
+                "the model has no tokens for filling in the middle that this server knows (those of"
+                " Qwen, CodeGemma, StarCoder, Granite, DeepSeek and Codestral)",
+            )
+        return self._fill_in_middle.prompt(prefix, suffix)
 
     def chat(
         self, body: schemas.ChatCompletionRequest, caller: Caller, prefix: str = "chatcmpl-"
@@ -141,31 +206,57 @@ class Preparer:
         shown = (
             [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
         )
-        text, splitter = self._rendered(body, shown)
-        prompt = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
+        _, prompt, pictures, splitter = self._chat_prompt(body, shown)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        prompt = self._truncated(prompt, body, max_tokens or 1)
+        if pictures and body.truncate_prompt_tokens is not None:
+            raise bad_field("truncate_prompt_tokens", "not supported with pictures")
+        prompt = self._checked(self._truncated(prompt, body, max_tokens or 1), "messages")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         lengths = self._lengths(body, [prompt], "messages", logprobs, False, caller)
         params = self._params(body, logprobs)
         marks = []
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
-            marks.append(tool_format.begin)
+            marks += tool_format.marks
+        has_grammar = params["grammar"] is not None
+        params["goes_on"] = answer_goes_on(body.continue_final_message, has_grammar)
         if splitter is not None:
             marks += [harmony.CHANNEL, reasoning.THINK, reasoning.END_THINK]
         if any(mark in self._special_tokens for mark in marks):
             params["skip_special_tokens"] = False
         if self._template.writes_channels and harmony.CALL in self._special_tokens:
             params["stop_token_ids"] += (self._special_tokens[harmony.CALL],)
-        prepared = self._prepared(prefix, body, [prompt], [""], lengths, params, caller)
+        prepared = self._prepared(prefix, body, [prompt], [""], lengths, params, caller, pictures)
+        if body.prediction is not None:
+            guess = self._texts.encode(
+                body.prediction.text, "prediction", self.max_model_len, False
+            )
+            prepared.sequences[0].predicted = guess[: self.max_model_len]
         return dataclasses.replace(
             prepared,
             tool_format=None if self._template.writes_channels else tool_format,
-            max_tool_calls=None if body.parallel_tool_calls else 1,
+            tool_names=frozenset(tool.function.name for tool in body.tools),
+            max_tool_calls=None if body.may_call_several else 1,
             splitter=splitter,
             shows_reasoning=body.include_reasoning,
         )
+
+    def chat_prompt(self, body: schemas.ChatCompletionRequest) -> ChatPrompt:
+        """The prompt of a chat. Raises ApiError.
+
+        The template sees the tools, whatever it has the model write to call them.
+        """
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        return self._chat_prompt(body, tools or None)
+
+    def _chat_prompt(
+        self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
+    ) -> ChatPrompt:
+        shown = self._pictures.read(body.messages)
+        text, splitter = self._rendered(body, tools)
+        tokens = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
+        tokens, pictures = self._pictures.place(tokens, shown)
+        return ChatPrompt(text, tokens, pictures, splitter)
 
     def _rendered(
         self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
@@ -211,9 +302,9 @@ class Preparer:
         """The grammar for calls that the request demands; None: the output is not restricted."""
         answer: Any = None
         if body.tool_choice == "auto":
-            if body.constraint is None:
+            if (constraint := body.constraint) is None:
                 return None
-            answer = _schema(body.constraint.value)
+            answer = self._made(constraint.field, lambda: grammar.usable_schema(constraint.value))
             answer = answer if isinstance(answer, dict) else {}
         functions = [tool.function.model_dump() for tool in body.tools]
         if isinstance(body.tool_choice, schemas.NamedTool):
@@ -221,9 +312,14 @@ class Preparer:
             functions = [function for function in functions if function["name"] == name]
             if not functions:
                 raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
+        # Gemma's format has numbers as they are written.
+        usable = partial(grammar.usable_schema, check_numbers=not tool_format.quote)
+        for function in functions:
+            schema = function["parameters"]
+            function["parameters"] = self._made("tools", partial(usable, schema))
         try:
             text = tools.grammar_of(
-                tool_format, functions, body.parallel_tool_calls, answer, self._special_tokens
+                tool_format, functions, body.may_call_several, answer, self._special_tokens
             )
         except gemma_tool_calls.CannotDemand as error:
             raise bad_field(
@@ -231,10 +327,10 @@ class Preparer:
                 f"a call that follows the schema cannot be demanded from this model: {error}; "
                 "tool_choice 'auto' can",
             ) from None
-        return self._checked_grammar("tools", lambda: grammar.from_lark(text))
+        return self._made("tools", lambda: grammar.from_lark(text))
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._names:
+        if name is not None and name not in self._names and name not in self.adapters:
             raise model_not_found(name, self.name)
 
     def encode(
@@ -242,9 +338,15 @@ class Preparer:
     ) -> list[int]:
         """Encodes a text. most: number of tokens of use. Raises ApiError if there are far more."""
         tokens = self._texts.encode(text, "prompt", self.max_model_len, add_special_tokens, most)
-        if add_special_tokens and self._bos is not None and tokens[:1] != [self._bos]:
-            tokens = [self._bos, *tokens]
-        return tokens
+        return self._with_bos(tokens) if add_special_tokens else tokens
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Encodes texts with special tokens, as a batch. Checks no lengths."""
+        return [self._with_bos(tokens) for tokens in self._texts.encode_all(texts)]
+
+    def _with_bos(self, tokens: list[int]) -> list[int]:
+        is_missing = self._bos is not None and tokens[:1] != [self._bos]
+        return [self._bos, *tokens] if is_missing else tokens  # type: ignore[list-item]
 
     def encode_messages(
         self,
@@ -253,8 +355,10 @@ class Preparer:
         tools: list[dict[str, Any]] | None = None,
         most: int | None = None,
     ) -> list[int]:
+        shown = self._pictures.read(messages)
         text = self._render(messages, variables, tools)
-        return self._texts.encode(text, "messages", self.max_model_len, False, most)
+        tokens = self._texts.encode(text, "messages", self.max_model_len, False, most)
+        return self._pictures.place(tokens, shown)[0]
 
     def _render(
         self,
@@ -319,6 +423,11 @@ class Preparer:
             )
         return tokens
 
+    def _is_shown(self, tokens: list[int], params: dict[str, Any]) -> bool:
+        """Whether tokens have text."""
+        hidden = self._special_ids if params["skip_special_tokens"] else ()
+        return any(token not in hidden for token in reversed(tokens))
+
     def _params(self, body: schemas.SamplingBody, logprobs: int | None) -> dict[str, Any]:
         """The fields of SamplingParams that are the same for all sequences of the request."""
         self._checked(body.stop_token_ids, "stop_token_ids")
@@ -342,6 +451,7 @@ class Preparer:
             "stop": body.stop_strings,
             "logit_bias": tuple(bias.items()),
             "ignore_eos": body.ignore_eos,
+            "goes_on": True,
             "skip_special_tokens": body.skip_special_tokens,
             "include_stop": body.include_stop_str_in_output,
             "grammar": self._grammar(body),
@@ -350,8 +460,8 @@ class Preparer:
     def _sampling_fields(self, body: schemas.SamplingBody) -> dict[str, Any]:
         """The body's sampling fields, with the model's defaults for absent ones."""
         return {
-            name: self._defaults[name]
-            if name in self._defaults and name not in body.model_fields_set
+            name: self.defaults[name]
+            if name in self.defaults and name not in body.model_fields_set
             else getattr(body, name)
             for name in DEFAULTS
         }
@@ -360,21 +470,19 @@ class Preparer:
         if (constraint := body.constraint) is None:
             return None
         field, kind, value = constraint
-        if kind == "json":
-            value = _schema(value)
         text = value if isinstance(value, str) else json.dumps(value)
         if len(text) > schemas.MAX_GRAMMAR_CHARS:
             raise bad_field(field, f"more than {schemas.MAX_GRAMMAR_CHARS} characters")
         make = {
             "json": grammar.from_json_schema,
             "regex": grammar.from_regex,
-            "grammar": grammar.from_lark,
+            "grammar": lambda text: grammar.from_lark(text, self._added_tokens),
             "choice": grammar.from_choices,
         }[kind]
-        return self._checked_grammar(field, lambda: make(value))
+        return self._made(field, lambda: make(value))
 
-    def _checked_grammar(self, field: str, make: Callable[[], str]) -> str:
-        """Makes grammar text, which the engine compiles. Raises ApiError that names the field."""
+    def _made(self, field: str, make: Callable[[], Made]) -> Made:
+        """What `make` returns: a grammar, or a part of it. Raises ApiError that names the field."""
         try:
             return make()
         except grammar.GrammarError as error:
@@ -395,8 +503,8 @@ class Preparer:
         """
         self._limits.check_one(
             caller.tenant,
-            choices=len(prompts) * body.n,
-            tokens=sum(map(len, prompts)) * body.n,
+            choices=len(prompts) * body.num_sampled,
+            tokens=sum(map(len, prompts)) * body.num_sampled,
         )
         limit = "max_tokens"
         if getattr(body, "max_completion_tokens", None) is not None:
@@ -414,11 +522,11 @@ class Preparer:
             if room < (1 if max_tokens is None else max_tokens):
                 raise overflow(field, self.max_model_len, len(prompt), max_tokens)
             if max_tokens is None and each:
-                room = min(room, schemas.MAX_SCORES // (each * body.n))
+                room = min(room, schemas.MAX_SCORES // (each * body.num_sampled))
             wanted.append(room if max_tokens is None else max_tokens)
             if body.min_tokens > wanted[-1]:
                 raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
-            num_scores += (wanted[-1] * each + len(prompt) * of_prompt) * body.n
+            num_scores += (wanted[-1] * each + len(prompt) * of_prompt) * body.num_sampled
         if num_scores > schemas.MAX_SCORES:
             raise bad_field(
                 "logprobs",
@@ -436,40 +544,46 @@ class Preparer:
         lengths: list[int],
         params: dict[str, Any],
         caller: Caller,
+        pictures: tuple[Picture, ...] = (),
     ) -> Prepared:
         request_id = f"{prefix}{secrets.token_hex(12)}"
+        adapter = body.model if body.model in self.adapters else ""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         sequences: list[Sequence] = []
         for prompt, wanted in zip(prompts, lengths, strict=True):
-            for choice in range(body.n):
+            for choice in range(body.num_sampled):
                 sequences.append(
                     Sequence(
                         id=f"{request_id}-{len(sequences)}",
                         request_id=request_id,
                         tokens=list(prompt),
                         params=SamplingParams(
-                            max_tokens=wanted, seed=_seed(seed, choice), **params
+                            max_tokens=wanted, seed=seed_of_choice(seed, choice), **params
                         ),
                         namespace=namespace(caller.tenant, body.cache_salt),
                         priority=body.priority,
                         deadline=None if body.deadline is None else caller.arrival + body.deadline,
                         arrival=caller.arrival,
                         tenant=caller.tenant,
+                        adapter_name=adapter or "",
+                        pictures=pictures,
                     )
                 )
         return Prepared(
             request_id,
-            self.name,
+            adapter or self.name,
             prompts,
             echoes,
             sequences,
             caller.arrival,
+            [not params["goes_on"] or not self._is_shown(prompt, params) for prompt in prompts],
             grammar_field=_grammar_field(body),
             num_prompt_top=body.prompt_logprobs,
+            returns_ids=body.return_token_ids,
         )
 
 
-def _seed(seed: int, choice: int) -> int:
+def seed_of_choice(seed: int, choice: int) -> int:
     """The seed of a choice; that of choice 0 is `seed`.
 
     Seeds are far apart, so that no choice of seed s is another choice of seed s + 1.
@@ -479,6 +593,14 @@ def _seed(seed: int, choice: int) -> int:
 
 # Fields of generation_config.json that are used, as in vLLM.
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def answer_goes_on(is_continued: bool, has_grammar: bool) -> bool:
+    """Whether a chat's answer goes on from the prompt's text: see SamplingParams of the engine.
+
+    It is a text of its own, unless something else says how it begins.
+    """
+    return is_continued or has_grammar
 
 
 def sampling_defaults(directory: str | Path) -> dict[str, Any]:
@@ -502,14 +624,6 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
             "--generation-config none does without"
         ) from None
     return {name: getattr(body, name) for name in found}
-
-
-def _schema(value: Any) -> Any:
-    """Parses a schema given as text. Text that is not JSON is left to the grammar compiler."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
 
 
 def _grammar_field(body: schemas.SamplingBody) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel
 
 from jax_attn.serve._chat import tools
+from jax_attn.serve._chat.growing_calls import GrowingCall
 from jax_attn.serve._chat.reasoning import Parts
-from jax_attn.serve._chat.tools import ToolParser
+from jax_attn.serve._chat.tools import ToolCall, ToolParser
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.logprobs import ChatScores, CompletionScores, Scores, TokenJson
 from jax_attn.serve._openai.prepare import Prepared
@@ -27,10 +29,10 @@ class Style(Protocol):
 
     def scores(self, index: int) -> Scores | None: ...
 
-    def chunk(
+    def chunks(
         self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> BaseModel | None:
-        """An event with the new part of one choice; None: there is nothing new."""
+    ) -> list[BaseModel]:
+        """Events with the new parts of one choice; log-probabilities belong to the first."""
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel: ...
 
@@ -53,14 +55,21 @@ class CompletionStyle:
     def scores(self, index: int) -> Scores | None:
         if not self._with_logprobs:
             return None
-        return CompletionScores(self.tokens, self._first_offset(index))
+        prompt_index = index // self._prepared.num_choices
+        begin = -1
+        if self._prepared.begins[prompt_index]:
+            # With an echo, the prompt's tokens come first.
+            begin = len(self._prepared.prompts[prompt_index]) if self._echoes[index] else 0
+        return CompletionScores(self.tokens, self._first_offset(index), begin)
 
-    def chunk(self, index: int, text: str, has_scores: bool, finish: str | None) -> BaseModel:
+    def chunks(
+        self, index: int, text: str, has_scores: bool, finish: str | None
+    ) -> list[BaseModel]:
         if not self._started[index]:
             self._started[index] = True
             text = self._echoes[index] + text
         choice = schemas.CompletionChoice(index=index, text=text, **reasons_of(finish))
-        return schemas.Completion(**self._head, choices=[choice])
+        return [schemas.Completion(**self._head, choices=[choice])]
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
         return schemas.Completion(**self._head, choices=[], usage=usage)
@@ -92,31 +101,26 @@ class ChatStyle:
     def scores(self, index: int) -> Scores | None:
         return ChatScores(self.tokens) if self._with_logprobs else None
 
-    def chunk(
+    def chunks(
         self, index: int, text: str, has_scores: bool, finish: str | None
-    ) -> BaseModel | None:
+    ) -> list[BaseModel]:
         answer = self._answers[index]
-        num_before = len(answer.calls)
-        reasoning, text = answer.push(text, at_end=finish is not None)
-        new = [
-            schemas.ToolCallDelta(index=i, **answer.calls[i].model_dump())
-            for i in range(num_before, len(answer.calls))
-        ]
-        if self._started[index] and not (text or reasoning or new or has_scores or finish):
-            return None
-        role: Literal["assistant"] | None = None if self._started[index] else "assistant"
-        self._started[index] = True
-        choice = schemas.ChatChunkChoice(
-            index=index,
-            delta=schemas.Delta(
-                role=role,
-                content=None if reasoning and not text else text,
-                reasoning_content=reasoning or None,
-                tool_calls=new or None,
-            ),
-            **answer.reasons(finish),
-        )
-        return schemas.ChatCompletionChunk(**self._head, choices=[choice])
+        reasoning, text = answer.push(text, finish, streams=True)
+        deltas = [_call_delta(part) for part in answer.continued]
+        calls = [_call_delta(part) for part in answer.begun]
+        if text or reasoning or not (deltas or calls):
+            content = None if reasoning and not text else text
+            deltas.append(schemas.Delta(content=content, reasoning_content=reasoning or None))
+        deltas += calls
+        if self._started[index] and not (
+            text or reasoning or has_scores or finish or deltas[0].tool_calls
+        ):
+            return []
+        if not self._started[index]:
+            self._started[index], deltas[0].role = True, "assistant"
+        choices = [schemas.ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+        choices[-1] = choices[-1].model_copy(update=answer.reasons(finish))
+        return [schemas.ChatCompletionChunk(**self._head, choices=[choice]) for choice in choices]
 
     def usage_chunk(self, usage: schemas.Usage) -> BaseModel:
         return schemas.ChatCompletionChunk(**self._head, choices=[], usage=usage)
@@ -126,7 +130,7 @@ class ChatStyle:
 
     def choice(self, index: int, text: str, finish: str | None) -> BaseModel:
         answer = self._answers[index]
-        reasoning, text = answer.push(text, at_end=True)
+        reasoning, text = answer.push(text, finish or FinishReason.STOP)
         message = schemas.AssistantMessage(
             content=text, reasoning_content=reasoning or None, tool_calls=answer.calls or None
         )
@@ -135,44 +139,130 @@ class ChatStyle:
         return schemas.ChatChoice(index=index, message=message, **answer.reasons(finish))
 
 
+@dataclass(eq=False)
+class StreamedCall:
+    """A call of which a stream tells, whether or not it will be complete."""
+
+    index: int
+    id: str
+    name: str
+    num_sent: int = 0  # characters of its arguments
+    is_ended: bool = False
+
+
+class CallPart(NamedTuple):
+    """What is new of a call. The first part of each has no arguments."""
+
+    call: StreamedCall
+    is_first: bool = False
+    arguments: str = ""
+    is_last: bool = False
+
+
 class SplitText:
     """Splits the text of a chat's choice into thoughts, answer and tool calls.
 
     Calls inside thoughts are ignored.
+
+    calls: the complete ones. continued, begun: what the last `push` found of calls that had begun
+    before it, and of others.
     """
 
     def __init__(self, prepared: Prepared):
         format = prepared.tool_format
         self._splitter = prepared.splitter() if prepared.splitter else None
         self._shows_reasoning = prepared.shows_reasoning
-        self._parser = None if format is None else ToolParser(format)
+        self._parser = None if format is None else ToolParser(format, prepared.tool_names)
         self._new_id = (format or tools.HARMONY).new_id
         self._max_calls = prepared.max_tool_calls
         self.calls: list[schemas.ToolCall] = []
+        self.continued: list[CallPart] = []
+        self.begun: list[CallPart] = []
+        self._num_begun = 0
+        self._growing: dict[GrowingCall, StreamedCall] = {}
 
-    def push(self, text: str, at_end: bool) -> tuple[str, str]:
-        """Returns (thoughts, answer): text of each that is known not to be part of a tool call."""
+    def push(self, text: str, finish: str | None, streams: bool = False) -> tuple[str, str]:
+        """Returns (thoughts, answer): text of each that is known not to be part of a tool call.
+
+        finish: why the text ends here; None: it goes on. A call that is cut is dropped.
+        streams: calls begin before they are complete. Such a call may be cut, or turn out
+        malformed, and has no last part then.
+        """
+        self.continued, self.begun = [], []
+        at_end, is_cut = finish is not None, finish not in (None, FinishReason.STOP)
         parts = self._splitter.push(text) if self._splitter else Parts(content=text)
-        reasoning, content, calls = parts
+        reasoning, content, calls, growing = parts
         if self._splitter and at_end:
-            last = self._splitter.flush()
+            last = self._splitter.flush(is_cut)
             reasoning, content = reasoning + last.reasoning, content + last.content
             calls += last.calls
         if self._parser is not None:
             content, found = self._parser.push(content)
             calls += tuple(found)
             if at_end:
-                rest, more = self._parser.flush()
+                rest, more = self._parser.flush(is_cut)
                 content, calls = content + rest, (*calls, *more)
-        left = None if self._max_calls is None else self._max_calls - len(self.calls)
-        for call in calls[:left]:
-            function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
-            self.calls.append(schemas.ToolCall(id=call.id or self._new_id(), function=function))
+            growing += tuple(self._parser.growing)
+        known = set(self._growing)
+        for call in calls[: self._left]:
+            self._complete(call, known)
+        if streams:
+            completed = {call.grown for call in calls}
+            for each in [each for each in growing if each not in completed][: self._left]:
+                self._advance(each, known)
         return reasoning if self._shows_reasoning else "", content
+
+    @property
+    def _left(self) -> int | None:
+        """How many more calls the answer may have; None: any number."""
+        return None if self._max_calls is None else self._max_calls - len(self.calls)
+
+    def _complete(self, call: ToolCall, known: set[GrowingCall]) -> None:
+        was_known = call.grown in known
+        streamed = self._growing.pop(call.grown, None) if call.grown is not None else None
+        if streamed is None:
+            streamed = self._begin(call.name, call.id)
+        if not streamed.is_ended:
+            piece = call.arguments[streamed.num_sent :]
+            self._tell(CallPart(streamed, False, piece, True), was_known)
+        function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
+        self.calls.append(schemas.ToolCall(id=streamed.id, function=function))
+
+    def _advance(self, call: GrowingCall, known: set[GrowingCall]) -> None:
+        streamed = self._growing.get(call)
+        if streamed is None:
+            streamed = self._growing[call] = self._begin(call.name, call.id)
+        piece = call.take()
+        if piece or (call.is_whole and not streamed.is_ended):
+            self._tell(CallPart(streamed, False, piece, call.is_whole), call in known)
+
+    def _begin(self, name: str, id: str | None) -> StreamedCall:
+        call = StreamedCall(self._num_begun, id or self._new_id(), name)
+        self._num_begun += 1
+        self.begun.append(CallPart(call, True))
+        return call
+
+    def _tell(self, part: CallPart, was_known: bool) -> None:
+        part.call.num_sent += len(part.arguments)
+        part.call.is_ended = part.is_last
+        (self.continued if was_known else self.begun).append(part)
 
     def reasons(self, reason: str | None) -> dict[str, Any]:
         called = self.calls and reason == FinishReason.STOP
         return reasons_of("tool_calls" if called else reason)
+
+
+def _call_delta(part: CallPart) -> schemas.Delta:
+    call = part.call
+    if part.is_first:
+        function = schemas.FunctionDelta(name=call.name, arguments="")
+        delta = schemas.ToolCallDelta(
+            index=call.index, id=call.id, type="function", function=function
+        )
+    else:
+        function = schemas.FunctionDelta(arguments=part.arguments)
+        delta = schemas.ToolCallDelta(index=call.index, function=function)
+    return schemas.Delta(content=None, tool_calls=[delta])
 
 
 def reasons_of(reason: str | None) -> dict[str, Any]:

@@ -6,47 +6,24 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Discriminator,
     Field,
     Tag,
-    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from jax_attn.serve._openai import fields, schemas
-from jax_attn.serve._openai.fields import Ignored, RequestBody, Unsupported
+from jax_attn.serve._openai.fields import (
+    Ignored,
+    OtherType,
+    RequestBody,
+    Unsupported,
+    by_type,
+)
 
 MAX_METADATA = 16
-
-
-def _refuse_type(value: Any) -> None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
-        raise PydanticCustomError("missing", "expected an object with a type", {"inside": "type"})
-    raise PydanticCustomError(
-        "unsupported",
-        "{type} is not supported by this server",
-        {"type": repr(kind[:64]), "inside": "type"},
-    )
-
-
-# OpenAI's types that this server does not support: the error has the type's name.
-_Other: TypeAlias = Annotated[
-    None, BeforeValidator(_refuse_type), WithJsonSchema({"not": {}, "description": "not supported"})
-]
-
-
-def _by_type(*known: str, default: str | None = None) -> Discriminator:
-    """Selects a type by its "type" field. default: for objects without one."""
-
-    def kind(value: Any) -> str:
-        found = value.get("type", default) if isinstance(value, dict) else None
-        return found if found in known else "other"
-
-    return Discriminator(kind)
 
 
 # ---- the conversation --------------------------------------------------------------------------
@@ -60,13 +37,32 @@ class TextItemPart(RequestBody):
     prompt_cache_breakpoint: Ignored
 
 
+class PictureItemPart(RequestBody):
+    """A picture of the user, for models that read them."""
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="a data: URL with base64")
+    detail: Ignored
+    file_id: Unsupported = None
+    prompt_cache_breakpoint: Ignored
+
+
 Part: TypeAlias = Annotated[
     Annotated[TextItemPart, Tag("input_text")]
     | Annotated[TextItemPart, Tag("output_text")]
     | Annotated[TextItemPart, Tag("text")]
     | Annotated[schemas.RefusalPart, Tag("refusal")]
-    | Annotated[_Other, Tag("other")],
-    _by_type("input_text", "output_text", "text", "refusal"),
+    | Annotated[OtherType, Tag("other")],
+    by_type("input_text", "output_text", "text", "refusal"),
+]
+ShownPart: TypeAlias = Annotated[
+    Annotated[TextItemPart, Tag("input_text")]
+    | Annotated[TextItemPart, Tag("output_text")]
+    | Annotated[TextItemPart, Tag("text")]
+    | Annotated[PictureItemPart, Tag("input_image")]
+    | Annotated[schemas.RefusalPart, Tag("refusal")]
+    | Annotated[OtherType, Tag("other")],
+    by_type("input_text", "output_text", "text", "input_image", "refusal"),
 ]
 Parts: TypeAlias = str | Annotated[list[Part], Field(fail_fast=True)]
 
@@ -74,7 +70,7 @@ Parts: TypeAlias = str | Annotated[list[Part], Field(fail_fast=True)]
 class MessageItem(RequestBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: str | Annotated[list[ShownPart], Field(fail_fast=True)]
     id: Ignored
     status: Ignored
     phase: Ignored
@@ -122,8 +118,8 @@ Item: TypeAlias = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[_Other, Tag("other")],
-    _by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+    | Annotated[OtherType, Tag("other")],
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
 ]
 
 
@@ -184,6 +180,29 @@ class ReasoningConfig(RequestBody):
     generate_summary: Ignored
 
 
+class ConversationParam(RequestBody):
+    id: str = Field(max_length=256)
+
+
+def _kind_of_conversation(given: Any) -> str:
+    return "object" if isinstance(given, dict) else "text"
+
+
+ConversationRef: TypeAlias = Annotated[
+    Annotated[str, Tag("text"), Field(max_length=256)]
+    | Annotated[ConversationParam, Tag("object")],
+    Discriminator(_kind_of_conversation),
+]
+Metadata: TypeAlias = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    fields.at_most(MAX_METADATA),
+    Field(max_length=MAX_METADATA, description="comes back in the answer"),
+]
+
+
 class ResponsesRequest(schemas.Generation):
     input: Input
     instructions: str | SkipJsonSchema[None] = Field(
@@ -195,8 +214,8 @@ class ResponsesRequest(schemas.Generation):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[FunctionTool, Tag("function")] | Annotated[_Other, Tag("other")],
-                _by_type("function"),
+                Annotated[FunctionTool, Tag("function")] | Annotated[OtherType, Tag("other")],
+                by_type("function"),
             ]
         ],
         Field(fail_fast=True, max_length=schemas.MAX_TOOLS),
@@ -210,35 +229,76 @@ class ResponsesRequest(schemas.Generation):
     reasoning: ReasoningConfig | SkipJsonSchema[None] = None
     previous_response_id: str | SkipJsonSchema[None] = Field(None, max_length=256)
     store: bool = Field(True, description="keep the response, as long as there is room for it")
-    metadata: Annotated[
-        dict[
-            Annotated[str, Field(max_length=64)],
-            Annotated[str, Field(max_length=512)],
-        ],
-        fields.at_most(MAX_METADATA),
-        Field(max_length=MAX_METADATA, description="comes back in the response"),
-    ] = {}
+    metadata: Metadata = {}
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="more variables for the model's template, such as enable_thinking"
     )
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[
-        list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True, max_length=16)
-    ] = Field([], description="accepted, and ignored: thoughts are not encrypted")
-    background: Unsupported = None
-    conversation: Unsupported = None
+        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
+        Field(fail_fast=True, max_length=16),
+    ] = Field(
+        [],
+        description="message.output_text.logprobs: log-probabilities of the text. The other is "
+        "read past: thoughts are not encrypted",
+    )
+    top_logprobs: int | SkipJsonSchema[None] = Field(
+        None, ge=0, le=schemas.MAX_LOGPROBS, description="with so many others for each token"
+    )
+    background: bool = Field(
+        False, description="answer at once; GET the response until its status says that it ended"
+    )
+    conversation: ConversationRef | SkipJsonSchema[None] = Field(
+        None, description="whose items come first, and which gets those of input and output"
+    )
     context_management: Unsupported = None
     max_tool_calls: Unsupported = None
     moderation: Unsupported = None
     prompt: Unsupported = None
-    top_logprobs: Unsupported = None
     prompt_cache_options: Ignored
 
     @model_validator(mode="after")
     def _response_fields_that_go_together(self) -> ResponsesRequest:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream: true")
+        if self.background and (self.stream or not self.store):
+            raise PydanticCustomError("background", "background needs stream: false, store: true")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise PydanticCustomError(
+                "conversation", "only one of conversation and previous_response_id"
+            )
         return self
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives for each token; None: no log-probabilities are wanted."""
+        wanted = "message.output_text.logprobs" in self.include or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        return given.id if isinstance(given, ConversationParam) else given
+
+
+class InputTokensRequest(ResponsesRequest):
+    """What decides on the prompt of a response; further fields change nothing."""
+
+
+Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True, max_length=20)]
+
+
+class ConversationRequest(RequestBody):
+    items: Items = []
+    metadata: Metadata = {}
+
+
+class ConversationUpdate(RequestBody):
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody):
+    items: Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=20)]
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -309,12 +369,18 @@ class IncompleteDetails(BaseModel):
     stop_reason: schemas.StopReason = None
 
 
+class ConversationId(BaseModel):
+    id: str
+
+
 class ModelResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = (
+        "in_progress"
+    )
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
@@ -334,7 +400,9 @@ class ModelResponse(BaseModel):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
+    background: bool = False
+    conversation: ConversationId | None = None
+    top_logprobs: int = 0
 
 
 class ResponseEvent(BaseModel):
@@ -356,4 +424,30 @@ class ResponseEvent(BaseModel):
 class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class Conversation(BaseModel):
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(BaseModel):
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: Literal[True] = True

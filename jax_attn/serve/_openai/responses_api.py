@@ -7,26 +7,31 @@ with the conversation that led to it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from jax_attn.serve._openai import response_schemas as rs
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.answers import GenerationAnswer, send_pieces
+from jax_attn.serve._openai.background import BackgroundRuns
+from jax_attn.serve._openai.conversations import Conversations
 from jax_attn.serve._openai.errors import ApiError, bad_field, from_validation
+from jax_attn.serve._openai.logprobs import TokenJson
 from jax_attn.serve._openai.prepare import Caller, Prepared, Preparer
-from jax_attn.serve._openai.response_format import SplitText, reasons_of
-from jax_attn.serve._openai.response_store import ResponseStore, StoredResponse
-from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._openai.response_format import CallPart, SplitText, reasons_of
+from jax_attn.serve._openai.response_items import page, shown
+from jax_attn.serve._openai.response_store import BoundedStore, StoredResponse
+from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 
 Event = dict[str, Any]
 
@@ -42,9 +47,22 @@ _SHARED = frozenset(schemas.Generation.model_fields) - {
 }  # fmt: skip
 
 
+# Tokens x (1 + top_logprobs) of a response, which is one JSON text, made at once in 30 ms.
+_MAX_SCORES = 1 << 14
+_LEAST_LOGPROB = -9999.0  # as OpenAI writes those that are infinite
+_ITEMS = TypeAdapter(list[rs.Item])
+
+
 class ResponsesApi:
-    def __init__(self, preparer: Preparer, store: ResponseStore | None = None):
-        self._preparer, self._store = preparer, store or ResponseStore()
+    def __init__(
+        self,
+        preparer: Preparer,
+        tokens: TokenJson,
+        store: BoundedStore[StoredResponse] | None = None,
+    ):
+        self._preparer, self._tokens = preparer, tokens
+        self._store = store or BoundedStore[StoredResponse]()
+        self.conversations, self._runs = Conversations(), BackgroundRuns()
 
     def prepare(
         self, body: rs.ResponsesRequest, caller: Caller
@@ -53,67 +71,128 @@ class ResponsesApi:
 
         The factory takes GenerationAnswer's further arguments. Raises ApiError.
         """
+        messages = self._messages(body, caller.tenant)
+        prepared = self._prepared(body, messages, caller)
+        items = shown(body.input)
+        put = partial(self._put, caller.tenant, body, json.dumps(messages).encode(), items)
+        tokens = None if body.num_top is None else self._tokens
+        return prepared, partial(
+            ResponseAnswer, _outline(body, prepared), put, tokens, stream=body.stream
+        )
+
+    def _messages(self, body: rs.ResponsesRequest, tenant: str) -> list[dict[str, Any]]:
+        """The chat so far, and the input. Raises ApiError."""
         history: list[dict[str, Any]] = []
         if (previous := body.previous_response_id) is not None:
-            history = json.loads(
-                self._find(caller.tenant, previous, "previous_response_id").messages
-            )
-        messages = history + _messages(body.input, _names_of_calls(history))
-        prepared = self._prepared(body, messages, caller)
-        put = None
-        if body.store:
-            put = partial(self._put, caller.tenant, prepared.id, json.dumps(messages).encode())
-        return prepared, partial(ResponseAnswer, _outline(body, prepared), put, stream=body.stream)
+            if self._runs.get(tenant, previous) is not None:
+                raise bad_field("previous_response_id", f"{previous[:64]!r} has not ended")
+            history = json.loads(self._find(tenant, previous, "previous_response_id").messages)
+        if (id := body.conversation_id) is not None:
+            found = self.conversations.get(tenant, id, "conversation")
+            history = _messages(_ITEMS.validate_python(found.parsed()), {})
+        return history + _messages(body.input, _names_of_calls(history))
+
+    def count(self, body: rs.InputTokensRequest, tenant: str) -> rs.InputTokens:
+        """Counts the tokens of the prompt. Raises ApiError."""
+        try:
+            self._preparer.check_model(body.model)
+            chat = _chat(body, self._messages(body, tenant))
+            tokens = self._preparer.chat_prompt(chat).tokens
+        except ApiError as error:
+            raise _renamed(error) from None
+        return rs.InputTokens(input_tokens=len(tokens))
+
+    def input_items(self, tenant: str, id: str, query: Mapping[str, str]) -> bytes:
+        """A part of the items of a response's request, as JSON. Raises ApiError."""
+        return page(json.loads(self._find(tenant, id).items), query)
 
     def _prepared(
         self, body: rs.ResponsesRequest, messages: list[dict[str, Any]], caller: Caller
     ) -> Prepared:
-        fields = _chat_fields(body)
-        if body.instructions is not None:
-            messages = [{"role": "system", "content": body.instructions}, *messages]
-        fields["messages"] = messages
         try:
-            chat = schemas.ChatCompletionRequest.model_validate(fields)
-            prepared = self._preparer.chat(chat, caller, "resp_")
-        except ValidationError as error:
-            raise _renamed(from_validation(error, fields)) from None
+            prepared = self._preparer.chat(_chat(body, messages), caller, "resp_")
         except ApiError as error:
             raise _renamed(error) from None
+        num_scores = prepared.sequences[0].params.max_tokens * (1 + (body.num_top or 0))
+        if body.num_top is not None and num_scores > _MAX_SCORES:
+            raise bad_field(
+                "max_output_tokens",
+                f"tokens x (1 + top_logprobs) = {num_scores} are more than {_MAX_SCORES}; use fewer"
+                " of them",
+            )
         field = prepared.grammar_field or ""
         return dataclasses.replace(prepared, grammar_field=_FIELDS.get(field, field))
 
     def stored(self, tenant: str, id: str) -> StoredAnswer:
-        """Answers with a stored response. Raises ApiError, 404."""
+        """Answers with a response that is stored or runs. Raises ApiError, 404."""
+        if (running := self._runs.get(tenant, id)) is not None:
+            return StoredAnswer(running.so_far())
         return StoredAnswer(self._find(tenant, id).body)
 
-    def delete(self, tenant: str, id: str) -> rs.DeletedResponse:
-        """Deletes a stored response. Raises ApiError, 404."""
+    async def delete(self, tenant: str, id: str) -> rs.DeletedResponse:
+        """Deletes a response, also one that runs. Raises ApiError, 404."""
+        await self._runs.stop(tenant, id)
         if not self._store.remove(tenant, id):
             raise _not_found(id)
         return rs.DeletedResponse(id=id)
 
-    def cancel(self, tenant: str, id: str) -> NoReturn:
-        """Always raises ApiError: stored responses have ended.
+    def start(self, tenant: str, answer: ResponseAnswer) -> StoredAnswer:
+        """Has a response run in the background. Answers with its beginning."""
+        self._runs.start(tenant, answer)
+        return StoredAnswer(answer.so_far())
 
-        To stop a running one, close the connection.
+    async def cancel(self, tenant: str, id: str) -> StoredAnswer:
+        """Ends a response that runs in the background; one that was cancelled stays so.
+
+        Raises ApiError, 404, or 400 for another that has ended.
         """
-        self._find(tenant, id)
-        raise ApiError(
-            400,
-            f"response {id[:64]!r} cannot be cancelled: only one with background: true could be, "
-            "which this server does not support; close the connection of one that still runs",
-            param="response_id",
-            code="unsupported_value",
-        )
+        await self._runs.stop(tenant, id)
+        body = self._find(tenant, id).body
+        if json.loads(body)["status"] != "cancelled":
+            raise ApiError(
+                400,
+                f"response {id[:64]!r} cannot be cancelled: it has ended; close the connection of "
+                "one that runs without background: true",
+                param="response_id",
+                code="unsupported_value",
+            )
+        return StoredAnswer(body)
+
+    async def close(self) -> None:
+        """Ends what runs in the background."""
+        await self._runs.close()
 
     def _find(self, tenant: str, id: str, param: str | None = None) -> StoredResponse:
         if (found := self._store.get(tenant, id)) is None:
             raise _not_found(id, param)
         return found
 
-    def _put(self, tenant: str, id: str, messages: bytes, answer: bytes, body: bytes) -> None:
-        conversation = b"%b, %b]" % (messages[:-1], answer)
-        self._store.put(tenant, id, StoredResponse(body, conversation))
+    def _put(
+        self,
+        tenant: str,
+        request: rs.ResponsesRequest,
+        messages: bytes,
+        items: list[dict[str, Any]],
+        response: rs.ModelResponse,
+        answer: dict[str, Any] | None,
+        body: bytes,
+    ) -> None:
+        """Stores what the request wants to be kept. answer: a chat message; None: there is none."""
+        if answer is not None:
+            messages = b"%b, %b]" % (messages[:-1], json.dumps(answer).encode())
+        if request.store:
+            stored = StoredResponse(body, messages, json.dumps(items).encode())
+            self._store.put(tenant, response.id, stored)
+        if request.conversation_id is not None and answer is not None:
+            # A call that was cut cannot be in a later prompt: its arguments are not JSON.
+            output = [
+                item.model_dump()
+                for item in response.output
+                if item.type != "function_call" or item.status == "completed"
+            ]
+            # It was deleted, or is full: the response is there all the same.
+            with contextlib.suppress(ApiError):
+                self.conversations.append(tenant, request.conversation_id, items + output)
 
 
 def _not_found(id: str, param: str | None = None) -> ApiError:
@@ -142,6 +221,20 @@ def _renamed(error: ApiError) -> ApiError:
 # ---- requests ----------------------------------------------------------------------------------
 
 
+def _chat(
+    body: rs.ResponsesRequest, messages: list[dict[str, Any]]
+) -> schemas.ChatCompletionRequest:
+    """The request as one for a chat. Raises ApiError."""
+    fields = _chat_fields(body)
+    if body.instructions is not None:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    fields["messages"] = messages
+    try:
+        return schemas.ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error, fields) from None
+
+
 def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
     """Fields of ChatCompletionRequest, without the messages.
 
@@ -152,6 +245,8 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
     fields["chat_template_kwargs"] = body.chat_template_kwargs
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
+    if body.num_top is not None:
+        fields |= {"logprobs": True, "top_logprobs": body.num_top}
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.tools:
@@ -235,8 +330,18 @@ def _may_follow(item: Any, answer: dict[str, Any]) -> bool:
     return not taken & answer.keys()
 
 
-def _content(parts: Any) -> str:
-    return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+def _content(parts: Any) -> str | list[dict[str, Any]]:
+    """A text; with pictures, the parts of a chat message."""
+    if isinstance(parts, str):
+        return parts
+    if not any(isinstance(part, rs.PictureItemPart) for part in parts):
+        return "\n".join(part.text for part in parts)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, rs.PictureItemPart)
+        else {"type": "text", "text": part.text}
+        for part in parts
+    ]
 
 
 def _names_of_calls(messages: list[dict[str, Any]]) -> dict[str, str]:
@@ -252,8 +357,12 @@ def _outline(body: rs.ResponsesRequest, prepared: Prepared) -> rs.ModelResponse:
     params = prepared.sequences[0].params
     choice = body.tool_choice
     format = body.text.format if body.text is not None else None
+    conversation = body.conversation_id
     return rs.ModelResponse(
         id=prepared.id,
+        background=body.background,
+        conversation=None if conversation is None else rs.ConversationId(id=conversation),
+        top_logprobs=body.num_top or 0,
         created_at=int(time.time()),
         model=prepared.model,
         instructions=body.instructions,
@@ -283,32 +392,53 @@ def _shown_format(format: rs.TextFormat | None) -> dict[str, Any]:
 class Output:
     """The items of a response, and the stream events that describe them."""
 
-    def __init__(self, prepared: Prepared):
-        self._split = SplitText(prepared)
+    def __init__(self, prepared: Prepared, streams: bool):
+        """streams: calls begin before they are complete, and may be cut."""
+        self._split, self._streams = SplitText(prepared), streams
         # The last item, while it grows.
-        self._open: rs.OutputMessage | rs.OutputReasoning | None = None
+        self._open: rs.OutputMessage | rs.OutputReasoning | rs.OutputFunctionCall | None = None
+        self._texts: list[str] = []  # of it
         self.items: list[Any] = []
         self.num_thought = 0  # tokens up to the end of the thoughts
         self._num_tokens = 0
+        # Log-probabilities: of the last item, of its last event, and of tokens without a text yet.
+        self._entries: list[Any] = []
+        self._scores: list[Any] = []
+        self._pending: list[Any] = []
 
-    def push(self, text: str, num_tokens: int, end: rs.ItemStatus | None) -> Iterator[Event]:
-        """Adds text. end: this is the last text; an open item gets this status."""
-        num_calls = len(self._split.calls)
-        reasoning, content = self._split.push(text, at_end=end is not None)
+    def push(
+        self, text: str, num_tokens: int, finish: str | None, scores: list[Any] | None = None
+    ) -> Iterator[Event]:
+        """Adds text. finish: why it is the last; None: it is not. scores: of the tokens."""
+        self._pending += scores or ()
+        end: rs.ItemStatus | None = None
+        if finish is not None:
+            is_whole = reasons_of(finish)["finish_reason"] == "stop"
+            end = "completed" if is_whole else "incomplete"
+        reasoning, content = self._split.push(text, finish, self._streams)
         self._num_tokens += num_tokens
+        for part in self._split.continued:
+            yield from self._call(part)
         if reasoning:
             yield from self._add(rs.OutputReasoning, "rs", reasoning)
+            self._pending = self._pending if content else []
         if self.items and not content and isinstance(self.items[-1], rs.OutputReasoning):
             self.num_thought = self._num_tokens
         if content:
+            if isinstance(self._open, rs.OutputReasoning):
+                self._drop_thoughts(len(content.encode()))
             yield from self._add(rs.OutputMessage, "msg", content)
-        for call in self._split.calls[num_calls:]:
-            yield from self._close("completed")
-            yield from self._call(call)
+        for part in self._split.begun:
+            yield from self._call(part)
         if end is not None:
             if not self.items:  # clients expect at least one item
                 yield from self._add(rs.OutputMessage, "msg", "")
             yield from self._close(end)
+
+    def _drop_thoughts(self, num_bytes: int) -> None:
+        """Forgets the log-probabilities of tokens before a text that has just begun."""
+        while sum(len(entry["bytes"]) for entry in self._pending[1:]) >= num_bytes:
+            del self._pending[0]
 
     def message(self) -> dict[str, Any]:
         """The whole output as a chat message."""
@@ -319,64 +449,89 @@ class Output:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts["message"])}
         if texts["reasoning"]:
             message["reasoning_content"] = "".join(texts["reasoning"])
-        if self._split.calls:
-            calls = [item for item in self.items if item.type == "function_call"]
-            message["tool_calls"] = [
-                {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
+        calls = [
+            {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            for item in self.items
+            if item.type == "function_call" and item.status == "completed"
+        ]
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     def _add(
         self, kind: type[rs.OutputMessage | rs.OutputReasoning], prefix: str, text: str
     ) -> Iterator[Event]:
         if not isinstance(self._open, kind):
-            yield from self._close("completed")
-            self._open = kind(id=f"{prefix}_{secrets.token_hex(12)}")
+            yield from self._close_for_another()
+            self._open, self._entries = kind(id=f"{prefix}_{secrets.token_hex(12)}"), []
             self.items.append(self._open)
             yield self._item_event("response.output_item.added", self._open)
             yield self._part_event("response.content_part.added", part=self._part("").model_dump())
-            self._texts: list[str] = []
+            self._texts = []
         self._texts.append(text)
+        if kind is rs.OutputMessage:
+            self._scores, self._pending = self._pending, []
+            self._entries += self._scores
         if text:
-            yield self._part_event(f"response.{self._word}.delta", delta=text, **self._scores)
+            yield self._part_event(f"response.{self._word}.delta", delta=text, **self._shown_scores)
 
     def _close(self, status: rs.ItemStatus) -> Iterator[Event]:
         if (item := self._open) is None:
             return
-        part = self._part(text := "".join(self._texts))
-        item.content = [part]  # type: ignore[assignment]
-        item.status = status
-        yield self._part_event(f"response.{self._word}.done", text=text, **self._scores)
-        yield self._part_event("response.content_part.done", part=part.model_dump())
+        text, item.status = "".join(self._texts), status
+        if isinstance(item, rs.OutputFunctionCall):
+            item.arguments = text
+            yield self._arguments_event("done", name=item.name, arguments=text)
+        else:
+            self._scores = self._entries
+            part = self._part(text)
+            item.content = [part]  # type: ignore[assignment]
+            yield self._part_event(f"response.{self._word}.done", text=text, **self._shown_scores)
+            yield self._part_event("response.content_part.done", part=part.model_dump())
         yield self._item_event("response.output_item.done", item)
         self._open = None
 
-    def _call(self, call: schemas.ToolCall) -> Iterator[Event]:
-        item = rs.OutputFunctionCall(
-            id=f"fc_{secrets.token_hex(12)}", call_id=call.id, name=call.function.name, arguments=""
-        )
-        self.items.append(item)
-        yield self._item_event("response.output_item.added", item)
-        item.arguments, item.status = call.function.arguments, "completed"
-        where = {"item_id": item.id, "output_index": len(self.items) - 1}
-        name = "response.function_call_arguments"
-        yield {"type": f"{name}.delta", **where, "delta": item.arguments}
-        yield {"type": f"{name}.done", **where, "name": item.name, "arguments": item.arguments}
-        yield self._item_event("response.output_item.done", item)
+    def _close_for_another(self) -> Iterator[Event]:
+        # A call that is still open has turned out malformed.
+        is_call = isinstance(self._open, rs.OutputFunctionCall)
+        return self._close("incomplete" if is_call else "completed")
+
+    def _call(self, part: CallPart) -> Iterator[Event]:
+        if part.is_first:
+            yield from self._close_for_another()
+            self._open = rs.OutputFunctionCall(
+                id=f"fc_{secrets.token_hex(12)}",
+                call_id=part.call.id,
+                name=part.call.name,
+                arguments="",
+            )
+            self._texts = []
+            self.items.append(self._open)
+            yield self._item_event("response.output_item.added", self._open)
+        if part.arguments:
+            self._texts.append(part.arguments)
+            yield self._arguments_event("delta", delta=part.arguments)
+        if part.is_last:
+            yield from self._close("completed")
+
+    def _arguments_event(self, kind: str, **fields: str) -> Event:
+        assert self._open is not None
+        where = {"item_id": self._open.id, "output_index": len(self.items) - 1}
+        return {"type": f"response.function_call_arguments.{kind}", **where, **fields}
 
     @property
     def _word(self) -> str:
         return "reasoning_text" if isinstance(self._open, rs.OutputReasoning) else "output_text"
 
     @property
-    def _scores(self) -> dict[str, Any]:
+    def _shown_scores(self) -> dict[str, Any]:
         """Log-probability fields, which events of texts have and those of thoughts do not."""
-        return {} if isinstance(self._open, rs.OutputReasoning) else {"logprobs": []}
+        return {} if isinstance(self._open, rs.OutputReasoning) else {"logprobs": self._scores}
 
     def _part(self, text: str) -> rs.OutputText | rs.ReasoningText:
-        kind = rs.ReasoningText if isinstance(self._open, rs.OutputReasoning) else rs.OutputText
-        return kind(text=text)
+        if isinstance(self._open, rs.OutputReasoning):
+            return rs.ReasoningText(text=text)
+        return rs.OutputText(text=text, logprobs=self._entries)
 
     def _item_event(self, type: str, item: Any) -> Event:
         return {"type": type, "output_index": len(self.items) - 1, "item": item.model_dump()}
@@ -393,17 +548,20 @@ class ResponseAnswer(GenerationAnswer):
     def __init__(
         self,
         response: rs.ModelResponse,
-        put: Callable[[bytes, bytes], None] | None,
+        put: Callable[[rs.ModelResponse, dict[str, Any] | None, bytes], None],
+        tokens: TokenJson | None,
         *args: Any,
         **kwargs: Any,
     ):
-        """response: its outline. put: stores (chat message, response), both JSON; None: not stored.
+        """response: its outline. tokens: None: no log-probabilities are wanted.
 
+        put: stores (response, chat message if there is one, JSON of the response).
         Further arguments: those of GenerationAnswer.
         """
         super().__init__(*args, **kwargs)
-        self._response, self._put = response, put
-        self._output = Output(self._prepared)
+        self._response, self._put, self._tokens = response, put, tokens
+        self.id, self.is_background = response.id, response.background
+        self._output = Output(self._prepared, self._stream)
         self._num_sent = 0  # events
 
     async def _respond_whole(self, send: Send) -> None:
@@ -422,10 +580,7 @@ class ResponseAnswer(GenerationAnswer):
             if not self._is_started:
                 raise
             await self._begin(send)
-            code: Any = "server_error" if error.status >= 500 else "invalid_prompt"
-            self._response.status = "failed"
-            self._response.error = rs.ResponseError(code=code, message=str(error))
-            self._response.output = self._output.items
+            self._fail(error)
         else:
             self._finish()
         await self._tell_response(send, self._response.status)
@@ -433,11 +588,42 @@ class ResponseAnswer(GenerationAnswer):
 
     def _push(self, event: TokenEvent) -> Iterator[Event]:
         """The stream events that follow from an engine event."""
-        end: rs.ItemStatus | None = None
-        if event.finish_reason is not None:
-            is_whole = reasons_of(event.finish_reason)["finish_reason"] == "stop"
-            end = "completed" if is_whole else "incomplete"
-        return self._output.push(event.text, len(event.tokens), end)
+        entries = event.logprobs or () if self._tokens is not None else ()
+        self._ticket.take(scores=sum(1 + len(entry.top) for entry in entries))
+        scores = [self._score(entry) for entry in entries]
+        return self._output.push(event.text, len(event.tokens), event.finish_reason, scores)
+
+    def _score(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in entry.top]
+        return self._token(entry.token, entry.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        assert self._tokens is not None and logprob is not None  # the output's have one
+        raw = self._tokens.text(token)
+        text, logprob = raw.decode(errors="replace"), max(logprob, _LEAST_LOGPROB)
+        return {"token": text, "bytes": list(raw), "logprob": logprob}
+
+    def so_far(self) -> bytes:
+        """The JSON of the response while it runs."""
+        has_begun = self._record.admitted is not None
+        status = "in_progress" if has_begun else "queued"
+        return self._response.model_copy(update={"status": status}).model_dump_json().encode()
+
+    def fail(self, error: ApiError) -> None:
+        """Stores the response as failed."""
+        self._fail(error)
+        self._put(self._response, None, self._response.model_dump_json().encode())
+
+    def cancel(self) -> None:
+        """Stores the response as cancelled."""
+        self._response.status = "cancelled"
+        self._put(self._response, None, self._response.model_dump_json().encode())
+
+    def _fail(self, error: ApiError) -> None:
+        code: Any = "server_error" if error.status >= 500 else "invalid_prompt"
+        self._response.status = "failed"
+        self._response.error = rs.ResponseError(code=code, message=str(error))
+        self._response.output = self._output.items
 
     def _finish(self) -> bytes:
         """Completes the response. Returns its JSON, and stores it if the request asks for that."""
@@ -461,8 +647,7 @@ class ResponseAnswer(GenerationAnswer):
             total_tokens=usage.total_tokens,
         )
         body = response.model_dump_json().encode()
-        if self._put is not None:
-            self._put(json.dumps(output.message()).encode(), body)
+        self._put(response, output.message(), body)
         return body
 
     async def _begin(self, send: Send) -> None:

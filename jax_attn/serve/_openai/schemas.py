@@ -12,7 +12,9 @@ from pydantic import (
     Discriminator,
     Field,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     Tag,
+    model_serializer,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -95,9 +97,14 @@ Alternatives: TypeAlias = Annotated[
 class ResponseFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | SkipJsonSchema[None] = None
+    value: dict[str, Any] | SkipJsonSchema[None] = Field(
+        None, description="a JSON schema beside json_object, as huggingface_hub sends it"
+    )
 
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> ResponseFormat:
+        if self.value is not None and self.type != "json_object":
+            raise PydanticCustomError("response_format", "value belongs to type 'json_object'")
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError(
                 "response_format", "json_schema belongs to type 'json_schema', and is needed there"
@@ -251,8 +258,12 @@ class SamplingBody(Generation):
     bad_words: Unsupported = None
     logits_processors: Unsupported = None
     prompt_embeds: Unsupported = None
-    return_tokens_as_token_ids: Unsupported = None
-    return_token_ids: Unsupported = None
+    return_tokens_as_token_ids: bool = Field(
+        False, description="log-probabilities name tokens as token_id:5"
+    )
+    return_token_ids: bool = Field(
+        False, description="the answer has token_ids of the choices, and prompt_token_ids"
+    )
     mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
 
@@ -274,6 +285,11 @@ class SamplingBody(Generation):
         return self
 
     @property
+    def num_sampled(self) -> int:
+        """Sequences for each prompt."""
+        return self.n
+
+    @property
     def constraint(self) -> OutputConstraint | None:
         return next(iter(self._constraints()), None)
 
@@ -285,7 +301,8 @@ class SamplingBody(Generation):
         ]
         if (format := self.response_format) is not None and format.type != "text":
             wanted = format.json_schema
-            schema = {"type": "object"} if wanted is None else wanted.schema_
+            schema: Any = wanted.schema_ if wanted is not None else format.value
+            schema = {"type": "object"} if schema is None else schema
             found.append(OutputConstraint("response_format", "json", schema))
         if (given := self.structured_outputs) is not None:
             field = "structured_outputs"
@@ -338,15 +355,32 @@ class CompletionRequest(SamplingBody):
     max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="the prompt precedes the text, and its logprobs theirs")
-    best_of: int | SkipJsonSchema[None] = Field(None, ge=1, description="as n, if given")
+    best_of: int | SkipJsonSchema[None] = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="so many are generated; the n with the highest mean log-probability come back",
+    )
     add_special_tokens: bool = Field(True, description="of the tokenizer, to prompts that are text")
-    suffix: Unsupported = None
+    suffix: str = Field(
+        "", description="what follows the text; for models with tokens for filling in the middle"
+    )
 
     @model_validator(mode="after")
     def _completion_fields_that_go_together(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise PydanticCustomError("best_of", "best_of other than n is not supported")
+        if self.best_of is not None and self.best_of < self.n:
+            raise PydanticCustomError("best_of", "best_of is less than n")
+        if self.num_sampled > self.n and self.stream:
+            raise PydanticCustomError("best_of", "best_of beyond n needs stream: false")
+        if self.suffix and self.echo:
+            raise PydanticCustomError("suffix", "suffix needs echo: false")
+        if self.suffix and kind_of_prompt(self.prompt) in ("tokens", "token lists"):
+            raise PydanticCustomError("suffix", "suffix needs a prompt that is a text")
         return self
+
+    @property
+    def num_sampled(self) -> int:
+        return self.best_of or self.n
 
 
 class TextPart(RequestBody):
@@ -368,6 +402,19 @@ class TextPart(RequestBody):
         return part
 
 
+class PictureUrl(RequestBody):
+    url: str = Field(description="a data: URL with base64: PNG, JPEG, WEBP, GIF or BMP")
+    detail: Ignored
+
+
+class PicturePart(RequestBody):
+    """A picture of the user, for models that read them."""
+
+    type: Literal["image_url"]
+    image_url: PictureUrl
+    cache_control: Ignored
+
+
 class RefusalPart(RequestBody):
     """A refusal by the assistant, instead of an answer."""
 
@@ -381,22 +428,48 @@ class RefusalPart(RequestBody):
 
 def _kind_of_part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    return "refusal" if kind == "refusal" else "text"
+    return kind if kind in ("refusal", "image_url") else "text"
 
 
 Content: TypeAlias = str | Annotated[list[TextPart], Field(fail_fast=True)]
-SaidContent: TypeAlias = (
+ShownContent: TypeAlias = (
     str
     | Annotated[
         list[
             Annotated[
-                Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
+                Annotated[TextPart, Tag("text")]
+                | Annotated[TextPart, Tag("refusal")]
+                | Annotated[PicturePart, Tag("image_url")],
                 Discriminator(_kind_of_part),
             ]
         ],
         Field(fail_fast=True),
     ]
 )
+SaidContent: TypeAlias = (
+    str
+    | Annotated[
+        list[
+            Annotated[
+                Annotated[TextPart, Tag("text")]
+                | Annotated[TextPart, Tag("image_url")]
+                | Annotated[RefusalPart, Tag("refusal")],
+                Discriminator(_kind_of_part),
+            ]
+        ],
+        Field(fail_fast=True),
+    ]
+)
+
+
+class Prediction(RequestBody):
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(RequestBody):
@@ -418,7 +491,7 @@ class PastToolCall(ToolCall):
 
 class PlainMessage(RequestBody):
     role: Literal["system", "developer", "user"]
-    content: Content
+    content: ShownContent
     name: Ignored
     cache_control: Ignored
 
@@ -490,6 +563,30 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
+class AllowedToolNames(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(RequestBody):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        return "word"
+    return "allowed" if choice.get("type") == "allowed_tools" else "named"
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedTools, Tag("allowed")],
+    Discriminator(_kind_of_choice),
+]
+
+
 class ChatCompletionRequest(SamplingBody):
     messages: Messages
     max_tokens: int | SkipJsonSchema[None] = Field(
@@ -504,16 +601,20 @@ class ChatCompletionRequest(SamplingBody):
         {}, description="more variables for the model's template, such as enable_thinking"
     )
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+    tool_choice: ToolChoice = Field(
         "auto",
-        description="required, or a function's name: the arguments follow the function's schema",
+        description="required, or a function's name: the arguments follow the function's schema; "
+        "allowed_tools: the model sees these alone",
     )
     parallel_tool_calls: bool = True
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] = ["text"]
-    prediction: Unsupported = None
+    prediction: Prediction | SkipJsonSchema[None] = Field(
+        None,
+        description="a text that the answer may repeat: with --max-drafts it takes fewer steps",
+    )
     reasoning_effort: str | SkipJsonSchema[None] = Field(
         None, max_length=32, description="for the template; none: enable_thinking is false, too"
     )
@@ -530,7 +631,7 @@ class ChatCompletionRequest(SamplingBody):
     add_special_tokens: bool = Field(False, description="of the tokenizer; templates have theirs")
     echo: Unsupported = None
     documents: Unsupported = None
-    verbosity: Unsupported = None
+    verbosity: Ignored  # a hint
     web_search_options: Unsupported = None
 
     @model_validator(mode="after")
@@ -539,6 +640,15 @@ class ChatCompletionRequest(SamplingBody):
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise PydanticCustomError("tool_choice", "tool_choice needs tools")
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice.allowed_tools
+            names = {tool.function.name for tool in allowed.tools}
+            if unknown := names - {tool.function.name for tool in self.tools}:
+                raise PydanticCustomError(
+                    "tool_choice", "{name} is none of the tools", {"name": repr(min(unknown)[:64])}
+                )
+            self.tools = [tool for tool in self.tools if tool.function.name in names]
+            self.tool_choice = allowed.mode
         may_call = self.tools and self.tool_choice != "none"
         if may_call and self.constraint is not None and self.constraint.kind != "json":
             raise PydanticCustomError(
@@ -551,9 +661,16 @@ class ChatCompletionRequest(SamplingBody):
                     "continue_final_message needs add_generation_prompt: false",
                 )
             self.add_generation_prompt = False
+        if self.prediction is not None and self.n > 1:
+            raise PydanticCustomError("prediction", "prediction needs n: 1")
         if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
             raise PydanticCustomError("max_tokens", "other than max_completion_tokens")
         return self
+
+    @property
+    def may_call_several(self) -> bool:
+        """Whether an answer may have several calls: a function that is named is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
 
 
 class TokenizeRequest(RequestBody):
@@ -612,9 +729,20 @@ StopReason: TypeAlias = Annotated[
 ]
 
 
+PromptTokenIds: TypeAlias = Annotated[
+    list[int] | None, Field(description="with return_token_ids; of a stream, in the first event")
+]
+TokenIds: TypeAlias = Annotated[
+    list[int] | None,
+    Field(description="with return_token_ids: all tokens, also the one that ends the text"),
+]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
+    prompt_token_ids: PromptTokenIds = None
+    token_ids: TokenIds = None
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     finish_reason: FinishReason = None
@@ -657,6 +785,7 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
+    token_ids: TokenIds = None
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     finish_reason: FinishReason = None
@@ -669,11 +798,30 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
+    prompt_token_ids: PromptTokenIds = None
     usage: Usage | None = None
 
 
-class ToolCallDelta(ToolCall):
+class Sparse(BaseModel):
+    """Fields without a value are not sent."""
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class FunctionDelta(Sparse):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Sparse):
+    """A part of a call. Only the first has name, id and type; arguments follow it in pieces."""
+
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(BaseModel):
@@ -686,6 +834,7 @@ class Delta(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
+    token_ids: TokenIds = None
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason = None
     stop_reason: StopReason = None
@@ -697,6 +846,7 @@ class ChatCompletionChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    prompt_token_ids: PromptTokenIds = None
     usage: Usage | None = None
 
 
@@ -706,6 +856,14 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "jax_attn"
     max_model_len: int = Field(description="tokens, prompt and output together")
+    parent: str | None = Field(None, description="of a LoRA adapter: the model it changes")
+    quantization: str | None = Field(
+        None, description="how its files' matrices are quantized, such as gptq; null: they are not"
+    )
+    features: list[str] = Field(
+        description="what it can do: completions, chat, tools, thinking, fill_in_the_middle,"
+        " pictures; or embeddings; or scores"
+    )
 
 
 class ModelList(BaseModel):
@@ -721,6 +879,35 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeResponse(BaseModel):
     prompt: str
+
+
+class WeightsRequest(RequestBody):
+    """New weights for the engine, by an operator."""
+
+    path: str = Field(description="a model directory, below --weights-directory")
+    version: str | SkipJsonSchema[None] = Field(
+        None, min_length=1, description="a name; without one the number of updates so far"
+    )
+    keep_prefixes: bool = Field(False, description="keep what other versions have cached")
+
+
+class LoraRequest(RequestBody):
+    """A LoRA adapter for the engine, by an operator."""
+
+    name: str = Field(min_length=1, max_length=200, description="as clients name it")
+    path: str = Field(description="a directory of an adapter, below --weights-directory")
+
+
+class PauseRequest(RequestBody):
+    end: bool = Field(False, description="end the requests there are, instead of holding them")
+
+
+class ResumeRequest(RequestBody):
+    pass
+
+
+class Weights(BaseModel):
+    version: str
 
 
 class Version(BaseModel):

@@ -5,14 +5,19 @@ fewest tokens. Priority, arrival and the prefix cache order the sequences of one
 
 The cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
 while another one computes pages that it could share, such as its sibling of n > 1.
+
+Shares alone would let a request wait for ever: one that needs more pages than its tenant's share,
+while others keep the pool full. So a tenant that has waited twice its fair time is *overdue*: its
+first sequence enters before any other. See `_overdue`.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jax_attn.serve._scheduling.kv_memory import KvMemory
@@ -25,6 +30,11 @@ from jax_attn.serve._scheduling.tenants import Tenant, Tenants, in_turn, rank, w
 # tenants.
 _LOOKUPS = 128
 _LOOKUP_TENANTS = 16
+# A tenant without running sequences is overdue when the others have been given this many times the
+# pages that its first sequence needs, each of them on average. 1 would be a fair turn.
+_FAIR_TURNS = 2
+# So many preemptions make a sequence overdue, too: without the prefix cache, each costs it all.
+_MAX_PREEMPTIONS = 4
 
 
 class QueueFull(Exception):
@@ -38,6 +48,15 @@ class Candidate(NamedTuple):
     key: bytes
     num_cached_pages: int
     may_be_overtaken: bool  # by other sequences of its tenant
+
+
+class Coming(NamedTuple):
+    """What the cache will soon get from a sequence that reads its prompt."""
+
+    namespace: str
+    prompt: bytes
+    # With recurrent states, the numbers of tokens after which others can go on; None: any.
+    checkpoints: frozenset[int] | None
 
 
 class _Need(NamedTuple):
@@ -58,8 +77,11 @@ class Admission:
         # With less capacity nobody can enter: found by the last `candidates` that looked the queues
         # up. None: a candidate may need less since then.
         self._least_need: _Need | None = None
+        self.num_pages_given = 0  # to sequences as they entered: a clock of `_overdue`
+        # The tenant whose first sequence enters before any other in this step.
+        self._first: Tenant | None = None
+        self._borrower: Sequence | None = None  # the last one: see `borrower`
         # Totals since the start, without re-admissions after a preemption.
-        self.num_admissions = 0
         self.num_prompt_tokens = 0
         self.num_prompt_tokens_cached = 0
 
@@ -97,7 +119,10 @@ class Admission:
                 )
 
     def join(self, seq: Sequence) -> None:
-        waiting = self._tenants.get_or_add(seq.tenant).waiting
+        tenant = self._tenants.get_or_add(seq.tenant)
+        waiting = tenant.waiting
+        if not waiting:
+            tenant.given_at_entry = self.num_pages_given
         place = bisect_left(waiting, waiting_rank(seq), key=waiting_rank)
         waiting.insert(place, seq)
         self.num_waiting += 1
@@ -149,25 +174,77 @@ class Admission:
         most = self._config.tenant_limits.max_running
         return bool(tenant.waiting) and (most is None or len(tenant.running) < most)
 
+    def _overdue(self) -> Tenant | None:
+        """The tenant whose first sequence enters before any other, if one has waited too long.
+
+        It has nothing that runs, and since its last sequence entered, the other tenants have been
+        given _FAIR_TURNS times the pages that its first sequence needs, each on average. So over
+        time it has no more than its share, though it has more while the sequence runs.
+
+        Among several it is the one that waits longest. There is none while a sequence borrows:
+        the room that is left belongs to the others.
+        """
+        if len(self._tenants) < 2 or not self.num_waiting or self.borrower is not None:
+            return None
+        overdue = (tenant for tenant in self._tenants if self._waits_too_long(tenant))
+        return min(overdue, key=lambda t: (t.given_at_entry, t.serial), default=None)
+
+    def _waits_too_long(self, tenant: Tenant) -> bool:
+        if tenant.running or not tenant.waiting:
+            return False
+        seq = tenant.waiting[0]
+        if seq.is_held or seq.num_in_flight:
+            return False  # it cannot enter now
+        if seq.num_preempted >= _MAX_PREEMPTIONS:
+            return True
+        num_given = self.num_pages_given - tenant.given_at_entry
+        num_others = len(self._tenants) - 1
+        return num_given >= _FAIR_TURNS * num_others * self._memory.pages_of(seq)
+
+    @property
+    def borrower(self) -> Sequence | None:
+        """The running sequence that entered as overdue with more pages than its tenant's share.
+
+        It keeps them to its end: nothing is preempted in its place or for the share of another.
+        """
+        seq = self._borrower
+        return seq if seq is not None and seq.status is Status.RUNNING else None
+
     def beyond_its_share(self) -> Sequence | None:
-        """The sequence to preempt if a claimant lacks capacity.
+        """The sequence to preempt if a claimant, or an overdue tenant, lacks capacity.
 
         It is the last running one of a tenant that has more than its share.
 
-        Its tenant is not a claimant, so it is not admitted again before the claimant's sequence.
+        Its tenant is neither, so it is not admitted again before the claimant's sequence.
         """
-        claimants = self._claimants()
+        overdue = self._overdue()
+        claimants = [overdue] if overdue is not None else self._claimants()
         if not claimants:
             return None
         if not self._memory.num_free_slots:
             most = self._tenants.with_most(lambda tenant: len(tenant.running))
-            exceeds = len(most.running) > self._share_of_slots
-        elif not self._fits(min(claimants, key=lambda tenant: tenant.turn).waiting[0]):
-            most = self._tenants.with_most(lambda tenant: tenant.num_pages)
-            exceeds = most.num_pages > self._share_of_pages
-        else:
-            return None
-        return most.running[-1] if exceeds else None
+            return self._last_of(most) if len(most.running) > self._share_of_slots else None
+        if not self._fits(min(claimants, key=lambda tenant: tenant.turn).waiting[0]):
+            most = self._tenants.with_most(self._pages_to_take)
+            exceeds = self._pages_to_take(most) > self._share_of_pages
+            return self._last_of(most) if exceeds else None
+        return None
+
+    def last_of_largest(self) -> Sequence:
+        """The sequence to preempt if the running ones need more pages than there are."""
+        return self._last_of(self._tenants.with_most(self._pages_to_take))
+
+    def _pages_to_take(self, tenant: Tenant) -> int:
+        """A tenant's pages, without those of the borrower."""
+        seq = self.borrower
+        is_mine = seq is not None and seq.tenant == tenant.name
+        return tenant.num_pages - (len(seq.pages) if seq is not None and is_mine else 0)
+
+    def _last_of(self, tenant: Tenant) -> Sequence:
+        """The tenant's running sequence to preempt: the last, and the borrower after all others."""
+        borrower = self.borrower
+        others = (seq for seq in reversed(tenant.running) if seq is not borrower)
+        return next(others, tenant.running[-1])
 
     def _fits(self, seq: Sequence) -> bool:
         memory = self._memory
@@ -188,22 +265,33 @@ class Admission:
         Within a priority: preempted and starved ones by arrival, then the others by longest cached
         prefix.
         """
+        self._first = None
         if not self.may_admit:
             return {}
         need, num_insertions = self._least_need, self._memory.num_insertions
         if need is not None and need.num_insertions == num_insertions:
             if not self._memory.has_room(need.num_new, need.num_pages):
                 return {}
+        self._first = self._overdue()
         tenants = self._claimants() or [t for t in self._tenants if self._may_run(t)]
-        tenants = heapq.nsmallest(_LOOKUP_TENANTS, tenants, key=lambda tenant: tenant.turn)
+        if self._first is not None and self._first not in tenants:
+            tenants.append(self._first)
+        tenants = heapq.nsmallest(_LOOKUP_TENANTS, tenants, key=self.turn)
+        num_lookups = _LOOKUPS // max(len(tenants), 1)
         candidates = {
-            tenant.name: self._look_up(tenant.waiting[: _LOOKUPS // len(tenants)])
+            tenant.name: self._look_up(
+                tenant.waiting[: 1 if tenant is self._first else num_lookups]
+            )
             for tenant in tenants
         }
         # With several tenants, the sequences that are looked up change from step to step.
         is_alone = len(self._tenants) == 1 and candidates
         self._least_need = self._need_of_any(*candidates.values()) if is_alone else None
         return candidates
+
+    def turn(self, tenant: Tenant) -> tuple[int, int, int]:
+        """The tenant's rank in this step: `Tenant.turn`, except that an overdue one goes first."""
+        return (-1, 0, tenant.serial) if tenant is self._first else tenant.turn
 
     def _look_up(self, seqs: list[Sequence]) -> list[Candidate]:
         ranked = []
@@ -238,16 +326,29 @@ class Admission:
                 break  # if it is not admitted, neither are those after it
         return _Need(min(new), min(entries), self._memory.num_insertions)
 
-    def coming(self, seq: Sequence) -> tuple[str, bytes]:
-        """The namespace and the tokens that `seq` adds to the cache while it reads its prompt."""
-        return seq.namespace, seq.key(seq.num_prompt)
+    def coming(self, seq: Sequence) -> Coming:
+        """What `seq` adds to the cache while it reads its prompt."""
+        has_states = self._memory.states is not None
+        checkpoints = frozenset(seq.wanted_states) if has_states else None
+        return Coming(self._memory.namespace(seq), seq.key(seq.num_prompt), checkpoints)
+
+    def want_parts(self, reading: list[Sequence], candidates: dict[str, list[Candidate]]) -> None:
+        """With recurrent states: running prompts get checkpoints where waiting ones part."""
+        for seq in reading:
+            self._want_part(seq, itertools.chain.from_iterable(candidates.values()))
+
+    def _want_part(self, seq: Sequence, candidates: Iterable[Candidate]) -> None:
+        if self._memory.states is not None:
+            page_size = self._config.page_size
+            others = [(each.seq, each.num_cached_pages * page_size) for each in candidates]
+            self._memory.states.want_part(seq, others)
 
     def entering(
         self,
         step: StepPlan,
         tenant: Tenant,
         candidates: list[Candidate],
-        coming: list[tuple[str, bytes]],
+        coming: list[Coming],
     ) -> Iterator[Sequence]:
         """Admits a tenant's candidates, one per iteration, while slots and pages last.
 
@@ -257,6 +358,8 @@ class Admission:
             has_row = self._memory.num_free_slots > step.num_more_rows
             if step.is_closed or not (has_row and self._may_run(tenant)):
                 return
+            if self._first is not None and self._first is not tenant:
+                return  # an overdue sequence has no room yet
             if seq.is_held:
                 continue
             if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
@@ -265,29 +368,47 @@ class Admission:
                 step.is_closed = not may_be_overtaken
                 continue
             step.admitted.append(seq)
+            self._want_part(seq, candidates)
             coming.append(self.coming(seq))
             yield seq
 
     def _gains_by_waiting(
-        self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[tuple[str, bytes]]
+        self, seq: Sequence, key: bytes, num_cached_pages: int, coming: list[Coming]
     ) -> bool:
-        """Whether the first page that `seq` needs is about to be computed for another sequence."""
-        end = 4 * (num_cached_pages + 1) * self._config.page_size
+        """Whether the first page that `seq` needs is about to be computed for another sequence.
+
+        With recurrent states: whether a checkpoint that it can go on from is.
+        """
+        page_size = self._config.page_size
+        end = 4 * (num_cached_pages + 1) * page_size
         if end > len(key) or not coming:
             return False
-        head = key[:end]
-        return any(
-            namespace == seq.namespace and prompt.startswith(head) for namespace, prompt in coming
-        )
+        head, own = key[:end], self._memory.namespace(seq)
+        for namespace, prompt, checkpoints in coming:
+            if namespace != own or not prompt.startswith(head):
+                continue
+            if checkpoints is None or any(
+                num_cached_pages * page_size < at <= len(key) // 4
+                and prompt.startswith(key[: 4 * at])
+                for at in checkpoints
+            ):
+                return True
+        return False
 
     def _enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
         """Moves a sequence from the queue to the running ones, if there is room."""
         if not self._memory.enter(seq, key, num_cached_pages):
             return False
         self.leave(seq)
+        tenant = self._tenants[seq.tenant]
+        self.num_pages_given += len(seq.pages)
+        tenant.given_at_entry = self.num_pages_given
+        if tenant is self._first:
+            self._first = None
+            if len(seq.pages) > self._share_of_pages:
+                self._borrower = seq
         if not seq.num_preempted:
             seq.num_cached = seq.num_computed
-            self.num_admissions += 1
             self.num_prompt_tokens += seq.num_prompt
             self.num_prompt_tokens_cached += seq.num_cached
         return True

@@ -15,6 +15,8 @@ whether that pays. Drafts come from a lookup in the text, here, or from a smalle
 
 from __future__ import annotations
 
+from array import array
+
 from jax_attn.serve._scheduling.request import Sequence
 
 _FIRST = 4  # drafts at first; more after all were right, fewer after one was wrong
@@ -77,19 +79,57 @@ class Pace:
 class NgramDrafter:
     """Proposes, for one sequence, the tokens that followed when its last tokens occurred before.
 
-    This works for text that is quoted, edited or listed.
+    This works for text that is quoted, edited or listed. A text that the client predicts
+    (Sequence.predicted) is searched first.
     """
 
     def __init__(self, most: int):
         self._pace = Pace(most)
+        self._predicted: _Predicted | None = None
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Proposes up to `most` tokens that may follow the known ones and those in flight."""
         num = self._pace.next(most)
-        return _lookup(seq, num) if num > 0 else []
+        if num <= 0:
+            return []
+        if seq.predicted and self._predicted is None:
+            self._predicted = _Predicted(seq.predicted)
+        found = self._predicted.lookup(seq, num) if self._predicted is not None else []
+        return found or _lookup(seq, num)
 
     def settle(self, num_drafts: int, num_taken: int) -> None:
         self._pace.settle(num_drafts, num_taken)
+
+
+class _Predicted:
+    """A text that an output may repeat, from its beginning or with changes."""
+
+    def __init__(self, tokens: list[int]):
+        self._tokens, self._packed = tokens, bytes(array("i", tokens))
+        self._at = 0  # where the last search has found the output's end
+
+    def lookup(self, seq: Sequence, most: int) -> list[int]:
+        """What follows the output, if its last tokens are here: near the last place, or later."""
+        output = bytes(memoryview(seq.packed())[4 * seq.num_prompt :])
+        at = len(output) // 4 if self._packed.startswith(output) else self._find(output)
+        if at < 0:
+            return []
+        self._at = at
+        begin = at + seq.num_in_flight
+        return self._tokens[begin : begin + most]
+
+    def _find(self, output: bytes) -> int:
+        """The end of the first match of the output's last tokens behind the last end; -1: none."""
+        for n in _NGRAMS:
+            pattern, first = output[-4 * n :], 4 * max(0, self._at - n + 1)
+            for _ in range(_TRIES if len(pattern) == 4 * n else 0):
+                found = self._packed.find(pattern, first)
+                if found < 0:
+                    break
+                if found % 4 == 0:
+                    return found // 4 + n
+                first = found + 1
+        return -1
 
 
 def _lookup(seq: Sequence, most: int) -> list[int]:

@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from jax_attn.serve._scheduling.request import FinishReason
 
-PHASES = ("schedule", "draft", "plan", "dispatch", "wait", "retire")
+PHASES = ("schedule", "draft", "pictures", "plan", "dispatch", "wait", "retire")
+
+
+FIRST_VERSION = "0"  # of the weights that an engine is made with
 
 
 class TokenLogprob(NamedTuple):
-    """Natural logarithms of probabilities under the model's own logits."""
+    """Natural logarithms of probabilities: of the model's own logits, or of the distribution
+    sampled from (SamplingParams.logprobs_of)."""
 
     token: int
     logprob: float | None  # None: the first token of a prompt
@@ -33,9 +37,13 @@ class TokenEvent:
     admitted: float | None = None
     error: str | None = None  # a sentence, with finish_reason 'error'
     is_clients_fault: bool = False  # the request can never be served, here or elsewhere
+    # The version of the weights that made each of `tokens`. None: the engine's first weights.
+    versions: list[str] | None = None
 
     def extend(self, later: TokenEvent) -> None:
         """Appends a later event of the same sequence."""
+        if self.versions is not None or later.versions is not None:
+            self.versions = [*self.all_versions(), *later.all_versions()]
         self.tokens += later.tokens
         self.text += later.text
         if later.logprobs is not None:
@@ -47,13 +55,18 @@ class TokenEvent:
         if later.admitted is not None:
             self.admitted = later.admitted
 
+    def all_versions(self) -> list[str]:
+        """The version of each token."""
+        return [FIRST_VERSION] * len(self.tokens) if self.versions is None else self.versions
+
 
 @dataclass(slots=True)
 class StepStats:
     """One call of Engine.step.
 
     seconds: of the engine's thread, for each of PHASES. "wait" is the time for the device, which
-    works during all other phases too. "draft" is all the time of a draft model, including waiting.
+    works during all other phases too. "draft" is all the time of a draft model, including waiting,
+    and "pictures" that of a vision tower.
     "retire" is everything between the tokens and their events.
     """
 
@@ -61,9 +74,4 @@ class StepStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     bucket: str = ""  # "": nothing was launched
     num_tokens: int = 0  # query tokens launched
-    num_sequences: int = 0  # sequences with query tokens
     num_decodes: int = 0  # sequences with one token
-    num_sampled: int = 0  # sampled tokens of the step launched before, known by now
-    num_forced: int = 0  # tokens that grammars forced
-    num_admitted: int = 0
-    num_preempted: int = 0

@@ -9,11 +9,13 @@ import heapq
 from array import array
 from bisect import bisect_left, insort
 
+from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
-from jax_attn.serve._scheduling.request import Sequence, Status
+from jax_attn.serve._scheduling.request import Adapter, Sequence, Status
+from jax_attn.serve._scheduling.states import States
 from jax_attn.serve._scheduling.step_plan import SchedulerConfig
-from jax_attn.serve._scheduling.tenants import Tenants, rank
+from jax_attn.serve._scheduling.tenants import Tenants, rank, versioned
 
 
 class KvMemory:
@@ -25,9 +27,13 @@ class KvMemory:
     def __init__(self, config: SchedulerConfig, tenants: Tenants):
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
-        self.cache = RadixCache(self.allocator, config.page_size)
+        slots = PageAllocator(config.num_states) if config.num_states else None
+        self.host = HostTier(config.num_host_pages) if config.num_host_pages else None
+        self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
+        self.states = None if slots is None else States(config, slots, self.cache)
         self.num_table_pages = 0  # sum of len(seq.pages) over the running
         self.num_insertions = 0  # into the prefix cache: without a new one, no lookup finds more
+        self.version = ""  # of the weights: see `begin_version`
         self._tenants = tenants
         self._free_slots = list(range(config.max_running))  # a heap
 
@@ -44,6 +50,23 @@ class KvMemory:
         """Pages that are free, or cached and not in use."""
         return self.allocator.num_free + self.cache.num_evictable
 
+    def begin_version(self, version: str, keep: bool) -> None:
+        """Separates the prefixes cached from now on from those of other weights.
+
+        No sequence may run. version: of the weights; "": those that the engine was made with.
+        keep: keep the prefixes of other versions, for when their weights come back.
+        """
+        assert not self.num_running
+        if not keep:
+            self.cache.clear()
+        self.version = version
+        self.num_insertions += 1  # lookups may find other pages now
+
+    def namespace(self, seq: Sequence) -> str:
+        """Where the prefix cache has the pages that `seq` may share."""
+        number = None if seq.adapter is None else seq.adapter.number
+        return versioned(seq.namespace, self.version, number)
+
     def pages_of(self, seq: Sequence) -> int:
         """The number of pages for all known tokens of `seq`."""
         return -(-len(seq.tokens) // self.config.page_size)
@@ -59,8 +82,15 @@ class KvMemory:
         return seq.key((len(seq.tokens) - 1) // page_size * page_size)
 
     def num_cached_pages(self, seq: Sequence, key: bytes) -> int:
-        """The number of pages of `lookup_key` in the prefix cache."""
-        return self.cache.peek(seq.namespace, key)
+        """The number of pages of `lookup_key` that the prefix cache has on the device."""
+        return self.cache.peek(self.namespace(seq), key)
+
+    def num_known_tokens(self, seq: Sequence, adapter: Adapter | None) -> int:
+        """The tokens of a sequence that has not been added yet, on the device or the host."""
+        number = None if adapter is None else adapter.number
+        namespace = versioned(seq.namespace, self.version, number)
+        known = self.cache.num_known_pages(namespace, self.lookup_key(seq))
+        return known * self.config.page_size
 
     def has_room(self, num_new: int, num_pages: int) -> bool:
         """Whether a sequence may enter that needs num_pages pages, of which num_new are new.
@@ -78,18 +108,36 @@ class KvMemory:
     def enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
         """Gives `seq` a slot, its cached prefix, and pages for the rest, if there is room.
 
+        Pages that the cache has on the host come back, unless computing them takes less time.
+
         key, num_cached_pages: from `lookup_key` and `num_cached_pages`.
         """
         num_pages = self.pages_of(seq)
         if not self.has_room(num_pages - num_cached_pages, num_pages):
             return False
-        match = self.cache.match(seq.namespace, key)
-        self.cache.lock(match.node)
+        match = self.cache.match(self.namespace(seq), key)
+        num_back, node = match.num_on_host, match.host_node
+        if self.host is None or not self.host.is_sooner(num_back, self.config.page_size):
+            num_back, node = 0, match.node
+        self.cache.lock(node)
         if not self.has_room(num_pages - len(match.pages), num_pages):
-            self.cache.unlock(match.node)
+            self.cache.unlock(node)
             return False
-        seq.node, seq.num_shared = match.node, len(match.pages)
-        seq.pages, seq.num_computed = array("i", match.pages), match.num_tokens
+        if self.states is not None:
+            if not self.states.may_enter(match):
+                self.cache.unlock(node)
+                return False
+            cached = self.cache.num_cached_pages(self.namespace(seq), key)
+            self.states.enter(seq, match, cached * self.config.page_size)
+        pages = match.pages
+        if num_back:
+            self.cache.evict(num_back - self.allocator.num_free)
+            back = self.allocator.allocate(num_back)
+            assert back is not None
+            self.cache.bring_back(node, back)
+            pages = pages + back
+        seq.node, seq.num_shared = node, len(pages)
+        seq.pages, seq.num_computed = array("i", pages), len(pages) * self.config.page_size
         tenant = self._tenants[seq.tenant]
         tenant.num_pages += len(seq.pages)
         self.num_table_pages += len(seq.pages)
@@ -117,13 +165,23 @@ class KvMemory:
     def share(self, seq: Sequence, num_pages: int) -> None:
         """Moves the first pages of `seq`, which must be full, to the cache, and locks them there.
 
-        If the cache already has the same tokens, `seq` uses the cache's pages from now on.
+        If the cache already has the same tokens, `seq` uses the cache's pages from now on. Its
+        checkpoints go with the pages.
         """
         if num_pages <= seq.num_shared or not self.config.prefix_cache:
             return
+        if self.states is not None:
+            page_size = self.config.page_size
+            for at, slot in self.states.take_checkpoints(seq, num_pages * page_size):
+                self._share(seq, at // page_size)
+                self.states.put(seq, slot)
+        self._share(seq, num_pages)
+
+    def _share(self, seq: Sequence, num_pages: int) -> None:
         assert seq.node is not None
         key = seq.key(num_pages * self.config.page_size)
-        inserted = self.cache.insert(seq.namespace, key, seq.pages[:num_pages].tolist())
+        pages = seq.pages[:num_pages].tolist()
+        inserted = self.cache.insert(self.namespace(seq), key, pages)
         self.num_insertions += 1
         self.cache.lock(inserted.node)
         self.cache.unlock(seq.node)
@@ -131,11 +189,48 @@ class KvMemory:
         seq.pages[:num_pages] = array("i", inserted.pages)
         seq.node, seq.num_shared = inserted.node, num_pages
 
+    def cached(self, seq: Sequence) -> tuple[list[int], list[int]]:
+        """Pages of the device with the first tokens of a sequence that is not running, and the
+        slot of the states after them; [] for a model without states. Until anything is evicted."""
+        match = self.cache.match(self.namespace(seq), self.lookup_key(seq))
+        has_state = self.states is not None and match.num_tokens
+        return match.pages, [match.node.state] if has_state else []
+
+    def adopt(
+        self, seq: Sequence, num_pages: int, num_states: int
+    ) -> tuple[dict[int, int], list[int]]:
+        """Gives the cache pages for the first tokens of a sequence that is not running, and a slot
+        for the states after them. Returns those that the device has yet to write: pages by their
+        place in the sequence, and the slot.
+
+        The cache has them from now on: write them before the next step. It takes none for want of
+        room, or if it has these tokens.
+        """
+        namespace, key = self.namespace(seq), seq.key(num_pages * self.config.page_size)
+        if not self.config.prefix_cache or num_pages > self.num_available or not num_pages:
+            return {}, []
+        if self.states is not None and not (num_states and self.states.num_available):
+            return {}, []
+        if self.cache.peek(namespace, key) == num_pages:
+            return {}, []
+        self.cache.evict(num_pages - self.allocator.num_free)
+        pages = self.allocator.allocate(num_pages)
+        assert pages is not None
+        inserted = self.cache.insert(namespace, key, pages)
+        self.num_insertions += 1
+        self.allocator.free(inserted.duplicates)
+        there = set(inserted.duplicates)
+        written = {i: page for i, page in enumerate(pages) if page not in there}
+        slots = [] if self.states is None else self.states.adopt(inserted.node)
+        return written, slots
+
     def release(self, seq: Sequence, keep: bool) -> None:
         """Takes slot and pages from a running sequence. keep: full pages go to the cache."""
         if keep:
             num_known = min(seq.num_computed, len(seq.tokens))
             self.share(seq, num_known // self.config.page_size)
+        if self.states is not None:
+            self.states.release(seq)
         assert seq.node is not None
         self.cache.unlock(seq.node)
         self.allocator.free(seq.pages[seq.num_shared :])
@@ -175,6 +270,8 @@ class KvMemory:
             assert view.holders == num_holders, f"node {view.id}: {view.holders} != {num_holders}"
         for tenant in self._tenants:
             assert tenant.num_pages == sum(len(seq.pages) for seq in tenant.running)
+        if self.states is not None:
+            self.states.check_integrity(running)
         slots = self._free_slots + [seq.slot for seq in running]
         assert sorted(slots) == list(range(self.config.max_running)), "slots"
         assert self.num_table_pages == sum(tenant.num_pages for tenant in self._tenants)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jax_attn.serve._scheduling.cache_events import CacheEvent
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.request import Sequence
 
@@ -24,6 +25,7 @@ class Limits:
     max_model_len: int  # prompt and output tokens of a sequence
     max_running: int
     max_waiting: int
+    num_replicas: int = 1  # that share the queue out; one takes all sequences of a call
 
 
 class ServedEngine(Protocol):
@@ -47,3 +49,9 @@ class ServedEngine(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     async def snapshot(self) -> dict[str, Any]: ...
+
+    on_cache_events: Callable[[list[CacheEvent]], None]
+
+    def watch_cache(self, on: bool) -> None: ...
+
+    async def control(self, name: str, **options: Any) -> str: ...

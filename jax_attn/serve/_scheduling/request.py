@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.prefix_cache import Node
 
 
@@ -33,8 +35,12 @@ class SamplingParams:
 
     max_tokens: of the output; 0: only the prompt is read.
     logprobs: number of likeliest alternatives to report for each token; 0: the chosen token only.
+    logprobs_of: "model": they are of the model's own logits. "sampled": of the distribution that
+      the token was sampled from, after bias, penalties, grammar, temperature and filters; at
+      temperature 0 one token has all probability.
     prompt_logprobs: report them for the prompt's tokens too. The whole prompt is then computed, as
-    the prefix cache does not hold logprobs.
+    the prefix cache does not hold logprobs. With logprobs_of "sampled" only temperature, top_k,
+      top_p and min_p change them.
     grammar: llguidance grammar text.
 
     Raises:
@@ -60,6 +66,10 @@ class SamplingParams:
     skip_special_tokens: bool = True  # in the text
     include_stop: bool = False  # the text includes the stop string or token that ended it
     grammar: str | None = None
+    # The text goes on from the prompt's; False: it is a text of its own. The first word's space
+    # depends on it with SentencePiece.
+    goes_on: bool = True
+    logprobs_of: Literal["model", "sampled"] = "model"
 
     def __post_init__(self) -> None:
         def expect(name: str, what: str, holds: bool) -> None:
@@ -92,6 +102,7 @@ class SamplingParams:
             "logprobs beside it",
             not self.prompt_logprobs or self.logprobs is not None,
         )
+        expect("logprobs_of", "'model' or 'sampled'", self.logprobs_of in ("model", "sampled"))
         expect("stop", "strings that are not empty", all(self.stop))
         expect("logit_bias", "finite numbers", all(finite(bias) for _, bias in self.logit_bias))
 
@@ -102,6 +113,20 @@ class Drafter(Protocol):
     def propose(self, seq: Sequence, most: int) -> list[int]: ...
 
     def settle(self, num_drafts: int, num_taken: int) -> None: ...
+
+
+class UnknownAdapter(ValueError):
+    """The engine has no adapter of the name that a sequence gives, perhaps not any more."""
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter that the engine has: its place on the device, and a number of its own.
+
+    Adapters that come and go under one name have different numbers.
+    """
+
+    slot: int
+    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -122,6 +147,10 @@ class Sequence:
     arrival: float = 0.0  # seconds on the same clock, for metrics; the order is that of `add`
     tenant: str = ""  # its owner: tenants have fair shares; `priority` orders within one
     drafter: Drafter | None = None  # None: no drafts
+    predicted: list[int] = field(default_factory=list)  # tokens that the output may repeat
+    adapter_name: str = ""  # of a LoRA adapter; "": none
+    adapter: Adapter | None = None  # what the engine has by that name
+    pictures: tuple[Picture, ...] = ()  # of the prompt, by their first tokens
 
     num_prompt: int = field(init=False)  # len(tokens) when made
     status: Status = field(default=Status.WAITING, init=False)
@@ -140,6 +169,14 @@ class Sequence:
 
     node: Node | None = field(default=None, init=False)  # holds the lock on pages[:num_shared]
     num_shared: int = field(default=0, init=False)  # leading pages that the prefix cache owns
+    # Recurrent states, if the model has some; see `states`.
+    state: int = field(default=-1, init=False)  # the slot of its own while RUNNING
+    read_state: int = field(default=-1, init=False)  # the slot to read next, if not its own
+    state_node: Node | None = field(default=None, init=False)  # whose checkpoint it reads first
+    wanted_states: set[int] = field(default_factory=set, init=False)  # tokens of checkpoints
+    # Checkpoints that are written, or launched, but not yet in the cache: slots by tokens.
+    checkpoints: dict[int, int] = field(default_factory=dict, init=False)
+    spare_states: list[int] = field(default_factory=list, init=False)  # allocated, not used yet
     order: int = field(default=-1, init=False)  # arrival number
     num_preempted: int = field(default=0, init=False)  # number of preemptions
     num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
@@ -181,8 +218,17 @@ class Sequence:
         return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
 
     def key(self, num_tokens: int) -> bytes:
-        """The first num_tokens tokens in the prefix cache's format: 4 bytes each."""
+        """The first num_tokens tokens in the prefix cache's format: 4 bytes each.
+
+        Those of pictures are negative.
+        """
         return bytes(memoryview(self.packed(num_tokens))[: 4 * num_tokens])
+
+    def number_pictures(self, number_of: Callable[[Picture], int]) -> None:
+        """Has the keys say which pictures the prompt shows: see `pictures`. Before `add`."""
+        for picture in self.pictures:
+            number = array("i", [~number_of(picture)]).tobytes()
+            self._packed[4 * picture.begin : 4 * picture.end] = number * picture.num_tokens
 
     @property
     def max_drafts(self) -> int:
@@ -195,3 +241,16 @@ class Sequence:
         if num_tokens is None or num_packed < num_tokens:
             self._packed += array("i", self.tokens[num_packed:]).tobytes()
         return self._packed
+
+
+def num_common(one: bytes | bytearray, other: bytes | bytearray, most: int) -> int:
+    """The number of leading tokens in which two packed texts agree, at most `most`."""
+    a, b = memoryview(one), memoryview(other)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[4 * low : 4 * middle] == b[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -38,11 +38,11 @@ class SchedulerStats:
     num_running: int
     num_free_pages: int
     num_cached_pages: int
-    num_evictable_pages: int
-    num_admissions: int  # without re-admissions after a preemption
     num_preemptions: int
     num_prompt_tokens: int  # of admitted sequences
     num_prompt_tokens_cached: int  # the part of them found in the prefix cache
+    states: dict[str, int] | None  # slots of recurrent states: free, cached and used; None: no such
+    host: dict[str, int] | None  # pages of the host: free, cached; totals stored, returned
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         """
         for seq in seqs:
             num_tokens = seq.num_prompt + seq.params.max_tokens
-            if not 1 <= seq.num_prompt == len(seq.tokens):
+            if not 1 <= seq.num_prompt <= len(seq.tokens):  # with output: from another engine
                 raise ValueError(f"{seq.id}: tokens: expected a prompt, got {len(seq.tokens)}")
             if num_tokens > self.max_sequence_tokens:
                 raise ValueError(
@@ -159,9 +159,12 @@ class Scheduler:
                 f"{num_sampled} samples"
             )
         seq.tokens += tokens
+        goes_back = num_computed < seq.num_computed and self.memory.states is not None
         seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
         if not num_in_flight:
             seq.is_drafting = False
+        if goes_back and seq.status is Status.RUNNING:
+            self._preempt(seq, StepPlan())  # its states are those after void tokens
         if seq.status is Status.WAITING:
             self.admission.on_tokens_changed()
 
@@ -182,6 +185,11 @@ class Scheduler:
                 f"{seq.id}: retract: expected one sample in flight, got {seq.num_in_flight}"
             )
         seq.num_in_flight, seq.is_held, seq.is_drafting = 0, True, False
+        if self.memory.states is not None:
+            # Its states are those after the token. It begins again from its last checkpoint.
+            if seq.status is Status.RUNNING:
+                self._preempt(seq, StepPlan())
+            return
         seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
 
     def resume(self, seq: Sequence) -> None:
@@ -196,8 +204,7 @@ class Scheduler:
 
         After a failed step, pages hold undefined data and samples never come: finish all running
         sequences, settle the samples in flight of waiting ones (`append(seq, [],
-        seq.num_in_flight)`: they are sampled again), and empty the cache by
-        `cache.evict(cache.num_cached)`.
+        seq.num_in_flight)`: they are sampled again), and empty the cache by `cache.clear()`.
 
         Raises:
           ValueError: the sequence was never added.
@@ -231,6 +238,10 @@ class Scheduler:
         num_left, reading = self._schedule_decodes(step)
         if not self._schedule_prompts(step, num_left, reading):
             self._add_drafts(step)
+        if self.memory.states is not None:
+            num_left = self.config.step_checkpoints
+            for entry in step.entries:
+                num_left -= self.memory.states.plan(entry, num_left)
         for seq in step.admitted:
             seq.admitted = now if seq.admitted is None else seq.admitted
         return step if step.entries or step.preempted or step.expired else None
@@ -245,6 +256,8 @@ class Scheduler:
             seq.num_computed += entry.num_tokens - len(entry.drafts)
             seq.is_drafting = bool(entry.drafts)
             seq.num_in_flight += entry.samples
+            if self.memory.states is not None:
+                self.memory.states.launched(entry)
             if was_prompt:
                 # Tokens that may be computed again are not shared yet.
                 num_final = seq.num_prompt - seq.may_retract
@@ -268,7 +281,7 @@ class Scheduler:
     def _secure_pages(self, step: StepPlan) -> None:
         """Gives running sequences pages for their pending tokens.
 
-        Preempts the youngest sequence of the tenant with the most pages.
+        Preempts the youngest sequence of the tenant with the most pages, but a borrower last.
         """
         page_size = self.config.page_size
         for seq in self.running:
@@ -279,8 +292,7 @@ class Scheduler:
             while (
                 num_new > 0 and seq.status is Status.RUNNING and not self.memory.grow(seq, num_new)
             ):
-                largest = self._tenants.with_most(lambda tenant: tenant.num_pages)
-                self._preempt(largest.running[-1], step)
+                self._preempt(self.admission.last_of_largest(), step)
 
     def _schedule_decodes(self, step: StepPlan) -> tuple[int, list[Sequence]]:
         """Schedules sequences whose prompts are read.
@@ -353,6 +365,8 @@ class Scheduler:
             num_left = min(num_left, self._chunk_beside(num_others, chunk))
         # A sequence is not preempted and admitted again within a step.
         candidates = self.admission.candidates() if num_left > 0 and not step.preempted else {}
+        if self.memory.states is not None:
+            self.admission.want_parts(reading, candidates)
         coming = [self.admission.coming(seq) for seq in reading] if candidates else []
         mine: dict[str, list[Sequence]] = {}
         for seq in reading:
@@ -364,7 +378,7 @@ class Scheduler:
             waiting = candidates.get(name, [])
             entering = self.admission.entering(step, tenant, waiting, coming)
             prompts[tenant.serial] = itertools.chain(mine.get(name, []), entering)
-            turns.append((tenant.turn, tenant))
+            turns.append((self.admission.turn(tenant), tenant))
         heapq.heapify(turns)
         while turns and num_left > 0:
             (num_had, _, serial), tenant = turns[0]
@@ -441,6 +455,19 @@ class Scheduler:
         self.admission.join(seq)
         step.preempted.append(seq)
 
+    def suspend(self) -> None:
+        """Moves all running sequences to the queue, where they wait without pages.
+
+        Call it when no sample is in flight. The sequences read all their tokens again.
+        """
+        for seq in self.running:
+            self._preempt(seq, StepPlan())
+
+    def begin_version(self, version: str, keep_prefixes: bool) -> None:
+        """See KvMemory.begin_version. Running sequences are suspended first."""
+        self.suspend()
+        self.memory.begin_version(version, keep_prefixes)
+
     # ---- looking in from outside ----
 
     def stats(self) -> SchedulerStats:
@@ -450,11 +477,11 @@ class Scheduler:
             num_running=memory.num_running,
             num_free_pages=memory.allocator.num_free,
             num_cached_pages=memory.cache.num_cached,
-            num_evictable_pages=memory.cache.num_evictable,
-            num_admissions=admission.num_admissions,
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=admission.num_prompt_tokens,
             num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
+            states=None if memory.states is None else memory.states.counts(),
+            host=None if memory.host is None else memory.host.counts(),
         )
 
     def check_integrity(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
@@ -31,6 +32,11 @@ class SchedulerConfig:
     starvation_steps: int = 16  # after that many steps a sequence is overtaken no more
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # sizes, in tokens, that steps are padded to
+    # Slots of recurrent states, of running sequences and checkpoints; 0: the model has no states.
+    num_states: int = 0
+    checkpoint_tokens: int = 2048  # between the checkpoints of a long prompt
+    num_host_pages: int = 0  # of the prefix cache in the host's memory
+    step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
 
     def __post_init__(self) -> None:
@@ -44,6 +50,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_step_tokens: expected at least max_running {self.max_running}, so that every "
                 f"decode fits in a step, got {self.max_step_tokens}"
+            )
+        if self.num_states and self.num_states < 2 * self.max_running:
+            raise ValueError(
+                f"num_states: expected at least 2 for each of max_running {self.max_running} "
+                f"sequences, got {self.num_states}"
             )
 
 
@@ -63,6 +74,18 @@ class ScheduledSequence:
     num_more_rows: int = 0  # rows of logits besides the last token's: for scored tokens or drafts
     # The last of the tokens. Each is accepted if it equals the sample before it.
     drafts: tuple[int, ...] = ()
+    # Slots of recurrent states: the one to begin with (-1: zeros), the one that gets the states
+    # after the last token, and those of checkpoints by their number of tokens. One of them may be
+    # the one that is written anyway.
+    reads_state: int = -1
+    writes_state: int = -1
+    checkpoints: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures that some of the tokens show."""
+        end = self.begin + self.num_tokens
+        return [x for x in self.seq.pictures if x.begin < end and self.begin < x.end]
 
 
 @dataclass(slots=True)

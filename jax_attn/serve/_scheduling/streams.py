@@ -77,6 +77,22 @@ class Inbox:
             self._readers.pop(seq_id, None)
 
 
+class Inboxes:
+    """The inboxes of all event loops."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[asyncio.AbstractEventLoop, Inbox] = {}
+
+    def here(self) -> Inbox:
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            inboxes = self._by_loop.items()
+            self._by_loop = {each: inbox for each, inbox in inboxes if not each.is_closed()}
+            self._by_loop[loop] = Inbox(loop)
+        return self._by_loop[loop]
+
+
 async def stream(
     seqs: Seq[Sequence],
     inbox_here: Callable[[], Inbox],

@@ -44,6 +44,8 @@ class Tenant:
     waiting: list[Sequence] = field(default_factory=list)  # ordered by waiting_rank
     running: list[Sequence] = field(default_factory=list)  # ordered by rank
     num_pages: int = 0  # sum of len(seq.pages) over the running
+    # Admission.num_pages_given when one of its sequences last entered, or its queue was last empty
+    given_at_entry: int = 0
 
     @property
     def turn(self) -> tuple[int, int, int]:
@@ -121,6 +123,19 @@ def waiting_rank(seq: Sequence) -> tuple[int, bool, int]:
 def namespace(tenant: str, salt: str) -> str:
     """The prefix cache's namespace for this tenant's requests with this salt."""
     return f"{tenant}/{salt}" if salt else tenant  # tenant names have no slash
+
+
+def versioned(namespace: str, version: str, adapter: int | None = None) -> str:
+    """The part of a namespace that belongs to a version of the weights; "" is the first version.
+
+    version: without NUL. The last NUL ends the namespace, as a client's salt may have any.
+    adapter: the number of a LoRA adapter, which precedes that NUL. Without one a slash does.
+    """
+    if adapter is not None:
+        return f"{namespace}/\0{adapter}\0{version}"
+    if not version and "\0" not in namespace:
+        return namespace
+    return f"{namespace}/\0{version}"
 
 
 def owner(namespace: str) -> str:

@@ -35,11 +35,17 @@ class Texts:
             return b"" if token in token_bytes.special else token_bytes(token)
 
         self._bytes_of = token_bytes, shown_bytes
+        self._special = token_bytes.special
+        self._word = None if self._are_bytes else token_bytes.word()
 
-    def begin(self, skip_special_tokens: bool) -> _Text:
+    def begin(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> _Text:
+        """before: tokens from whose text the new one goes on; without any it is a text's begin."""
         if self._are_bytes:
             return _Bytes(self._bytes_of[skip_special_tokens])
-        return _Window(self._tokenizer, skip_special_tokens, self._byte_of)
+        hidden = self._special if skip_special_tokens else ()
+        goes_on = any(token not in hidden for token in reversed(before))
+        context = [self._word] if goes_on and self._word is not None else []
+        return _Window(self._tokenizer, skip_special_tokens, self._byte_of, context)
 
 
 class _Bytes:
@@ -62,17 +68,24 @@ class _Window:
     """Text of any tokenizer.
 
     New tokens are decoded after some known ones, because decoders treat the beginning of a text
-    differently (SentencePiece strips a space).
+    differently (SentencePiece strips a space). At first a word stands for the text before: its own
+    last tokens may be a part of a character.
 
     SentencePiece's bytes are decoded in runs; in a run that is not UTF-8 each becomes U+FFFD.
     """
 
     __slots__ = ("_tokenizer", "_skip", "_byte_of", "_known", "_new", "_run_is_broken")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, byte_of: dict[int, bytes]):
-        """byte_of: the tokens that stand for one byte each."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        byte_of: dict[int, bytes],
+        context: list[int],
+    ):
+        """byte_of: the tokens that stand for one byte each. context: tokens before the text."""
         self._tokenizer, self._skip, self._byte_of = tokenizer, skip_special_tokens, byte_of
-        self._known: list[int] = []
+        self._known = context
         self._new: list[int] = []
         self._run_is_broken = False
 
@@ -122,8 +135,9 @@ def _is_cut_off(raw: bytes) -> tuple[bool, bool]:
 class Detokenizer:
     """The text of one sequence: the joined results of `push` and `flush`.
 
-    Without a stop string it equals tokenizer.decode of all tokens. A character is returned with its
-    last token. Text that may begin a stop string is held until it proves not to.
+    Without a stop string it equals tokenizer.decode of all tokens, or what that adds to the text of
+    those before. A character is returned with its last token. Text that may begin a stop string is
+    held until it proves not to.
     """
 
     def __init__(
@@ -132,11 +146,15 @@ class Detokenizer:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        before: Sequence[int] = (),
     ):
-        """stop: the text ends before the first stop string; with include_stop, after it."""
+        """stop: the text ends before the first stop string; with include_stop, after it.
+
+        before: the tokens from whose text this one goes on.
+        """
         if any(not text for text in stop):
             raise ValueError("stop: expected strings that are not empty, got ''.")
-        self._text = texts.begin(skip_special_tokens)
+        self._text = texts.begin(skip_special_tokens, before)
         self._stops = [StopString(text) for text in stop]
         self._include_stop = include_stop
         self._held = ""  # decoded text that may begin a stop string

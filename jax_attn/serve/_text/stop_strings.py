@@ -4,8 +4,11 @@ from __future__ import annotations
 
 
 class StopString:
-    """Tracks how much of a stop string a text ends with, by the algorithm of Knuth, Morris and
-    Pratt: one or two steps a character, for any text and string."""
+    """Tracks how much of a stop string a text ends with.
+
+    The algorithm is that of Knuth, Morris and Pratt: one or two steps a character, for any text and
+    string.
+    """
 
     __slots__ = ("_text", "_shorter", "num_matched")
 

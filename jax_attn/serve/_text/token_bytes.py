@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from typing import Any
 
 from jax_attn.models._weights.protocols import Tokenizer
 
@@ -16,8 +17,11 @@ class TokenBytes:
         self._tokenizer = tokenizer
         description = json.loads(tokenizer.to_str())
         decoder, added = description["decoder"], description["added_tokens"]
-        self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
-        self._added = {entry["id"]: entry["content"] for entry in added}
+        kinds = {part["type"] for part in _parts(decoder)}
+        self._is_byte_level = "ByteLevel" in kinds
+        # Whether it is known how tokens join to text.
+        self.are_known = bool(kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"})
+        self._added = frozenset(entry["id"] for entry in added)
         self.special = frozenset(entry["id"] for entry in added if entry["special"])
         # Whether the joined bytes of tokens equal the text that they decode to.
         self.joined_are_text = bool(decoder) and decoder["type"] == "ByteLevel"
@@ -34,10 +38,33 @@ class TokenBytes:
         )
         return {token: byte for token, byte in tokens if token is not None}
 
+    def word(self) -> int | None:
+        """A token that is a word in any place of a text."""
+        words = (self._tokenizer.token_to_id(text) for text in ("a", "\u2581a"))
+        found = next((token for token in words if token is not None), None)
+        if found is not None:
+            return found
+        of_letters = (
+            token
+            for text, token in self._tokenizer.get_vocab().items()
+            if token not in self._added and text.lstrip("\u2581").isalpha()
+        )
+        return next(of_letters, None)
+
+    def strips_first_space(self) -> bool:
+        """Whether the space that a text's first word begins with is not in its text."""
+        begun = (
+            token
+            for text, token in self._tokenizer.get_vocab().items()
+            if text[:1] == "\u2581" and text[1:].isalpha() and token not in self._added
+        )
+        token = next(begun, None)
+        if token is None:
+            return False
+        return not self._tokenizer.decode([token], skip_special_tokens=True).startswith(" ")
+
     def _bytes(self, token: int) -> bytes:
-        if token in self._added:
-            text = self._added[token]
-            return _from_alphabet(text) if self._is_byte_level else text.encode()
+        # An added token's text, normalized as the text in which it is looked for.
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
@@ -46,6 +73,13 @@ class TokenBytes:
         if match := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
             return bytes([int(match[1], 16)])
         return text.replace("\u2581", " ").encode()
+
+
+def _parts(decoder: Any) -> list[dict[str, Any]]:
+    """The decoders in a sequence of them, or in a sequence inside it."""
+    if decoder is None:
+        return []
+    return [part for each in decoder.get("decoders", ()) for part in _parts(each)] or [decoder]
 
 
 def _byte_of() -> dict[str, int]:

@@ -170,8 +170,8 @@ const CpuKernels kKernelsAmxEmulated = {
      &kCodeKernels<AmxEmulated, float>},
     {&kBackwardKernels<AmxEmulated, Bf16>, kKernelsBaseline.backward[1],
      kKernelsBaseline.backward[2]},
-    {&kProductKernels<AmxEmulated, Bf16>, kKernelsBaseline.product[1],
-     kKernelsBaseline.product[2]}};
+    {&kProductKernels<AmxEmulated, Bf16>, kKernelsBaseline.product[1], kKernelsBaseline.product[2]},
+    {kKernelsBaseline.lora[0], kKernelsBaseline.lora[1], kKernelsBaseline.lora[2]}};
 
 }  // namespace
 }  // namespace jax_attn

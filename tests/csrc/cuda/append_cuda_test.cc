@@ -1,7 +1,7 @@
-// The append kernels, without a GPU: cuda/any/append.cuh and append_rotated.cuh run in emulation
-// and must leave, bit for bit, what the CPU's kernels leave.
+// The append kernels without a GPU: cuda/any/append.cuh and append_rotated.cuh run in emulation and
+// must write the same bits as the CPU's kernels.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include <cstring>
 #include <random>
 #include <string>
@@ -25,7 +25,7 @@ struct Case {
   std::string name;
   std::vector<Request> requests;
   int q_heads, kv_heads, dqk, dvo, page_size;
-  bool scaled = false;  // of formats with scales of heads
+  bool scaled = false;  // formats with a scale for each head
 };
 
 template <int kElement, int kFormat>
@@ -53,7 +53,7 @@ class Batch {
     header_.max_page_id = num_pages_ - 1;
     max_kv_ = header_.nnz_kv + 1;
     tokens_ = header_.nnz_qo + 3;  // the last ones are padding
-    // Behind the batch is what looks like more requests of one token, which nobody may take.
+    // Words after the batch look like more requests of one token; the kernel must not read them.
     max_batch_ = static_cast<i32>(c.requests.size()) + 8;
     while (static_cast<i32>(kv_lens_.size()) < max_batch_) {
       kv_lens_.push_back(1);
@@ -81,7 +81,7 @@ class Batch {
     }
   }
 
-  // Headers that are none of this launch's: nothing is written.
+  // Headers that do not fit this launch: nothing is written.
   void RunDamaged(bool rotates) {
     FillNew(rotates);
     const PlanHeader good = header_;
@@ -130,7 +130,7 @@ class Batch {
             std::vector<char>(slots * RowBytes(c_.dvo), 0x7b)};
   }
 
-  // Rotated NaN has other bits on other machines.
+  // The bits of a rotated NaN differ between machines.
   void FillNew(bool rotates) {
     const int row_dim = (c_.q_heads + c_.kv_heads) * c_.dqk + c_.kv_heads * c_.dvo;
     qkv_ = Elements(int64_t{tokens_} * row_dim, !rotates);
@@ -152,7 +152,7 @@ class Batch {
     return bytes;
   }
 
-  // Blocks of all sizes, ties, zeros, and now and then a row that is NaN.
+  // Blocks of all sizes, ties, zeros, and sometimes a row that is NaN.
   static float Awkward(int64_t i, float x, bool with_nan) {
     const int64_t block = i / 32;
     if (block % 7 == 0) return i % 32 == 0 ? 6.0f : static_cast<float>(i * 5 % 49 - 24) / 4;
@@ -232,7 +232,7 @@ void RunCases(const std::string& dtype) {
            Case{"many heads", {{1, 4}, {0, 3}, {1, 7}, {0, 0}, {3, 9}}, 9, 9, 256, 144, 4},
            Case{"short blocks", mixed, 3, 3, 80, 48, 4},
        }) {
-    // As select/cuda.cc has it of codes with scales of rows.
+    // The limit of select/cuda.cc for quantized values with scales of rows.
     const int multiple = FormatOf(Traits::kKvFormat).scale_bytes > 0 ? 16 : 8;
     if (c.dqk % multiple != 0 || c.dvo % multiple != 0) continue;
     Case named = c;

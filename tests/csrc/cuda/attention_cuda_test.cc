@@ -1,6 +1,6 @@
 // The portable attention kernel of csrc/cuda, without a GPU.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
 
 namespace jax_attn {
@@ -29,7 +29,7 @@ struct Conversion {
   static constexpr int kDtype = kElement, kArch = kTarget;
 };
 
-// Every code, in every place of a word, beside every kind of code.
+// Every e4m3 value, at every position of a word, beside every kind of value.
 template <class Traits>
 void TestUnpack() {
   const auto same = [](u32 pair, u32 first, u32 second) {
@@ -63,7 +63,7 @@ void TestUnpack() {
   }
 }
 
-// Every bf16, and what is next to a tie in f32.
+// Every bf16 number, and the f32 numbers next to a tie.
 void TestToE4m3() {
   for (u32 bits = 0; bits < 1u << 16; ++bits) {
     for (u32 low : {0u, 1u, 0xffffu}) {
@@ -104,6 +104,8 @@ void RunE4m3Cases() {
       {.name = "e4m3, long chunk, ragged", .requests = {{100, 300}, {64, 70}}, .kv_heads = 1}, 5);
   RunCase<Sm80Kernel, E4m3Shape<256, 256, 3, 1, false, false>>(
       {.name = "e4m3, head_dim 256, page 1", .requests = {{1, 300}, {50, 130}}, .num_ctas = 2}, 6);
+  RunFarCase<Sm80Kernel, E4m3Shape<128, 128, 4, 16, false, false>>(
+      {.name = "e4m3, far logits", .requests = decode}, 8);
   RunCase<OneHeightKernel, E4m3Shape<64, 64, 4, 16, false, false>>(
       {.name = "e4m3, shared prefixes, fixed split",
        .requests = kForest,

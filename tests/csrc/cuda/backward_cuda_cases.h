@@ -1,6 +1,6 @@
 // Cases of backward_cuda_test.cc and backward*_sm90_test.cc: kernels of the backward pass run in
-// emulation on plans of the real planner and must agree with the CPU kernels, which have tests of
-// their own.
+// emulation on plans of the real planner and must agree with the CPU kernels, which have their own
+// tests.
 //
 // Include cuda_emulation.h before this file.
 #pragma once
@@ -14,7 +14,7 @@
 namespace jax_attn {
 namespace {
 
-// Of which kernel: shared memory decides on tiles.
+// Traits of a forward kernel for kTarget, whose shared memory decides on the backward tiles.
 template <class Shape, int kTarget, int kElement = kElementBf16>
 struct Kernel {
   struct Traits : Shape {
@@ -25,7 +25,7 @@ struct Kernel {
   };
 };
 
-// What the arrays of a case have besides.
+// The poison that a case puts into one of its arrays.
 enum Poison {
   kNone,
   kNanQ,
@@ -77,7 +77,7 @@ struct Gradients {
   Array d_q, d_k, d_v;
 };
 
-// Whether each row of `head_dim` is within a few roundings of its largest expected element.
+// Checks that each row of `head_dim` is within a few roundings of its largest expected element.
 void CompareRows(const Case& c, const char* what, const Array& got, const Array& expected,
                  int64_t head_dim, float tolerance) {
   for (size_t row = 0; row < expected.size(); row += head_dim) {
@@ -95,10 +95,13 @@ void CompareRows(const Case& c, const char* what, const Array& got, const Array&
   }
 }
 
-// What page tables have in common: what the case says; besides, every table names pages of the
-// first request at other places, some of them twice; or all of its pages but for the first; or, of
-// three requests each, the second has the first one's pages but for the last one, and the third the
-// second one's; or every table begins as that of some request before it.
+// Sharing of pages between page tables.
+// kOfCase: as the case says.
+// kScattered: every table has pages of the first request at other positions, some of them twice.
+// kAllButTheFirst: every table has all full pages of the first request except its first one.
+// kGroupsOfThree: of three requests, the second and third begin with the previous one's pages,
+// except its last shared one.
+// kTrees: every table begins as that of an earlier request.
 enum Tables { kOfCase, kScattered, kAllButTheFirst, kGroupsOfThree, kTrees };
 
 void ScatterPages(const Case& c, int64_t page_size, Batch* b) {
@@ -133,7 +136,7 @@ void GroupPages(const Case& c, int64_t page_size, Batch* b) {
 void PlantPages(const Case& c, int64_t page_size, std::mt19937& random, Batch* b) {
   for (size_t r = 1; r < c.requests.size(); ++r) {
     const size_t other = random() % r;
-    // Its last page is not full; that of the request itself need not be.
+    // Its last page is not full; the request's own last page may be partial, too.
     const int64_t full = c.requests[other].kv_len / page_size;
     const int64_t own = (c.requests[r].kv_len + page_size - 1) / page_size;
     std::copy_n(b->page_indices.begin() + b->kv_indptr[other], random() % (std::min(full, own) + 1),
@@ -141,7 +144,7 @@ void PlantPages(const Case& c, int64_t page_size, std::mt19937& random, Batch* b
   }
 }
 
-// Blocks that are hidden, shown, and both, whatever a mask does: a plan believes its map.
+// Random classes of blocks, unrelated to any mask: a plan trusts its map.
 BlockMap RandomMap(const Case& c, const AttentionSpec& spec, std::mt19937& random,
                    std::vector<uint8_t>* classes) {
   int64_t most = 1;
@@ -157,9 +160,9 @@ BlockMap RandomMap(const Case& c, const AttentionSpec& spec, std::mt19937& rando
   return map;
 }
 
-// How a backward pass is launched: void(const Case&, const AttentionSpec&, const
-// BackwardCudaParams&, std::mt19937&).
-// gradient: of the Traits' variant; range: of the integers that it reads.
+// Runs a case. launch: void(const Case&, const AttentionSpec&, const BackwardCudaParams&,
+// std::mt19937&) launches the backward pass. gradient: of the Traits' variant. range: of the
+// integers that it reads.
 template <class Traits, class Launch>
 void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, const Launch& launch,
                  const VariantGradient& gradient = {}, int range = 3) {
@@ -184,7 +187,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   std::vector<float> sinks(spec.num_qo_heads);
   for (float& x : sinks) x = static_cast<float>(random() % 4) - 1.0f;
 
-  // The forward pass, of clean operands.
+  // The forward pass, with clean operands.
   InlinePool pool;
   AttentionParams p = MakeParams(problem, b, plan, c.sinks ? sinks.data() : nullptr);
   const auto read = MakeVariantOperands(gradient.program, range, random, p.variant_operands);
@@ -204,7 +207,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
       d[i] += o.At(i * spec.head_dim_vo + j) * d_o.At(i * spec.head_dim_vo + j);
     }
   }
-  // Of a row and a key in the middle of the batch.
+  // Poisons one row or key in the middle of the batch.
   if (poison != kNone) {
     const size_t token = b.qo_indptr.back() / 2, head = spec.num_qo_heads - 1;
     const size_t row = token * spec.num_qo_heads + head;
@@ -247,7 +250,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   }
   BackwardCpu(problem, gradient, on_cpu, results, pool);
 
-  // Other orders of warps and CTAs: the same bits.
+  // Other orders of warps and CTAs give the same bits.
   Gradients got[2] = {{{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}},
                       {{dtype, q.size()}, {dtype, k.size()}, {dtype, v.size()}}};
   std::vector<std::vector<i64>> operand_sums[2];
@@ -282,8 +285,8 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   CompareRows(c, "d_q", got[0].d_q, expected.d_q, spec.head_dim_qk, tolerance);
   CompareRows(c, "d_k", got[0].d_k, expected.d_k, spec.head_dim_qk, tolerance);
   CompareRows(c, "d_v", got[0].d_v, expected.d_v, spec.head_dim_vo, tolerance);
-  // The forward pass did not meet a key that is not finite: of the rows that see it the CPU makes
-  // something, CUDA NaN.
+  // The forward pass ran without the non-finite key. For rows that see it, the CPU computes some
+  // numbers and CUDA computes NaN.
   if (poison == kNanK || poison == kInfiniteK || poison == kInfiniteV) return;
   for (size_t i = 0; i < differentiated.size(); ++i) {
     Array found(kF32, of_operands[i].size()), sum(kF32, of_operands[i].size());
@@ -295,7 +298,7 @@ void RunBackward(const Case& c, unsigned seed, Poison poison, Tables tables, con
   }
 }
 
-// One phase.
+// Runs one phase.
 template <class Body>
 void Emulate(const Case& c, const BackwardCudaParams& of_all, i32 phase, std::mt19937& random) {
   static_assert(Body::kSmemBytes <= static_cast<int>(sizeof(smem)), "fits a multiprocessor");
@@ -305,8 +308,8 @@ void Emulate(const Case& c, const BackwardCudaParams& of_all, i32 phase, std::mt
                             static_cast<unsigned>(random()), [&params] { Body::Run(params); });
 }
 
-// Headers that are none: all gradients are NaN, and nothing behind the header is looked at. phases:
-// runs all of them, void(const AttentionSpec&, const BackwardCudaParams&, std::mt19937&).
+// Invalid headers: all gradients are NaN, and nothing after the header is read. phases: runs all
+// phases, void(const AttentionSpec&, const BackwardCudaParams&, std::mt19937&).
 template <class Traits, class Phases>
 void RunDamagedHeaders(const Case& c, const Phases& phases) {
   std::mt19937 random(1);

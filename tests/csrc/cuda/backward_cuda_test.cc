@@ -1,7 +1,7 @@
-// The kernels of the backward pass, without a GPU: in emulation, on plans of the real planner, and
-// against the CPU kernels, which have tests of their own.
+// The kernels of the backward pass without a GPU: in emulation, on plans of the real planner,
+// against the CPU kernels, which have their own tests.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "cuda/backward_cuda_cases.h"
 #include "cuda/sm80/backward.cuh"
 #include "part.h"
@@ -32,8 +32,7 @@ template <class Traits>
 void RunBackward(const Case& c, unsigned seed, Poison poison = kNone, Tables tables = kOfCase) {
   g_part.has_asked = true;
   if constexpr (InPart<Traits>()) {
-    g_part.has_run = true;
-    RunBackwardInPart<Traits>(c, seed, poison, tables);
+    if (TakesCase<Traits>()) RunBackwardInPart<Traits>(c, seed, poison, tables);
   }
 }
 
@@ -51,9 +50,9 @@ void RunDamaged(const char* name) {
 int RunAll() {
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {0, 9}, {5, 2}, {1, 0}};
   const std::vector<Request> documents = {{70, 70}, {150, 150}, {1, 1}};
-  // A prompt and answers to it, of which one has a query before its first key.
+  // A prompt and its answers; one has a query before its first key.
   const std::vector<Request> group = {{96, 96}, {20, 116}, {33, 129}, {40, 136}, {20, 110}};
-  // Tables of more than one block name the first one's pages.
+  // Tables of more than one block have the first one's pages.
   const std::vector<Request> scattered = {{70, 170}, {20, 116}, {33, 129}, {9, 90}, {40, 64}};
   using Ragged64 = Kernel<ShapeOf<64, 64, 4, 0, false, true, false>, 90>::Traits;
   using Ragged128 = Kernel<ShapeOf<128, 128, 2, 0, false, true, false>, 90>::Traits;
@@ -61,7 +60,7 @@ int RunAll() {
   using OddShape = ShapeOf<40, 72, 5, 5, true, true, true>;
   using Odd = Kernel<OddShape, 90>::Traits;
   using OddF32 = Kernel<OddShape, 120, kElementF32>::Traits;
-  // Two warps, and a turn for dk and one for dv.
+  // Two warps; dk and dv take an iteration each.
   using Wide = Kernel<ShapeOf<256, 256, 1, 16, false, true, false>, 120>::Traits;
   RunBackward<Ragged64>({.name = "documents, d64", .requests = documents}, 1);
   RunBackward<Ragged128>({.name = "documents, d128", .requests = documents}, 2);
@@ -94,10 +93,10 @@ int RunAll() {
   RunBackward<Odd>(odd_pages, 12, kNone, kScattered);
   RunBackward<OddF32>(odd_pages, 13, kNone, kScattered);
   RunBackward<Wide>({.name = "d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, 14);
-  // A soft cap makes something finite of an infinity.
+  // With a soft cap an infinite logit becomes finite.
   using Cap = Kernel<ShapeOf<64, 64, 4, 0, false, true, true>, 90>::Traits;
   using CapF32 = Kernel<ShapeOf<64, 64, 4, 0, false, true, true>, 90, kElementF32>::Traits;
-  // Rows that see two steps of keys; dv has a turn of its own.
+  // Rows that see two steps of keys; dv has its own iteration.
   using WideCap = Kernel<ShapeOf<256, 256, 1, 16, false, true, true>, 120>::Traits;
   for (const Poison poison : {kInfiniteQ, kInfiniteK}) {
     const Case c = {
@@ -106,7 +105,7 @@ int RunAll() {
     RunBackward<CapF32>(c, 60 + poison, poison);
     RunBackward<WideCap>(c, 60 + poison, poison);
   }
-  // Step lists, whose steps are no blocks of keys and whose tiles are no blocks of rows.
+  // Step lists whose steps are no blocks of keys and whose tiles are no blocks of rows.
   using Lists = Kernel<Listed<ShapeOf<64, 64, 4, 0, false, true, false>>, 90>::Traits;
   using ListsOfPages = Kernel<Listed<ShapeOf<128, 128, 2, 16, false, false, false>>, 90>::Traits;
   using OddLists = Kernel<Listed<OddShape>, 90>::Traits;

@@ -1,7 +1,7 @@
 // Keys and values as e5m2, int8, mxfp4, nvfp4 and int4 in the portable attention kernel, without a
-// GPU: the bits of plain pages of what the codes stand for, and what the CPU's kernels give.
+// GPU: the bits of dequantized plain pages, and the CPU kernels' results.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
 #include "part.h"
 
@@ -13,7 +13,7 @@ void Expect(bool ok, const char* what, unsigned at) {
   std::printf("FAILED %s, %#x\n", what, at);
 }
 
-// What a row of codes stands for.
+// Dequantizes a row.
 std::vector<float> ValuesOf(int format, const char* row, i64 head_dim) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(row);
   std::vector<float> x(head_dim);
@@ -34,7 +34,7 @@ std::vector<float> ValuesOf(int format, const char* row, i64 head_dim) {
       const unsigned char* scales = bytes + head_dim / 2;
       if (format == kMxfp4Format) {
         const u32 exponent = scales[d / 32];
-        // Exponent 0 is none that append writes; it is 0 here.
+        // append never writes exponent 0; it is 0 here.
         x[d] = exponent == 255 ? NAN
                : exponent == 0 ? value * 0
                                : std::ldexp(value, static_cast<int>(exponent) - 127);
@@ -51,7 +51,7 @@ std::vector<float> ValuesOf(int format, const char* row, i64 head_dim) {
 
 // --- conversions ---
 
-// The elements of a row as a kernel's warp decodes it.
+// A row's elements as a kernel's warp dequantizes them.
 template <int kFormat, int kElement, int kHeadDim>
 struct Decoding {
   static constexpr int kKvFormat = kFormat, kDtype = kElement;
@@ -77,7 +77,7 @@ struct Decoding {
   }
 };
 
-// Every code with the one scale, and every third with the other, in turns.
+// Every quantized value with both scales in turns.
 template <int kFormat, int kElement, int kDim>
 void TestNibbles(u32 scale, u32 other) {
   for (int first = 0; first < 256; first += kDim / 2) {
@@ -105,8 +105,8 @@ void TestConversions() {
       Decoding<kInt8Format, kElement, kDim>::Test(row, first / 64 + 1);
     }
   }
-  // Every pair of codes with every scale; blocks of 32 and 16, rows that begin at any byte. f32
-  // below 2^-126 is no number of a CPU's thread.
+  // Every pair of quantized values with every scale; blocks of 32 and 16; rows that begin at any
+  // byte. CPU threads flush f32 below 2^-126 to zero.
   for (int scale = 0; scale < 256; ++scale) {
     if (scale == 1 || scale == 2) continue;
     for (int first = 0; first < 256; first += 64) {
@@ -122,7 +122,7 @@ void TestConversions() {
     TestNibbles<kNvfp4Format, kElement, 128>(scale, 0x7f - scale);
     TestNibbles<kNvfp4Format, kElement, 80>(scale, 0x35);
   }
-  // Every 64th and its neighbours, and all subnormal ones, infinities and NaN.
+  // Every 64th scale and its neighbour, and all subnormals, infinities and NaNs.
   for (u32 scale = 0; scale < 1u << 16; ++scale) {
     if (scale % 64 > 1 && (scale & 0x7c00) != 0 && (scale & 0x7fff) != 0x7c00) continue;
     TestNibbles<kInt4Format, kElement, 128>(scale, scale * 5);
@@ -130,7 +130,7 @@ void TestConversions() {
   }
 }
 
-// Every bf16, and what is next to a tie in f32, against a search.
+// Every bf16 number, and the f32 numbers next to a tie, against a search.
 void TestToE5m2() {
   std::vector<float> values(124);
   for (u32 code = 0; code < values.size(); ++code)
@@ -154,7 +154,7 @@ void TestToE5m2() {
 
 // --- attention ---
 
-// RunCase, and: on the same plan the bits that plain pages of the decoded numbers give.
+// RunCase, and the same bits as dequantized plain pages on the same plan.
 template <class Kernel, class Shape, int kFormat>
 void RunCodesInPart(const Case& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<CodesOf<Shape, kFormat>>;
@@ -195,8 +195,8 @@ template <class Kernel, class Shape, int kFormat>
 void RunCodes(const Case& c, unsigned seed) {
   g_part.has_asked = true;
   if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
-    g_part.has_run = true;
-    RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+    if (TakesCase<Kernel, Shape, std::integral_constant<int, kFormat>>())
+      RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
   }
 }
 
@@ -219,7 +219,7 @@ void RunFormat(std::string format) {
       "window, soft cap, odd sizes", 3);
   run(ShapeOf<48, 48, 5, 16, true, true, false>(),
       {.requests = mixed, .window_left = 50, .nan_values = true}, "NaN values", 4);
-  if (kFormat != kE5m2Format) {  // where infinity becomes the largest number
+  if (kFormat != kE5m2Format) {  // it makes infinity the largest number
     run(ShapeOf<64, 64, 4, 16, false, true, false>(),
         {.requests = mixed, .infinite_values = true, .kv_split = 64}, "infinite values", 7);
   }

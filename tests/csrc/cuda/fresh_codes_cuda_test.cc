@@ -1,14 +1,14 @@
-// fresh_kv over pages of codes in the portable attention kernel, without a GPU: the bits of calls
-// whose pages have what append_kv makes of the query tokens' keys and values.
+// fresh_kv over quantized pages in the portable attention kernel, without a GPU: the bits of calls
+// whose pages hold the query tokens' keys and values as append_kv writes them.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
 #include "part.h"
 
 namespace jax_attn {
 namespace {
 
-// Calls visit(token, row of the pool) for the query tokens that have a position.
+// Calls visit(token, row of the pool) for each query token with a position.
 template <class Visit>
 void ForNewTokens(const Case& c, const AttentionSpec& spec, const Batch& b, Visit visit) {
   for (size_t r = 0; r < c.requests.size(); ++r) {
@@ -21,8 +21,8 @@ void ForNewTokens(const Case& c, const AttentionSpec& spec, const Batch& b, Visi
   }
 }
 
-// Fills `fresh` with rows, of which every seventh has NaN or an infinity, and their places in
-// `pool` with what append_kv makes of them.
+// Fills `fresh` with rows, every seventh with NaN or an infinity, and writes append_kv's result for
+// them to their rows of `pool`.
 std::vector<uint16_t> AppendNewTokens(const Case& c, const AttentionSpec& spec, const Batch& b,
                                       int64_t head_dim, const std::vector<float>& scales,
                                       std::vector<uint16_t>* pool, std::mt19937& random) {
@@ -75,8 +75,8 @@ template <class Kernel, class Shape, int kFormat>
 void RunFreshCodes(Case c, unsigned seed) {
   g_part.has_asked = true;
   if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
-    g_part.has_run = true;
-    RunFreshCodesInPart<Kernel, Shape, kFormat>(c, seed);
+    if (TakesCase<Kernel, Shape, std::integral_constant<int, kFormat>>())
+      RunFreshCodesInPart<Kernel, Shape, kFormat>(c, seed);
   }
 }
 
@@ -88,7 +88,7 @@ void RunFormat() {
       {.name = "decodes", .requests = {{1, 130}, {1, 1}, {1, 65}, {2, 300}}, .sinks = true}, 1);
   RunFreshCodes<Sm80Kernel, ShapeOf<64, 64, 4, 16, false, true, false>, kFormat>(
       {.name = "mixed, NaN, three heads", .requests = mixed, .nan_values = true, .kv_heads = 3}, 2);
-  // Rows that begin anywhere in 16 bytes, blocks of 16, pages shorter than a warp's slice.
+  // Rows that begin at any byte of 16, blocks of 16, pages shorter than a warp's slice.
   RunFreshCodes<Sm80Kernel, ShapeOf<80, 48, 5, 8, true, true, true>, kFormat>(
       {.name = "window, soft cap, odd sizes",
        .requests = mixed,

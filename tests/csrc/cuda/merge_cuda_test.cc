@@ -1,7 +1,7 @@
-// The merge kernel, without a GPU: cuda/any/merge.cuh runs in emulation and must leave what the
-// CPU's kernel leaves, but for the last bit or two of what is summed in another order.
+// The merge kernel without a GPU: cuda/any/merge.cuh runs in emulation and must match the CPU's
+// kernel, up to the last bit or two of sums in another order.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include <cstring>
 #include <random>
 
@@ -41,7 +41,7 @@ void RunCase(int num_states, int num_rows, int head_dim, int num_ctas) {
   std::vector<float> lse_parts;
   std::vector<char> o_parts;
   for (int i = 0; i < num_states * num_rows; ++i) {
-    const bool is_identity = rng() % 5 == 0;  // what o holds then counts for nothing
+    const bool is_identity = rng() % 5 == 0;  // then o is ignored
     lse_parts.push_back(is_identity ? -INFINITY : 3 * normal(rng));
     for (int c = 0; c < head_dim; ++c) {
       const u32 bits = bits_of(is_identity ? NAN : normal(rng));
@@ -49,7 +49,7 @@ void RunCase(int num_states, int num_rows, int head_dim, int num_ctas) {
                      reinterpret_cast<const char*>(&bits) + kBytes);
     }
   }
-  // A row more, which nobody may write.
+  // One more row, which the kernel must not write.
   std::vector<char> want((num_rows + 1) * head_dim * kBytes, 0x7b), got = want;
   std::vector<float> want_lse(num_rows + 1, 7.0f), got_lse = want_lse;
   MergeParams p = {};

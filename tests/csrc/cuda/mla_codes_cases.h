@@ -1,5 +1,5 @@
-// MLA kernels over latent rows of codes: what the CPU's kernels give, and the bits of plain pages
-// of what the codes stand for. Include an emulation first.
+// MLA kernels over quantized latent rows: the CPU kernels' results, and the bits of dequantized
+// plain pages. Include an emulation first.
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
@@ -8,7 +8,7 @@
 namespace jax_attn {
 namespace {
 
-// What codes stand for, as bf16, which has all of them.
+// The quantized values' numbers in bf16, which represents them exactly.
 std::vector<uint16_t> ValuesOfCodes(int64_t format) {
   std::vector<uint16_t> values(256);
   for (u32 code = 0; code < 256; ++code) {
@@ -19,7 +19,7 @@ std::vector<uint16_t> ValuesOfCodes(int64_t format) {
   return values;
 }
 
-// RunCase, and: without scales, on the same plan, the bits of plain pages.
+// RunCase, and without scales the bits of plain pages on the same plan.
 template <class Kernel, class Shape, int kFormat>
 void RunCodesInPart(Case c, unsigned seed) {
   using Coded = CodesOf<Shape, kFormat>;
@@ -49,12 +49,12 @@ template <class Kernel, class Shape, int kFormat>
 void RunCodes(Case c, unsigned seed) {
   g_part.has_asked = true;
   if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
-    g_part.has_run = true;
-    RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+    if (TakesCase<Kernel, Shape, std::integral_constant<int, kFormat>>())
+      RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
   }
 }
 
-// Cases that any loop takes, of 5 heads.
+// Cases with 5 heads, for every main loop.
 const Case kCodesOfFewHeads = {
     .name = "5 heads, NaN, sinks",
     .requests = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {2, 200}, {9, 40}},

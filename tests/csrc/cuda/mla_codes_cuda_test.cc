@@ -1,7 +1,7 @@
-// The portable MLA kernel over latent rows of codes, without a GPU: what the CPU's kernels give,
-// and the bits of plain pages of what the codes stand for.
+// The portable MLA kernel over quantized latent rows, without a GPU: the CPU kernels' results, and
+// the bits of dequantized plain pages.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "cuda/mla_codes_cases.h"
 #include "emulation/sm80_kernels.h"
 

@@ -1,8 +1,8 @@
-// Products with matrices of codes, without a GPU: cuda/sm80/quantized_product.cuh runs in
-// emulation. Where all sums are numbers of f32, they must be exact; elsewhere within what rounding
-// may do.
+// Matmuls with quantized matrices, without a GPU: cuda/sm80/quantized_product.cuh runs in
+// emulation. Results must be exact if all sums are f32 numbers, and otherwise within the rounding
+// bound.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include <cstring>
 #include <random>
 
@@ -53,7 +53,7 @@ void RunCase(const Case& c) {
   std::vector<unsigned char> codes(c.depth / per_byte * c.columns), zeros(groups * c.columns);
   for (unsigned char& code : codes) {
     code = static_cast<unsigned char>(rng());
-    // Of magnitudes that an exact sum has room for, and no NaN.
+    // Magnitudes for which f32 sums stay exact, and no NaN.
     if (kFormat == kE4m3Weights) code = c.is_exact ? (code & 0x9f) | 0x20 : code & 0xf7;
   }
   for (unsigned char& zero : zeros) zero = static_cast<unsigned char>(rng() % 17);
@@ -65,7 +65,7 @@ void RunCase(const Case& c) {
                                       : 0.02f * (1 + 0.5f * normal(rng));
   }
 
-  // A row more, which nobody may write.
+  // One more row, which the kernel must not write.
   const int elements = c.num_splits * c.num_rows * c.columns, bytes = c.is_wide ? 4 : 2;
   std::vector<unsigned char> y((elements + c.columns) * bytes, 0x7b);
   QuantizedProductParams p = {};
@@ -117,8 +117,8 @@ void RunCase(const Case& c) {
           size += std::abs(term);
         }
         const double got = got_at((split * c.num_rows + row) * c.columns + column);
-        // Each weight is rounded to 8 bits, after an error of 2^-14; sums are of f32, whose order
-        // is not told; and the result may be rounded to 8 bits.
+        // Each weight is rounded to 8 bits, after an error of 2^-14. Sums are f32, in any order.
+        // The result may be rounded to 8 bits.
         double bound = size * (0x1p-8 * (1 + 0x1p-6) + 0x1p-14 + c.depth * 0x1p-24);
         if (!c.is_wide) bound += (std::abs(sum) + bound) * 0x1p-8;
         if (c.is_exact) {
@@ -140,8 +140,8 @@ void RunCase(const Case& c) {
       c.columns, c.group_size, c.num_splits, wrong, worst);
 }
 
-// Every code with some scales and zeros: the weight that is nearest, or next to it where the
-// product is as good as between two.
+// Every quantized value with some scales and zeros: the nearest weight, or its neighbour if the
+// exact product is nearly between both.
 template <int kFormat, int kDtype>
 void CheckDecoding() {
   using Codes = WeightBits<kFormat, kDtype>;
@@ -149,7 +149,7 @@ void CheckDecoding() {
   int wrong = 0, inexact = 0, total = 0;
   std::mt19937 rng(1);
   for (int i = 0; i < 300; ++i) {
-    const int exponent = i < 241 ? i : 100 + i % 40;  // of e2m1: all that files may have
+    const int exponent = i < 241 ? i : 100 + i % 40;  // e2m1: all that files may have
     float scale = kFormat == kE2m1Weights
                       ? std::ldexp(1.0f, exponent - 127)
                       : std::ldexp(1 + static_cast<float>(rng() % 8192) / 8192.0f, -i % 17);
@@ -181,7 +181,7 @@ void CheckDecoding() {
           const u16 nearest = static_cast<u16>(E::Pack(static_cast<float>(want), 0));
           if (E::ToFloat(nearest) == E::ToFloat(bits)) continue;
           ++inexact;
-          // Half of a distance, and what the product may be off by.
+          // Half of a distance, plus the error of the product.
           wrong += !(std::abs(got - want) <= std::abs(want) * (0x1p-8 + 0x1p-14));
         }
       }
@@ -199,7 +199,7 @@ void RunFormat() {
   CheckDecoding<kFormat, kElementF16>();
   constexpr bool kIsInt4 = kFormat == kInt4Weights;
   for (const bool is_exact : {true, false}) {
-    // Fewer rows, columns and rows of W than tiles have; whole tiles; parts of others.
+    // Fewer rows, columns and depth than a tile; whole tiles; partial tiles.
     RunCase<TraitsOf<kFormat, 8, 64, 1>>({1, 64, 16, 64, 1, kIsInt4, true, is_exact});
     RunCase<TraitsOf<kFormat, 8, 64, 1>>({8, 200, 80, 128, 2, kIsInt4, true, is_exact});
     RunCase<TraitsOf<kFormat, 16, 64, 1>>({9, 448, 96, 128, 3, kIsInt4, true, is_exact});
@@ -208,7 +208,7 @@ void RunFormat() {
     RunCase<TraitsOf<kFormat, 32, 64, 2>>({40, 136, 48, 32, 5, kIsInt4, true, is_exact});
     RunCase<TraitsOf<kFormat, 64, 64, 1, 80>>({65, 256, 128, 128, 2, kIsInt4, true, is_exact});
   }
-  // The tiles of GPUs.
+  // The tiles on GPUs.
   RunCase<TraitsOf<kFormat, 64, 256, 1>>({64, 1024, 272, 128, 1, kIsInt4, false, true});
   RunCase<TraitsOf<kFormat, 8, 224, 2, 120>>({3, 1056, 448, 32, 2, kIsInt4, true, true});
 }

@@ -1,13 +1,15 @@
-// Runs the device code of csrc/cuda on the host: every thread of a CTA is a fiber, instructions of
-// a whole warp meet at barriers, and asynchronous copies arrive as late as they may.
+// Runs the device code of csrc/cuda on the host. Every thread of a CTA is a fiber, instructions of
+// a whole warp meet at barriers, and asynchronous copies arrive as late as allowed.
 //
-// Stands in for cuda/common/ptx.cuh and for what a CUDA compiler declares; include it first, and
-// cuda_emulation_sm90.h after it for code of sm_90a. What it finds that a GPU may not: a copy that
-// was not waited for, a slot that was refilled while it was still read, shared memory that was
-// never written (all of them read as NaN), barriers that part of a warp or CTA does not reach
-// (abort, with what every warp waits for). Warps run in random order, in every other CTA with one
-// warpgroup far behind the others and their copies. What it cannot find: wrong PTX, and races
-// between lanes of a warp that lie within one stretch without collectives.
+// Stands in for cuda/common/ptx.cuh and for the declarations of a CUDA compiler. Include it first,
+// and cuda_emulation_sm90.h after it for code of sm_90a.
+//
+// Finds mistakes that a GPU may hide: a copy that was not waited for, a slot refilled while it was
+// still read, shared memory that was never written (all of these read as NaN), and barriers that
+// part of a warp or CTA does not reach (aborts, with what every warp waits for). Warps run in
+// random order; in every other CTA one warpgroup runs far behind the others and their copies.
+//
+// Cannot find: wrong PTX, and races between lanes of a warp within one stretch without collectives.
 #pragma once
 #define JAX_ATTN_CUDA_COMMON_PTX_CUH_
 
@@ -38,9 +40,9 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// Of what most of the time goes into: optimised for speed, where the kernels are for compiling.
+// For the hottest functions: optimised for speed. The kernels are optimised for compile time.
 #define JAX_ATTN_EMULATION_HOT __attribute__((optimize("O3"), noinline))
-// Of what that calls: nothing else is inlined there.
+// For functions that those call: GCC inlines nothing else there.
 #define JAX_ATTN_EMULATION_INLINE inline __attribute__((always_inline))
 
 struct uint2 {
@@ -69,7 +71,7 @@ JAX_ATTN_EMULATION_INLINE To EmulationBits(From from) {
 }
 inline float __uint_as_float(unsigned x) { return EmulationBits<float>(x); }
 inline unsigned __float_as_uint(float x) { return EmulationBits<unsigned>(x); }
-// Bytes of x, 0 to 3, and y, 4 to 7, as the digits of `selector` say; no digit is 8 or more.
+// PRMT: bytes of x (0 to 3) and y (4 to 7) by the digits of `selector`; each digit is below 8.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
   unsigned result = 0;
@@ -80,10 +82,10 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline float __int_as_float(int x) { return EmulationBits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-// How many bits above the highest one are 0.
+// Number of zero bits above the highest set bit.
 inline long long __float2ll_rn(float x) { return std::llrint(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-// 1 + the place of the lowest bit; 0: there is none.
+// 1 + the position of the lowest set bit; 0 if there is none.
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 
 namespace jax_attn {
@@ -92,8 +94,8 @@ alignas(1024) inline unsigned char smem[228 * 1024];  // the kernels' extern __s
 
 namespace emulation {
 
-// Shared memory as the asynchronous proxy sees it (wgmma, bulk copies): what a thread writes gets
-// there by fence.proxy.async alone.
+// Shared memory as the asynchronous proxy sees it (WGMMA, bulk copies). A thread's writes get there
+// only by fence.proxy.async.
 inline unsigned char async_smem[sizeof(smem)];
 
 inline std::string Text(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -112,14 +114,14 @@ inline std::string Text(const char* format, ...) {
   std::abort();
 }
 
-// Where arrays end that no copy may read beyond, not by one vector of 16 bytes.
+// Ends of arrays that no copy may read past, not even by one vector of 16 bytes.
 inline std::vector<const void*> ends_of_pools;
 
 struct Index {
   int x;
 };
 
-// 16 bytes on their way to shared memory.
+// 16 bytes in flight to shared memory.
 struct Copy {
   unsigned char* to;
   const void* from;
@@ -136,17 +138,17 @@ struct Copy {
 
 enum class Waits { kNot, kForWarp, kForCta, kForEvent };
 
-// Where a thread of control stopped. swapcontext would do, but asks the system for the signal mask
+// A saved point of execution. swapcontext would work, but it asks the system for the signal mask
 // every time, and emulation switches millions of times.
 struct Place {
   void* registers[5];  // of __builtin_setjmp
 
   [[noreturn]] __attribute__((noinline)) void GoOn() { __builtin_longjmp(registers, 1); }
-  // Goes on there; returns when somebody goes on here.
+  // Continues at `there`; returns when this place is switched to again.
   __attribute__((noinline)) void SwitchTo(Place* there) {
     if (__builtin_setjmp(registers) == 0) there->GoOn();
   }
-  // Begins a context; returns when somebody goes on here.
+  // Starts a context; returns when this place is switched to again.
   __attribute__((noinline)) void Begin(const ucontext_t& context) {
     if (__builtin_setjmp(registers) == 0) setcontext(&context);
   }
@@ -174,15 +176,15 @@ class Closure {
 };
 
 struct alignas(64) Fiber {
-  // What the scheduler asks all threads for.
+  // The fields that the scheduler reads from every thread.
   bool begun, done;
   Waits waits;
-  Closure<bool> happened;  // the event it waits for,
+  Closure<bool> happened;  // the event it waits for
 
   Index thread;
   const char* where;           // the barrier it waits at
   Closure<std::string> event;  // in words
-  uint32_t exchange[8];        // what collectives hand around
+  uint32_t exchange[8];        // values that collectives exchange
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
   Place place;
@@ -196,17 +198,17 @@ class Unit {
   virtual ~Unit() = default;
   virtual void BeginCta(int num_threads) = 0;
   virtual void EndCta() = 0;  // fails if something is left over
-  // Exchanges the state of the running CTA for what lies in a drawer.
+  // Swaps the state of the running CTA with that in a drawer.
   virtual void Exchange(int drawer) = 0;
 };
 
-// What was started and nobody has seen finished. Of one sequence, in order.
+// Work that has started and has not been waited for. A sequence finishes in order.
 struct InFlight {
   int sequence;
   std::function<void()> finish;
 };
 
-// A CTA while others run: all that is its own, but for what units have.
+// A CTA while others run: its whole state except that of units.
 struct Sleeper {
   int cta;
   bool eager;
@@ -218,8 +220,8 @@ struct Sleeper {
 
 class Machine {
  public:
-  // Runs `kernel` on every thread of every CTA, CTAs in random order, one at a time: until it ends,
-  // or all of its threads that can do anything let others go first.
+  // Runs `kernel` on every thread of every CTA. CTAs run in random order, one at a time: until the
+  // CTA ends, or until all its runnable threads let others go first.
   void Launch(int num_ctas, int num_threads, unsigned seed, std::function<void()> kernel) {
     random_.seed(seed);
     seed_ = seed;
@@ -251,7 +253,7 @@ class Machine {
     current_->place.SwitchTo(&scheduler_);
   }
 
-  // `event` is asked for when nothing can run any more.
+  // `event` is called only when nothing can run any more.
   template <typename Happened, typename Event>
   void WaitUntil(const Happened& happened, const Event& event) {
     if (happened()) return;
@@ -260,11 +262,11 @@ class Machine {
     Wait(Waits::kForEvent, "an event");
   }
 
-  // Whether the running CTA lets others go first at its arrivals. Others run until they wait, and
-  // complete what those have left behind.
+  // True if the running CTA lets others go first at its arrivals. The others run until they wait,
+  // and complete the work that it left.
   bool IsPolite() const { return (seed_ >> block.x % 32 & 1) != 0; }
 
-  // Lets other CTAs run, maybe.
+  // Lets other CTAs run, if there are any.
   void LetOthersGoFirst() {
     if (grid_dim.x == 1) return;
     const int64_t now = num_turns_;
@@ -272,8 +274,8 @@ class Machine {
     WaitUntil([this, now] { return num_turns_ > now; }, [] { return std::string("others"); });
   }
 
-  // `finish` runs when no warp can run without it or, in every other CTA, at random times before.
-  // in_order: after what this thread started before.
+  // `finish` runs when no warp can run without it, and in every other CTA at random earlier times.
+  // in_order: after this thread's earlier work.
   void Later(bool in_order, std::function<void()> finish) {
     in_flight_.push_back(std::make_unique<InFlight>(
         InFlight{in_order ? current_->thread.x : --num_unordered_, std::move(finish)}));
@@ -284,9 +286,9 @@ class Machine {
     if (owes_copy_) PublishNow();
     return async_smem;
   }
-  // What all threads have written so far gets there. Where the lanes of a warp come here one after
-  // the other, the first and the last of them copy all of shared memory, those between leave it to
-  // the last; who looks before that, or finds that it did not come, copies for them.
+  // Makes all threads' writes so far visible to the asynchronous proxy. If a warp's lanes call this
+  // one after the other, the first and the last lane copy all of shared memory, and lanes between
+  // leave it to the last. A read before that copies at once.
   void Publish() {
     if (publisher_ == nullptr) publisher_ = current_;
     if (publisher_ == current_ || is_last_lane_) {
@@ -379,8 +381,8 @@ class Machine {
     return !f.done && (f.waits == Waits::kNot || (f.waits == Waits::kForEvent && f.happened()));
   }
 
-  // A random warp among those that can run, of the slow warpgroup or of the others, until its lanes
-  // wait. False if there is none.
+  // Runs a random runnable warp, of the slow warpgroup or of the others, until its lanes wait.
+  // False if there is none.
   JAX_ATTN_EMULATION_HOT bool RunSomeWarp(bool slow) {
     int* end = ready_;
     const std::unique_ptr<Fiber>* const fibers = &fibers_[0];
@@ -432,7 +434,7 @@ class Machine {
     }
   }
 
-  // Lets all threads go on if all of them wait for each other.
+  // Lets all threads continue if all of them wait for each other.
   bool ReleaseCta() {
     for (int i = 0; i < block_dim.x; ++i) {
       if (fibers_[i]->done || fibers_[i]->waits != Waits::kForCta) return false;
@@ -444,7 +446,7 @@ class Machine {
     return true;
   }
 
-  // The oldest of some sequence.
+  // Finishes the oldest work of a random sequence.
   bool FinishSomething() {
     if (in_flight_.empty()) return false;
     const int sequence = in_flight_[random_() % in_flight_.size()]->sequence;
@@ -487,18 +489,18 @@ class Machine {
   int num_drawers_ = 0;
   int num_unordered_ = 0;
   Fiber* current_ = nullptr;
-  const Fiber* publisher_ = nullptr;  // the first of the lanes that run in turn to publish
-  bool is_last_lane_ = false;         // of these
-  bool owes_copy_ = false;            // to what the asynchronous proxy sees
+  const Fiber* publisher_ = nullptr;  // the first of the lanes that publish in turn
+  bool is_last_lane_ = false;         // the running lane is the last of them
+  bool owes_copy_ = false;            // async_smem is out of date
   Place scheduler_;
   std::function<void()> kernel_;
   unsigned seed_ = 0;
   std::mt19937 random_;
-  int slow_ = -1;  // a warpgroup that others, and their copies, are far ahead of; -1: none
+  int slow_ = -1;  // the warpgroup that runs far behind the others and their copies; -1: none
 };
 inline Machine machine;
 
-// What all threads did: a measure of work that no clock has to take.
+// Counts over all threads: a measure of work without a clock.
 inline int64_t num_exponentials = 0, num_loads = 0;  // loads: LoadConstant16
 
 inline void Machine::Entry() {
@@ -523,7 +525,7 @@ class NamedBarriers : public Unit {
   void EndCta() override {}
   void Exchange(int drawer) override { std::swap(barriers_, drawers_[drawer]); }
 
-  // Returns whether `x` holds for any of those that met, if it waits.
+  // Returns whether `x` was true for any thread of this phase, if it waits.
   bool Arrive(int id, int num_threads, bool wait, bool x) {
     if (id < 1 || id > 15) Fail(Text("there is no named barrier %d", id));
     if (num_threads < 32 || num_threads % 32 != 0) Fail("named barriers count whole warps");
@@ -546,7 +548,7 @@ class NamedBarriers : public Unit {
                         return Text("named barrier %d: %d of %d arrived", id, b.arrived,
                                     b.num_threads);
                       });
-    return b.any_last;  // the next phase ends with us
+    return b.any_last;  // the next phase cannot end without this thread
   }
 
  private:
@@ -554,15 +556,15 @@ class NamedBarriers : public Unit {
     int num_threads;
     int arrived;
     uint32_t phase;
-    bool any;       // of the predicates of this phase,
-    bool any_last;  // and of the one before
+    bool any;       // of the predicates of this phase
+    bool any_last;  // and of the phase before
   };
   std::array<Barrier, 16> barriers_ = {};
   std::map<int, std::array<Barrier, 16>> drawers_;
 };
 inline NamedBarriers named_barriers;
 
-// Hands `value` to the warp; read(lane) sees what lane handed in.
+// Exchanges `value` within the warp; read(lane) gives the value of that lane.
 template <typename Read>
 auto Collective(const char* where, uint32_t value, Read read) {
   machine.current().exchange[0] = value;
@@ -710,7 +712,7 @@ JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32
   mine[4] = b0;
   mine[5] = b1;
   emulation::WarpBarrier("mma");
-  // Of this lane's two rows and two columns: [k].
+  // The lane's two rows of a and two columns of b: [k].
   float x[2][16], y[2][16];
   for (int holder = 0; holder < 4; ++holder) {
     const uint32_t* of_a = machine.lane(lane / 4 * 4 + holder).exchange;
@@ -734,10 +736,10 @@ JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32
   emulation::WarpBarrier("mma");
 }
 
-// f16 differs from bf16 in conversions alone; tests run bf16.
+// f16 differs from bf16 only in conversions; tests run bf16.
 inline void MmaF16(float (&)[4], const u32 (&)[4], u32, u32) { emulation::Fail("no f16 here"); }
-// The value of a code of a small type with an exponent of so many bits; special: all exponent bits
-// set mean infinity and NaN (f16), else only all bits do, and mean NaN (e4m3).
+// The number of a small float type with that many exponent bits. special: all exponent bits set
+// mean infinity or NaN (f16); otherwise only all bits set mean NaN (e4m3).
 inline float SmallToFloat(u32 bits, int exponent_bits, int mantissa_bits, bool special) {
   const int mantissa = bits & ((1 << mantissa_bits) - 1);
   const int exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
@@ -750,7 +752,7 @@ inline float SmallToFloat(u32 bits, int exponent_bits, int mantissa_bits, bool s
                            std::max(exponent, 1) - bias - mantissa_bits);
 }
 inline float E4m3ToFloat(u32 code) { return SmallToFloat(code, 4, 3, false); }
-// The nearest, the even one of two; by search.
+// The nearest e4m3 value, ties to even, by search.
 inline u32 FloatToE4m3(float x) {
   if (std::isnan(x)) return 0x7f;
   static const std::array<float, 128> kValues = [] {
@@ -791,8 +793,15 @@ inline u32 E4m3ToF16x2(u16 codes) {
 }
 inline u32 E4m3HighToF16x2(u32 codes) { return E4m3ToF16x2(static_cast<u16>(codes >> 16)); }
 
+using ::fabsf;
 using std::fmaf;
 using std::fmaxf;
+// Volatile: the host's compiler may not make a multiply-add of them, either.
+inline float __fmul_rn(float x, float y) {
+  volatile float product = x * y;
+  return product;
+}
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float Exp2(float x) {
   ++emulation::num_exponentials;
   return std::exp2(x);

@@ -1,20 +1,19 @@
 // Stands in for cuda/sm90/ptx.cuh: include it after cuda_emulation.h.
 //
-// Everything asynchronous happens as late as it may, and early, too: a copy takes its slot when it
-// is issued and arrives when nobody can go on without it, or at a random time before; a matrix
-// product reads its operands when it is issued and again when it is waited for, which must not make
-// a difference, and its accumulators are NaN until then. Beyond what cuda_emulation.h finds, fails
-// on
-//   - shared memory that wgmma reads although nobody fenced what was written (it reads NaN or what
-//     was there before): operands come from async_smem;
+// Asynchronous work happens as late as allowed, and sometimes early. A copy takes its slot when it
+// is issued and arrives when no thread can go on without it, or at a random earlier time. A WGMMA
+// reads its operands when it is issued and again when it is waited for, and both must be equal; its
+// accumulators are NaN until then. Beyond the mistakes that cuda_emulation.h finds, it fails on
+//   - shared memory that wgmma reads although writes to it were not fenced (it reads NaN or the
+//     values before them): operands come from async_smem;
 //   - accumulators or fragments that were written without wgmma.fence before the product, or before
 //     the product was waited for;
 //   - warps of a warpgroup that issue different products;
 //   - barriers that were not initialised, that more threads arrive at than they count, named
 //     barriers whose users disagree about the number of threads;
 //   - a deadlock, with what every warp waits for.
-// What it cannot find: ordinary accesses without a fence before TMA overwrites what
-// they touched, and a limit of registers that the compiler does not meet.
+// Cannot find: ordinary accesses without a fence before TMA overwrites the same memory, and a
+// register limit that the compiler does not meet.
 #pragma once
 #define JAX_ATTN_CUDA_SM90_PTX_CUH_
 
@@ -27,7 +26,7 @@
 namespace jax_attn {
 namespace emulation {
 
-// mbarrier: a phase is complete when neither arrivals nor bytes are pending.
+// mbarrier: a phase is complete when no arrivals and no bytes are pending.
 struct SharedBarrier {
   int num_arrivals;
   int pending;
@@ -35,14 +34,14 @@ struct SharedBarrier {
   u32 phase;
 };
 
-// What stands for a CUtensorMap here, in the words of a TensorMap.
+// Stands in for a CUtensorMap, in the words of a TensorMap.
 struct TmaArray {
   u16* array;  // [num_layers, num_rows, num_heads, head_dim]
   u64 num_layers, num_rows, num_heads, head_dim;
   u64 tile_rows, tile_heads;  // of 64 columns
 };
 
-// A box on its way to memory, which it reaches as late as it may.
+// A TMA tile in flight to global memory, which arrives as late as allowed.
 struct TmaStoreTile {
   TmaArray to;
   u64 row, head, column;
@@ -50,7 +49,7 @@ struct TmaStoreTile {
   std::vector<u16> elements;  // as they were when the copy was issued
 };
 
-// Words on their way to memory, likewise.
+// A bulk copy of words in flight to global memory.
 struct BulkOfResults {
   float* to;
   bool adds;
@@ -58,9 +57,9 @@ struct BulkOfResults {
   std::vector<float> words;
 };
 
-// One of the two matrices of a product in shared memory, as a descriptor has it. In 16-byte chunks,
-// the layouts of the PTX ISA ("Asynchronous warpgroup-level matrix shared memory layout") in the
-// notation of CUTLASS (cute/atom/mma_traits_sm90_gmma.hpp); T is the 8 elements of a chunk.
+// A WGMMA operand in shared memory, given by its descriptor. Layouts are those of the PTX ISA
+// ("Asynchronous warpgroup-level matrix shared memory layout") in 16-byte chunks, in the notation
+// of CUTLASS (cute/atom/mma_traits_sm90_gmma.hpp); T is the 8 elements of a chunk.
 class SharedMatrix {
  public:
   SharedMatrix(u64 descriptor, bool mn_major) : mn_major_(mn_major) {
@@ -84,8 +83,8 @@ class SharedMatrix {
     }
   }
 
-  // Elements [begin, begin + num_rows) x [0, 16) of rows or columns (the dimension that is not
-  // summed over; in eights), and k. Two codes of 8 bits along k are an element.
+  // Reads elements [begin, begin + num_rows) x [0, 16): rows or columns (the dimension that is not
+  // summed over, in eights), and k. Two 8-bit values along k are an element.
   JAX_ATTN_EMULATION_INLINE void Read(int begin, int num_rows, u16* elements) const {
     for (int mn = begin; mn < begin + num_rows; mn += 8) {
       for (int k = 0; k < 16; k += 8) {
@@ -102,22 +101,22 @@ class SharedMatrix {
   }
 
  private:
-  // 8 elements.
+  // The address of 8 elements.
   JAX_ATTN_EMULATION_INLINE const unsigned char* Chunk(u32 address) const {
-    // The XOR acts on the address itself, not on the position within the matrix.
+    // The XOR acts on the address itself, not on the offset within the matrix.
     const u32 mask = (1u << swizzle_bits_) - 1;
     const u32 swizzled = address ^ (address >> 7 & mask) << 4;
     if (swizzled + 16 > sizeof(async_smem)) Fail("a matrix reaches beyond shared memory");
     return machine.AsyncSmem() + swizzled;
   }
 
-  // ((8,m),(T,2)) : ((span,SBO),(1,T)), without swizzle the second chunk is LBO away.
+  // ((8,m),(T,2)) : ((span,SBO),(1,T)); without swizzle the second chunk is LBO away.
   JAX_ATTN_EMULATION_INLINE u32 AddressKMajor(int mn, int k) const {
     const u32 row = 16u << swizzle_bits_, chunk = swizzle_bits_ == 0 ? leading_ : 16;
     return start_ + mn % 8 * row + mn / 8 * stride_ + k / 8 * chunk + k % 8 * 2;
   }
 
-  // ((T,chunks,m),(8,2)) : ((1,T,LBO),(span,SBO)), without swizzle LBO and SBO change places.
+  // ((T,chunks,m),(8,2)) : ((1,T,LBO),(span,SBO)); without swizzle LBO and SBO are exchanged.
   JAX_ATTN_EMULATION_INLINE u32 AddressMnMajor(int mn, int k) const {
     const int width = 8 << swizzle_bits_;  // elements of a row
     const u32 along = swizzle_bits_ == 0 ? stride_ : leading_;
@@ -132,7 +131,7 @@ class SharedMatrix {
 
 inline constexpr int kElementCodes = 100;  // e4m3
 
-// What all four warps of a warpgroup must agree about.
+// The properties on which all four warps of a warpgroup must agree.
 struct ProductShape {
   int n;
   int element;  // kElementBf16, kElementF16 or kElementCodes
@@ -156,8 +155,8 @@ struct Product {
   std::vector<u16> a, b;  // [16, 16], [n, 16] as they were when it was issued
 };
 
-// Registers that products of one warp add to. The values are here, not there, until all of them are
-// waited for.
+// Accumulator registers of one warp's products. The values are in `d`, not in the registers, until
+// all products are waited for.
 struct Accumulators {
   int n;
   int num_products;  // in flight
@@ -168,13 +167,13 @@ struct Accumulators {
 struct WarpState {
   int num_products = 0;
   int num_fences = 0;
-  int num_registers = 0;  // a thread, 0: as launched
+  int num_registers = 0;  // a thread; 0: as launched
   std::vector<TmaStoreTile> open_stores, stores;
   std::vector<BulkOfResults> open_bulks, bulks;
   std::deque<std::vector<Product>> groups;
   std::vector<Product> open_group;
   std::map<float*, Accumulators> accumulators;  // in flight, by the registers of lane 0
-  // Number of fences when the registers of lane 0 were last given back, or read as operand a.
+  // Number of fences when lane 0's registers were last written back, or read as operand a.
   std::map<const float*, int> given_back;
   struct Fragment {
     u32 values[4];
@@ -183,7 +182,7 @@ struct WarpState {
   std::map<const u32*, Fragment> fragments;
 };
 
-// What sm_90a adds to a multiprocessor.
+// The state that sm_90a adds to an SM.
 class Sm90 : public Unit {
  public:
   Sm90() { machine.units.push_back(this); }
@@ -217,7 +216,7 @@ class Sm90 : public Unit {
       num_registers += 32 * warp.num_registers;
       all_set = all_set && warp.num_registers > 0;
     }
-    // What the CTA begins with, in eights a thread: nobody gets more than others gave back.
+    // The CTA's registers at launch, in eights a thread: warps can only take what others released.
     const int num_threads = 32 * static_cast<int>(warps_.size());
     if (all_set && num_registers > 64 * 1024 / num_threads / 8 * 8 * num_threads) {
       Fail(Text("the warps' limits add up to %d registers", num_registers));
@@ -262,7 +261,7 @@ class Sm90 : public Unit {
                       });
   }
 
-  // --- wgmma: called by one lane for its warp, between barriers of the warp ---
+  // --- WGMMA: called by one lane for its warp, between barriers of the warp ---
 
   WarpState& warp() { return warps_[machine.current().thread.x / 32]; }
 
@@ -294,7 +293,7 @@ class Sm90 : public Unit {
     w.open_group.clear();
   }
 
-  // The product that must be issued by all four warps before no more than num_pending groups are
+  // The last product that all four warps must issue before at most num_pending groups are
   // unfinished.
   int LastAwaited(size_t num_pending) {
     const WarpState& w = warp();
@@ -373,7 +372,7 @@ class Sm90 : public Unit {
     ++acc.num_products;
   }
 
-  // Fragments that changed since an earlier product must have a fence between.
+  // A fragment that changed since an earlier product needs a fence in between.
   void CheckFragment(WarpState& w, const u32 (&values)[4], const u32* registers) {
     WarpState::Fragment& last = w.fragments[registers];
     if (last.num_fences == w.num_fences && !std::equal(values, values + 4, last.values)) {
@@ -383,7 +382,7 @@ class Sm90 : public Unit {
     last.num_fences = w.num_fences;
   }
 
-  // Where register i of `lane` is in the warp's [16, n].
+  // Index of register i of `lane` in the warp's [16, n].
   static int Position(int n, int lane, int i) {
     return (lane / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + 2 * (lane % 4) + i % 2;
   }
@@ -409,7 +408,7 @@ class Sm90 : public Unit {
     if (ReadB(p.shape) != p.b) {
       Fail(Text("operand b of product %d changed before it was waited for", p.number));
     }
-    // Elements of 16 bits, or the two codes of each, in the order of their bytes.
+    // Elements of 16 bits, or two 8-bit values each, in byte order.
     const int n = p.shape.n, num_k = p.shape.element == kElementCodes ? 32 : 16;
     const auto to_float = [&](const std::vector<u16>& from, int row, int k) {
       if (p.shape.element == kElementCodes) {
@@ -461,11 +460,11 @@ class Sm90 : public Unit {
   std::map<int, Drawer> drawers_;
   std::map<u32, SharedBarrier> shared_barriers_;  // by address
   std::vector<WarpState> warps_;
-  std::vector<std::vector<ProductShape>> issued_;  // by the first warp to come, a warpgroup
+  std::vector<std::vector<ProductShape>> issued_;  // by a warpgroup's first warp
 };
 inline Sm90 sm90;
 
-// Runs `action` once for the warp, when all of its lanes are there.
+// Runs `action` once for the warp, when all of its lanes have arrived.
 template <typename Action>
 void OncePerWarp(const char* where, Action action) {
   WarpBarrier(where);
@@ -558,12 +557,12 @@ inline std::vector<u16> ReadTmaTile(const emulation::TmaArray& of, u32 shared) {
 template <class TensorMap>
 void StoreTmaTile(const TensorMap& map, int column, int head, int row, u32 shared) {
   if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
-  emulation::TmaStoreTile box;
-  std::memcpy(&box.to, &map, sizeof(box.to));
-  box.row = row, box.head = head, box.column = column, box.shared = shared;
+  emulation::TmaStoreTile tile;
+  std::memcpy(&tile.to, &map, sizeof(tile.to));
+  tile.row = row, tile.head = head, tile.column = column, tile.shared = shared;
   if (shared % 1024 != 0) emulation::Fail("misplaced TMA tile");
-  box.elements = ReadTmaTile(box.to, shared);
-  emulation::sm90.warp().open_stores.push_back(box);
+  tile.elements = ReadTmaTile(tile.to, shared);
+  emulation::sm90.warp().open_stores.push_back(tile);
 }
 inline std::vector<float> ReadBulk(u32 shared, size_t num_words) {
   std::vector<float> words(num_words);
@@ -592,16 +591,16 @@ inline void CommitStores() {
 }
 inline void WaitStores() {
   auto& w = emulation::sm90.warp();
-  for (const emulation::TmaStoreTile& box : w.stores) {
-    if (ReadTmaTile(box.to, box.shared) != box.elements) {
+  for (const emulation::TmaStoreTile& tile : w.stores) {
+    if (ReadTmaTile(tile.to, tile.shared) != tile.elements) {
       emulation::Fail("a TMA tile was written again while TMA could read it");
     }
-    const emulation::TmaArray& to = box.to;
-    for (size_t e = 0; e < box.elements.size(); ++e) {
-      const u64 column = box.column + e % 64, head = box.head + e / 64 % to.tile_heads;
-      const u64 row = box.row + e / 64 / to.tile_heads;
+    const emulation::TmaArray& to = tile.to;
+    for (size_t e = 0; e < tile.elements.size(); ++e) {
+      const u64 column = tile.column + e % 64, head = tile.head + e / 64 % to.tile_heads;
+      const u64 row = tile.row + e / 64 / to.tile_heads;
       if (column >= to.head_dim || head >= to.num_heads || row >= to.num_rows) continue;
-      to.array[(row * to.num_heads + head) * to.head_dim + column] = box.elements[e];
+      to.array[(row * to.num_heads + head) * to.head_dim + column] = tile.elements[e];
     }
   }
   w.stores.clear();
@@ -612,7 +611,7 @@ inline void WaitStores() {
   }
   w.bulks.clear();
 }
-// Of bulk copies: they are read, but have not arrived.
+// Waits until bulk copies have read shared memory; their data has not arrived yet.
 inline void WaitStoresRead() {
   auto& w = emulation::sm90.warp();
   for (const emulation::BulkOfResults& bulk : w.bulks) {
@@ -626,8 +625,8 @@ inline void WaitStoresRead() {
 inline void FenceGlobalForBulk() {}
 inline void Nanosleep() {}
 inline void WaitBarrier(u32 barrier, u32 parity) { emulation::sm90.Wait(barrier, parity); }
-inline bool TestBarrier(u32, u32) { return false; }    // as unlucky as can be
-inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // as patient as can be
+inline bool TestBarrier(u32, u32) { return false; }    // never ready: the worst case
+inline bool TryWaitBarrier(u32 barrier, u32 parity) {  // always waits
   WaitBarrier(barrier, parity);
   return true;
 }
@@ -643,7 +642,7 @@ inline void StoreMatrix2Transposed(u32 shared, u32 r0, u32 r1) {
     for (int m = 0; m < 2; ++m) {
       for (int row = 0; row < 8; ++row) {
         const u32 to = emulation::machine.lane(m * 8 + row).exchange[0];
-        for (int e = 0; e < 8; ++e) {  // element `row` of row e before
+        for (int e = 0; e < 8; ++e) {  // becomes element `row` of row e
           const u32 pair = emulation::machine.lane(e * 4 + row / 2).exchange[1 + m];
           const u16 x = static_cast<u16>(pair >> 16 * (row % 2));
           std::memcpy(smem + to + 2 * e, &x, sizeof(x));
@@ -684,7 +683,7 @@ void RaiseRegisterLimit() {
   SetRegisterLimit<kRegisters>();
 }
 
-// As cuda/sm90/ptx.cuh has it.
+// As in cuda/sm90/ptx.cuh.
 inline u64 MatrixDescriptor(u32 shared, int leading, int stride) {
   constexpr u64 kSwizzle128 = u64{1} << 62;
   return kSwizzle128 | static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(leading >> 4) << 16 |
@@ -726,7 +725,7 @@ struct Wgmma {
   }
 };
 
-// Sums are those of f32. A GPU cuts off addends.
+// Sums are f32. A GPU truncates addends.
 template <int kN>
 struct WgmmaE4m3 {
   static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {

@@ -1,7 +1,7 @@
-// The emulation of sm_90a, which kernel tests trust: products against three loops in every layout,
-// a pipeline of producers and consumers, and the mistakes that it must find.
+// The emulation of sm_90a, which kernel tests trust: matmuls against three loops in every layout, a
+// pipeline of producers and consumers, and the mistakes that it must find.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@ void Expect(bool ok, const std::string& what) {
   ++g_failures;
 }
 
-// --- products ---
+// --- matmuls ---
 
 enum Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };  // as in descriptors
 
@@ -33,8 +33,8 @@ struct Tile {
 
   int RowBytes() const { return swizzle == kNone ? 16 : 256 >> swizzle; }
 
-  // Where an element goes, the way copies see it: rows of RowBytes() in blocks of 8, whose chunks
-  // are XORed with the row where rows are that long, or with as many of its bits as there are.
+  // Address of an element as copies write it: rows of RowBytes() in blocks of 8. The chunks of a
+  // row are XORed with the row number, or with its low bits if rows are shorter.
   u32 Address(int i, int j) const {
     const int row = mn_major ? j : i, column = mn_major ? i : j;
     const int rows = mn_major ? k : mn;
@@ -45,7 +45,7 @@ struct Tile {
     return start + block * rows * RowBytes() + row * RowBytes() + chunk * 16 + column % 8 * 2;
   }
 
-  // Of the 16 columns from k0 on.
+  // Descriptor of the 16 columns from k0 on.
   u64 Descriptor(int k0) const {
     const int rows = mn_major ? k : mn;
     const u64 block = rows * RowBytes(), eight_rows = 8 * RowBytes();
@@ -79,7 +79,7 @@ float Expected(int row, int column, int num_k, int salt_a, int salt_b) {
   return sum;
 }
 
-// Where d[i] of this thread is.
+// Position of this thread's d[i].
 int Row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 int Column(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -132,7 +132,7 @@ void TestProduct(bool a_in_registers, bool a_mn_major, Swizzle swizzle_a, Swizzl
                          swizzle_a, b_mn_major ? "transposed," : "", swizzle_b, num_wrong));
 }
 
-// The functions that kernels call, with their descriptor.
+// The functions that kernels call, with their descriptors.
 void TestWrappers() {
   const Tile a = {0, 64, 64, false, k128}, b = {8192, 128, 64, false, k128};
   const Tile v = {24576, 128, 64, true, k128};
@@ -171,8 +171,8 @@ void TestWrappers() {
   Expect(num_wrong == 0, "wrappers");
 }
 
-// The accumulators of a product as operand b of another one, whose operand a is transposed, by
-// shared memory; and a barrier that says whether anybody is different.
+// The accumulators of one product become operand b of another one by shared memory; its operand a
+// is transposed. A barrier tells if any thread differs.
 void TestTransposedWrappers() {
   const Tile a = {0, 64, 64, false, k128}, b = {8192, 32, 64, false, k128};
   const Tile v = {16384, 64, 64, true, k128}, p = {24576, 32, 64, false, k128};
@@ -226,8 +226,8 @@ struct PipelineMistakes {
   bool one_consumer_frees = false;  // the other warpgroup may still read
 };
 
-// A producer warpgroup copies tiles into a ring of two slots, by TMA or by itself, two consumer
-// warpgroups multiply their own a with them, in turns kept by named barriers.
+// A producer warpgroup copies tiles into a ring of two slots, by TMA or with its threads. Two
+// consumer warpgroups multiply their own a with them, and named barriers pass a ping-pong token.
 int WrongResultsOfPipeline(unsigned seed, bool uses_tma, const PipelineMistakes& mistakes) {
   constexpr int kTiles = 7, kSlots = 2, kSlotBytes = 64 * 128;
   constexpr u32 kFull = 0, kEmpty = 64;
@@ -297,7 +297,7 @@ int WrongResultsOfPipeline(unsigned seed, bool uses_tma, const PipelineMistakes&
       const bool frees = group == 1 || !mistakes.one_consumer_frees;
       if (!mistakes.early_release && frees) ArriveBarrier(kEmpty + 8 * slot);
     }
-    // The turn that nobody takes.
+    // Takes the last token, which is left over.
     if (group == 1) SyncNamed(4, 256);
     for (int i = 0; i < 32; ++i) {
       float sum = 0;
@@ -339,13 +339,13 @@ void ExpectDeath(const char* name, const std::string& message, Function function
          std::string(name) + ": expected '" + message + "', got '" + text + "'");
 }
 
-// The mistake shows in wrong results or, sooner, in a failure, in most runs (which warpgroup is far
-// behind may hide it).
+// In most runs the mistake shows in wrong results or, earlier, in a failure. The choice of the slow
+// warpgroup may hide it.
 void ExpectTrouble(const char* name, const PipelineMistakes& mistakes) {
   int num_runs = 0, num_found = 0;
   for (unsigned seed = 0; seed < 12; ++seed) {
     const bool uses_tma = seed % 2 == 1;
-    if (uses_tma && mistakes.no_fence) continue;  // they need none
+    if (uses_tma && mistakes.no_fence) continue;  // TMA needs none
     const std::string text = Death([&] {
       if (WrongResultsOfPipeline(seed, uses_tma, mistakes) > 0) emulation::Fail("wrong results");
     });
@@ -457,8 +457,8 @@ void TestMistakes() {
   });
 }
 
-// A fence publishes what was written before it, whether all lanes come to it or one, and not what
-// its thread, or with all lanes the last of them, writes after it.
+// A fence publishes writes before it, whether all lanes call it or one. It does not publish later
+// writes of its thread, or of the last lane if all lanes call it.
 void TestFences() {
   const auto write = [](int word) {
     const float x = static_cast<float>(word);

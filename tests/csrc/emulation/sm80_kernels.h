@@ -1,14 +1,14 @@
-// The portable kernels as select/cuda.cc has them, emulated; include the emulation first.
+// The portable kernels as in select/cuda.cc, emulated; include the emulation first.
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
 #include "cuda/sm80/attention.cuh"
-#include "cuda/sm80/mla.cuh"
+#include "cuda/sm80/wide.cuh"
 
 namespace jax_attn {
 namespace {
 
-// For head_dim 128 on sm_90, which runs it when it has to.
+// For head_dim 128 on sm_90, where it is the fallback.
 struct Sm80Kernel : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
@@ -40,7 +40,21 @@ struct Sm80MlaOf : NoTensorMaps {
     static constexpr int kTileKv = kKv, kNumWarps = 8, kNumStages = 0;
   };
   template <class Shape>
-  using Body = MlaBody<Traits<Shape>>;
+  using Body = WideBody<Traits<Shape>>;
+};
+
+// Heads of more than 256 columns; the larger of two tiles alone where kSmall is 0.
+template <int kTheArch, int kSmall, int kTall, int kKv>
+struct WideOf : NoTensorMaps {
+  template <class Shape>
+  struct Traits : Shape {
+    static constexpr int kArch = kTheArch;
+    static constexpr int kNumTiles = kSmall > 0 ? 2 : 1, kTileQ0 = kSmall > 0 ? kSmall : kTall;
+    static constexpr int kTileQ1 = kSmall > 0 ? kTall : 0, kTileQ2 = 0;
+    static constexpr int kTileKv = kKv, kNumWarps = 8, kNumStages = 0;
+  };
+  template <class Shape>
+  using Body = WideBody<Traits<Shape>>;
 };
 
 // On sm_90, whose second tile is as tall as the device allows, and for the least shared memory.

@@ -1,4 +1,4 @@
-// The kernels of sm_90a as select/cuda.cc has them, emulated; include the emulation first.
+// The kernels of sm_90a as in select/cuda.cc, emulated; include the emulation first.
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
@@ -9,7 +9,7 @@
 namespace jax_attn {
 namespace {
 
-// kTiles: 1 is decodes alone.
+// kTiles: 1 is the decode kernel.
 template <int kSmallTile, int kTiles>
 struct Sm90Tiles {
   template <class Shape>
@@ -30,7 +30,7 @@ struct Sm90Tiles {
   using Body = HopperAttentionBody<Traits<Shape>>;
 };
 
-// TMA maps belong to the launch: the kernel is the same with and without them, and compiles once.
+// The launch decides on TMA maps: the kernel is the same with and without, and compiles once.
 template <bool kUsesTma, int kSmallTile, int kTiles = 2>
 struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
   template <class Shape>
@@ -47,7 +47,7 @@ struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
       return bits;
     };
     auto map = [&](const void* array, i64 head_dim, i64 rows) {
-      if (spec.quantized()) head_dim /= 2;  // two are a column
+      if (spec.quantized()) head_dim /= 2;  // a column is two values
       return bits_of({static_cast<u16*>(const_cast<void*>(array)), 1, static_cast<u64>(rows),
                       static_cast<u64>(spec.num_kv_heads), static_cast<u64>(head_dim), kTmaRows,
                       1});

@@ -1,7 +1,7 @@
-// The attention kernel of sm_90a with low tiles of 64 rows, without a GPU.
+// The attention kernel of sm_90a with small tiles of 64 rows, without a GPU.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "sm90/attention_sm90_cases.h"
 
 int main() {

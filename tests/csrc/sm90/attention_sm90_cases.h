@@ -1,5 +1,5 @@
-// Cases of the attention kernel of sm_90a beside those of attention_cuda_cases.h; include the
-// emulation first.
+// Cases of the attention kernel of sm_90a, in addition to those of attention_cuda_cases.h; include
+// the emulation first.
 #pragma once
 
 #include "cuda/attention_cuda_cases.h"
@@ -15,7 +15,7 @@ template <class Kernel>
 void RunE4m3Cases() {
   const std::vector<Request> decode = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {1, 65}, {2, 300}};
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}};
-  // Of all three kinds, with more steps than both rings have slots, and some with none.
+  // Items of all three kinds, with more steps than both rings have slots, and some with none.
   const std::vector<Request> by_turns = {{45, 600}, {12, 300},  {1, 917},  {20, 150}, {4, 0},
                                          {16, 700}, {100, 100}, {3, 1400}, {12, 12},  {10, 640}};
   RunCase<Kernel, E4m3Shape<128, 128, 4, 16, false, false>>(
@@ -51,6 +51,8 @@ void RunE4m3Cases() {
        .sharpness = 10,
        .late_keys = 3},
       10);
+  RunFarCase<Kernel, E4m3Shape<64, 64, 4, 16, false, false>>(
+      {.name = "e4m3, far logits", .requests = kForest}, 12);
   RunCase<Kernel, E4m3Shape<64, 64, 4, 16, false, false>>({.name = "e4m3, shared prefixes",
                                                            .requests = kForest,
                                                            .kv_split = 64,
@@ -59,10 +61,10 @@ void RunE4m3Cases() {
                                                           11);
 }
 
-// Consumers of a joint item whose rows' keys end in different steps leave it one after the other.
+// Consumers of a joint item leave it one by one if their rows' keys end in different steps.
 template <class Kernel>
 void RunEarlyCases() {
-  // Some see a step and no more of an item, or nothing.
+  // Some rows see one step of an item, or nothing.
   const std::vector<Request> prompts = {{450, 450}, {1, 300}, {200, 500}, {150, 60}, {130, 1100},
                                         {70, 70},   {3, 400}, {193, 193}, {64, 200}};
   RunCase<Kernel, ShapeOf<64, 64, 1, 16, false, true, false>>(

@@ -1,8 +1,8 @@
-// The attention kernel of sm_90a, without a GPU: keys and values copied row by row, and by the copy
-// engine where its tiles divide the pages.
+// The attention kernel of sm_90a, without a GPU: keys and values copied row by row, and by TMA
+// where its tiles divide the pages.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "sm90/attention_sm90_cases.h"
 
 int main() {

@@ -1,8 +1,8 @@
-// The backward pass of sm_90a over pages, without a GPU: requests that share a prompt's pages,
-// whose keys have their gradients from all of them.
+// The backward pass of sm_90a over pages, without a GPU: requests share a prompt's pages, and
+// gradients of its keys sum over all of them.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "sm90/backward_sm90_cases.h"
 
 namespace jax_attn {
@@ -14,7 +14,7 @@ int RunAll() {
   // first key.
   const std::vector<Request> group = {{280, 280}, {90, 350}, {130, 370}, {0, 290},
                                       {64, 330},  {1, 257},  {300, 280}};
-  // The first request has a part of a page, of which others have more.
+  // The first request has a partial page, of which others have more tokens.
   const std::vector<Request> grown = {{100, 100}, {50, 150}, {20, 104}, {60, 140}};
   const std::vector<Request> groups = {{200, 200}, {60, 260}, {70, 330}, {0, 300}, {40, 340},
                                        {9, 350},   {30, 30},  {1, 400},  {5, 5},   {150, 150}};

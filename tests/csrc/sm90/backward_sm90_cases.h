@@ -1,4 +1,4 @@
-// How backward*_sm90_test.cc run a case of backward_cuda_cases.h: the launches of LaunchBackward.
+// Runs a case of backward_cuda_cases.h in backward*_sm90_test.cc with LaunchBackward's launches.
 //
 // Include cuda_emulation.h and cuda_emulation_sm90.h before this file.
 #pragma once
@@ -14,7 +14,7 @@ namespace {
 void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
   AttentionParams& f = p->forward;
   const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t tile_rows) {
-    const emulation::TmaArray boxed = {static_cast<u16*>(const_cast<void*>(array)),
+    const emulation::TmaArray tiled = {static_cast<u16*>(const_cast<void*>(array)),
                                        1,
                                        static_cast<u64>(rows),
                                        static_cast<u64>(heads),
@@ -22,21 +22,21 @@ void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
                                        static_cast<u64>(tile_rows),
                                        1};
     TensorMap bits = {};
-    std::memcpy(&bits, &boxed, sizeof(boxed));
+    std::memcpy(&bits, &tiled, sizeof(tiled));
     return bits;
   };
   const int64_t tile = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
   p->q_map = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile);
   p->d_o_map = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile);
   const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
-  const int64_t box = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
-  f.k_map = map(f.k, kv_rows, spec.num_kv_heads, box);
-  f.v_map = map(f.v, kv_rows, spec.num_kv_heads, box);
+  const int64_t kv_tile = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
+  f.k_map = map(f.k, kv_rows, spec.num_kv_heads, kv_tile);
+  f.v_map = map(f.v, kv_rows, spec.num_kv_heads, kv_tile);
   f.has_tensor_maps = 1;
 }
 
-// Poisoned, or where pages in common are no prefixes, the portable kernel has to compute everything
-// again. Each run has another number of CTAs.
+// With poison, or with common pages that are no prefixes, the portable kernel must recompute
+// everything. Each run has another number of CTAs.
 template <class Shape>
 void RunInPart(const Case& c, unsigned seed, bool uses_tma, Poison poison, Tables tables) {
   using Traits = typename Kernel<Shape, 90>::Traits;
@@ -52,7 +52,7 @@ void RunInPart(const Case& c, unsigned seed, bool uses_tma, Poison poison, Table
           ++g_failures;
           return;
         }
-        // As XLA hands them over.
+        // As XLA passes them.
         void* const results[] = {params.d_q, params.d_k, params.d_v};
         for (int i = 0; i < (spec.paged() ? 1 : 3); ++i) {
           std::memset(results[i], 0x7f, 2 * params.num_elements[i]);
@@ -87,8 +87,7 @@ void Run(const Case& c, unsigned seed, bool uses_tma, Poison poison = kNone,
          Tables tables = kOfCase) {
   g_part.has_asked = true;
   if constexpr (InPart<Shape>()) {
-    g_part.has_run = true;
-    RunInPart<Shape>(c, seed, uses_tma, poison, tables);
+    if (TakesCase<Shape>()) RunInPart<Shape>(c, seed, uses_tma, poison, tables);
   }
 }
 

@@ -1,8 +1,8 @@
-// The backward pass of sm_90a without pages, without a GPU: in emulation, tiles by TMA or by
-// rows, and what is not finite by the portable kernel behind it.
+// The backward pass of sm_90a without pages and without a GPU: in emulation, with tiles by TMA or
+// by rows; the portable kernel recomputes non-finite results.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "sm90/backward_sm90_cases.h"
 
 namespace jax_attn {
@@ -42,8 +42,9 @@ int RunAll() {
     const Case c = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
     Run<Causal64>(c, 20 + poison, true, poison);
   }
-  // A soft cap makes something finite of an infinity. Of the row d_q is 0 here, and of the key d_k,
-  // but d_k of what the row sees, and d_q of what sees the key, are 0 times an infinity.
+  // With a soft cap an infinite logit becomes finite, and its gradient is 0. So d_q of the row and
+  // d_k of the key are 0 here. But d_k of the keys that the row sees, and d_q of the rows that see
+  // the key, are 0 times an infinity.
   for (const Poison poison : {kInfiniteQ, kInfiniteK}) {
     Case c = odd;
     c.name = "infinite, soft cap";

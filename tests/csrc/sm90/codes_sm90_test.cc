@@ -1,9 +1,9 @@
-// Keys and values as e5m2, int8 and codes of 4 bits on the loop of wgmma, without a GPU: what the
-// CPU's kernels give, and the bits of plain pages of what the codes stand for, as the portable
-// kernel decodes them (formats_cuda_test.cc looks at that).
+// Keys and values as e5m2, int8 and 4-bit values in the WGMMA main loop, without a GPU: the CPU
+// kernels' results, and the bits of plain pages dequantized by the portable kernel (which
+// formats_cuda_test.cc tests).
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "cuda/attention_cuda_cases.h"
 #include "cuda/common/quantized_rows.cuh"
 #include "cuda/sm80/quantized_kv.cuh"
@@ -35,7 +35,8 @@ std::vector<uint16_t> PlainRows(const AttentionSpec& spec, i64 num_rows,
   return plain;
 }
 
-// RunCase; and where 16-bit keys have the same tiles and consumers, their bits on the same plan.
+// RunCase; and the bits of 16-bit keys on the same plan, if these have the same tiles and
+// consumers.
 template <class Kernel, class Shape, int kFormat>
 void RunCodesInPart(const Case& c, unsigned seed) {
   using Traits = typename Kernel::template Traits<CodesOf<Shape, kFormat>>;
@@ -66,8 +67,8 @@ template <class Kernel, class Shape, int kFormat>
 void RunCodes(const Case& c, unsigned seed) {
   g_part.has_asked = true;
   if constexpr (InPart<Kernel, Shape, std::integral_constant<int, kFormat>>()) {
-    g_part.has_run = true;
-    RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
+    if (TakesCase<Kernel, Shape, std::integral_constant<int, kFormat>>())
+      RunCodesInPart<Kernel, Shape, kFormat>(c, seed);
   }
 }
 
@@ -80,7 +81,7 @@ void RunFormat(const std::string& format) {
   };
   const std::vector<Request> decode = {{1, 130}, {1, 1}, {0, 9}, {1, 0}, {1, 65}, {2, 300}};
   const std::vector<Request> mixed = {{45, 70}, {3, 5}, {1, 200}, {5, 2}};
-  // Of all three kinds, with more steps than both rings have slots, and some with none.
+  // Items of all three kinds, with more steps than both rings have slots, and some with none.
   const std::vector<Request> by_turns = {{45, 600}, {12, 300},  {1, 917},  {20, 150}, {4, 0},
                                          {16, 700}, {100, 100}, {3, 1400}, {12, 12},  {10, 640}};
   using Usual = ShapeOf<128, 128, 4, 16, false, true, false>;
@@ -88,7 +89,7 @@ void RunFormat(const std::string& format) {
   run(Usual(), {.requests = by_turns, .num_ctas = 1, .kv_heads = 3}, "by turns, three heads", 2);
   run(Usual(), {.requests = kForest, .kv_split = 64, .prefix = 256, .half_prefix = 64},
       "shared prefixes", 3);
-  // Rows of 84, 52, 43, 26 and other bytes, padding, pages shorter than what a warp copies.
+  // Rows of 84, 52, 43, 26 and other bytes, padding, pages shorter than a warp's copies.
   using Odd = ShapeOf<80, 48, 5, 8, true, true, true>;
   run(Odd(), {.requests = mixed, .window_left = 30, .soft_cap = 3.0, .sinks = true, .kv_split = 64},
       "window, soft cap, odd sizes", 4);

@@ -1,9 +1,9 @@
-// Attention kernels, without a GPU, on what should not be: plans that are none, plans whose merges
-// do not add up, and requests full of NaN. Whatever comes, the kernels end, they do not follow
-// what is not theirs, the next launch is right, and work stays within bounds, which are counted.
+// Attention kernels, without a GPU, on faulty data: invalid plans, plans whose merges do not add
+// up, and requests full of NaN. Whatever comes, the kernels end, stay in their memory, and leave
+// the next launch right. Their work, which is counted, stays within bounds.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
 #include "emulation/sm90_kernels.h"
 #include "plan/damaged_headers.h"
@@ -18,7 +18,7 @@ void Expect(bool ok, const std::string& what) {
   std::printf("FAILED %s\n", what.c_str());
 }
 
-// Follows plans as the others; its operands are not looked at here.
+// Follows plans like the others; this test does not look at its operands.
 struct F32Kernel : NoTensorMaps {
   template <class Shape>
   struct Traits : Shape {
@@ -37,7 +37,7 @@ class Series {
   using Traits = typename Kernel::template Traits<Shape>;
   using Body = typename Kernel::template Body<Shape>;
 
-  // 16-bit words of an element; two of what was made for others are one of f32.
+  // 16-bit words of an element; two elements of the 16-bit batch make one f32.
   static constexpr int kWords = Traits::kDtype == kElementF32 ? 2 : 1;
 
   explicit Series(const Case& c)
@@ -92,7 +92,7 @@ PlanHeader& HeaderOf(const PlanLayout& layout, std::vector<i32>* plan) {
 
 // --- headers ---
 
-// A header that is none: all results are NaN, and nothing behind it is looked at.
+// Invalid headers: all results are NaN, and nothing after the header is read.
 template <class Kernel, class Shape>
 void TestHeaders(const Case& c) {
   Series<Kernel, Shape> series(c);
@@ -101,7 +101,7 @@ void TestHeaders(const Case& c) {
   const PlanLimits most = MakePlanLimits(series.problem(), series.batch.num_pages);
   const PlanHeader header = *reinterpret_cast<const PlanHeader*>(&series.plan[layout.header]);
   for (const DamagedHeader& damaged : DamagedHeaders(header, most)) {
-    // What follows leads astray.
+    // The rest of the plan is nonsense.
     std::vector<i32> plan(series.plan.size(), 0x7f7f7f70);
     std::copy_n(series.plan.begin(), layout.qo_indptr, plan.begin());
     HeaderOf(layout, &plan) = damaged.header;
@@ -113,7 +113,7 @@ void TestHeaders(const Case& c) {
   }
   Expect(SameBits(series.Launch(series.plan), good),
          std::string(c.name) + ": other bits behind headers that are none");
-  // Queues that are not of the plan's items have none.
+  // Queues outside the plan's items count as empty.
   for (const auto& [at, value] : std::vector<std::pair<int, i32>>{
            {0, -7}, {c.num_ctas, most.max_items + 1}, {1, 0x7fffffff}}) {
     std::vector<i32> plan = series.plan;
@@ -126,7 +126,7 @@ void TestHeaders(const Case& c) {
 
 // --- counters ---
 
-// Merge groups that nobody completes, or too early: the next launch is right.
+// Merge groups that are never completed, or too early: the next launch is right.
 template <class Kernel, class Shape>
 void TestCounters(const Case& c) {
   Series<Kernel, Shape> series(c);
@@ -154,7 +154,7 @@ void TestCounters(const Case& c) {
   Expect(SameBits(series.Launch(series.plan, false), good), "other bits with zeroed counters");
 }
 
-// A counter says that somebody came, who never did: not waited for for ever.
+// A counter claims an arrival that never happened: the kernel does not wait forever.
 template <class Kernel, class Shape>
 void TestSpin(const Case& c) {
   Series<Kernel, Shape> series(c);
@@ -170,10 +170,10 @@ void TestSpin(const Case& c) {
 
 // --- barriers ---
 
-// Items of any kind, as long as what they name is memory of this launch: lengths and spans that are
-// empty, reversed or too long, tiles that do not exist, heads, positions, merge groups and queues
-// of others. All warps must agree on how often they wait and arrive: the emulation aborts where a
-// warp waits for what nobody does, and where a CTA leaves something over. And the next launch is
+// Damaged items that only name memory of this launch: lengths and spans that are empty, reversed or
+// too long, tiles that do not exist, and other items' heads, positions, merge groups and queues.
+// All warps must agree on the number of their waits and arrivals. The emulation aborts if a warp
+// waits for an arrival that never comes, or if a CTA leaves something over. The next launch must be
 // right.
 template <class Kernel, class Shape>
 void TestBarriers(const Case& c, int num_plans) {
@@ -191,7 +191,7 @@ void TestBarriers(const Case& c, int num_plans) {
   };
   for (int plans = 0; plans < num_plans; ++plans) {
     std::vector<i32> plan = series.plan;
-    plan.resize(plan.size() + 1000);  // page 0, behind the last page table
+    plan.resize(plan.size() + 1000);  // page 0, after the last page table
     const PlanHeader header = HeaderOf(layout, &plan);
     for (i64 i = 0; i < config.max_shared_tokens; ++i) {
       if (random() % 4 == 0) plan[layout.qo_indices + i] = between(0, header.nnz_qo - 1);
@@ -254,10 +254,10 @@ void TestBarriers(const Case& c, int num_plans) {
          std::string(c.name) + ": other bits behind plans of anything");
 }
 
-// --- what is not finite ---
+// --- non-finite values ---
 
-// Bounds of work beside that of a clean batch. What is computed again is counted by exponentials,
-// what is looked at by loads.
+// Bounds the work beyond that of a clean batch. Exponentials count recomputed rows; loads count
+// inspected values.
 template <class Kernel, class Shape>
 void TestPoison(const char* name, const Request& request, i64 tile_rows) {
   using Bits = std::vector<std::pair<int, u16>>;  // columns of a value
@@ -281,8 +281,8 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
                 static_cast<long long>(exponentials), static_cast<long long>(more),
                 static_cast<long long>(loads), static_cast<long long>(more_loads));
     Expect(more <= again, std::string(name) + ", " + what + ": too much is computed again");
-    // 16 bytes each: values that some rows of a warp do not see, at most as many as a tile has
-    // rows, by each of its warps; and what is computed again, keys and values of 4 rows.
+    // 16 bytes each. Every warp of a tile may read the values that some of its rows do not see, at
+    // most as many as a tile has rows. Recomputing loads keys and values of 4 rows.
     const i64 chunks = Shape::kHeadDimVo / 8;
     Expect(more_loads <= (rows / 16 + 1) * tile_rows * chunks + again * 2 * chunks,
            std::string(name) + ", " + what + ": too much is looked at");
@@ -297,7 +297,7 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
     all_nan.push_back({i, 0x7fff});
     all_infinite.push_back({i, i % 3 == 0 ? 0xff80 : 0x7f80});
   }
-  // Rows that lie before the first such token, of its tile, are computed again: that is `again`.
+  // Rows of the tile before the first such token are recomputed: their exponentials are `again`.
   const i64 of_tile = tile_rows * n, last_tokens = i64{rows} * 32 + 1000;
   check("one NaN early", 3, 4, {{5, 0x7fff}}, 1000);
   check("one NaN late", n - 100, n - 99, {{5, 0x7fff}}, of_tile);
@@ -308,7 +308,7 @@ void TestPoison(const char* name, const Request& request, i64 tile_rows) {
 }  // namespace
 }  // namespace jax_attn
 
-// The argument: damaged plans of each kernel, 10 without.
+// The argument is the number of damaged plans of each kernel (default 10).
 int main(int argc, char** argv) {
   using namespace jax_attn;
   const int num_plans = argc > 1 ? std::atoi(argv[1]) : 10;

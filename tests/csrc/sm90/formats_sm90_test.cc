@@ -1,8 +1,8 @@
-// Products of e4m3 codes on Hopper, without a GPU: results are within what rounding q and the
-// weights to codes may change, and bits do not depend on the order of execution.
+// Matmuls of e4m3 values on Hopper, without a GPU: results are within the bound of rounding q and
+// the weights to e4m3, and bits do not depend on the order of execution.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "emulation/sm90_kernels.h"
 #include "part.h"
 
@@ -24,7 +24,7 @@ struct Transposed {
   static constexpr int kHeadDimVo = kHeadDim;
 };
 
-// Every code of a step is where the weights' order has it.
+// Every value of a step is at the position of the weights' order.
 template <int kHeadDim, int kStep>
 void TestTransposition() {
   using Traits = Transposed<kHeadDim>;
@@ -64,7 +64,7 @@ void TestTransposition() {
 
 // --- attention ---
 
-// q as the kernel rounds it, in f32: codes times the scale of their row.
+// q as the kernel rounds it, in f32: quantized values times the scale of their row.
 template <class Traits>
 std::vector<float> RoundedQueries(const AttentionSpec& spec, const Batch& b) {
   constexpr int kDim = Traits::kHeadDimQk;
@@ -88,21 +88,20 @@ std::vector<float> RoundedQueries(const AttentionSpec& spec, const Batch& b) {
   return q;
 }
 
-// What a row of o is, by those q, in f64.
+// A row of o for the rounded q, in f64.
 struct Exact {
   std::vector<double> o;
   std::vector<double> tolerance;
   double lse;
 };
 
-// The result of a query token and head, and how far codes of weights may take it: a weight w
-// becomes one within 2^-4 of it, or, below the codes' normal numbers, by no more than 2^-10. What o
-// is divided by is the sum W of these codes, at least 15/16 of that of the weights, so
+// The result of a query token and head, and the bound for rounding its weights to e4m3. A rounded
+// weight is within 2^-4 of w, or within 2^-10 if w is below the normal numbers. o is divided by the
+// sum W of rounded weights, which is at least 15/16 of the weights' sum, so
 //   |o - exact| <= sum of |rounding| * (|v| + |exact|) / W
 //               <= 1/15 * (mean of |v| + |exact|) + 2^-10 * (sum of |v| + tokens * |exact|) / W.
-// A row is fitted such that a lane's sum of a step is at least 0.875 * 2^7, and so is 16/15 W.
-// Parts of a row that is split add up, each with a share of the mean and a W of its own. o has 8
-// bits.
+// A row's scale makes a lane's sum of a step at least 0.875 * 2^7, and so is 16/15 W. The parts of
+// a split row add up, each with a share of the mean and its own W. o has 8 bits.
 template <class Traits>
 Exact ExactRow(const Case& c, const AttentionSpec& spec, const Batch& b,
                const std::vector<float>& q, const float* sinks, size_t request, int64_t i,
@@ -221,8 +220,7 @@ template <class Kernel, class Shape>
 void RunProducts(const Case& c, unsigned seed) {
   g_part.has_asked = true;
   if constexpr (InPart<Kernel, Shape>()) {
-    g_part.has_run = true;
-    RunProductsInPart<Kernel, Shape>(c, seed);
+    if (TakesCase<Kernel, Shape>()) RunProductsInPart<Kernel, Shape>(c, seed);
   }
 }
 

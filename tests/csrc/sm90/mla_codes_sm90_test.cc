@@ -1,7 +1,7 @@
-// The MLA kernels of sm_90a over latent rows of codes, without a GPU.
+// The MLA kernels of sm_90a over quantized latent rows, without a GPU.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "cuda/mla_codes_cases.h"
 #include "emulation/sm90_kernels.h"
 

@@ -1,7 +1,7 @@
 // The MLA kernels of sm_90a, without a GPU.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "cuda/attention_cuda_cases.h"
 #include "emulation/sm90_kernels.h"
 
@@ -21,7 +21,7 @@ void RunDecodeCase(const char* name) {
       31);
 }
 
-// References that have to follow, some of them in every step, and logits that are far below 0.
+// A running max that rises, in some cases in every step, and logits that are far below 0.
 template <class Kernel, int kHeads, int kPage>
 void RunReferenceCases() {
   using Shape = MlaShapeOf<576, 512, kHeads, kPage, false, true, false>;
@@ -43,11 +43,18 @@ void RunReferenceCases() {
   RunCase<Kernel, Shape>(c, 34);
 }
 
-// Of more than 32 heads, as select/cuda.cc has it: a token is a tile.
+// More than 32 heads, as in select/cuda.cc: a token is a tile.
 void RunManyHeadsCases() {
   RunDecodeCase<Sm90Mla, 64, 64>("mla, 64 heads, page 64");
   RunDecodeCase<Sm90Mla, 39, 1>("mla, 39 heads, page 1");
   RunReferenceCases<Sm90Mla, 64, 3>();
+  RunFarCase<Sm90Mla, MlaShapeOf<128, 128, 64, 16, false, true, false>>(
+      {.name = "mla, far logits, 64 heads",
+       .requests = {{1, 300}, {2, 150}, {1, 71}},
+       .num_ctas = 2,
+       .kv_heads = 1,
+       .qo_heads = 64},
+      35);
   RunCase<Sm90Mla, MlaShapeOf<128, 128, 64, 16, false, true, false>>(
       {.name = "mla, 64 heads, empty", .requests = {}, .kv_heads = 1, .qo_heads = 64}, 2);
   RunCase<Sm90Mla, MlaShapeOf<128, 128, 48, 1, false, true, false>>(

@@ -1,4 +1,4 @@
-// Writes the text of the programs of variant_programs.h, as kernels get it.
+// Writes the text of variant_programs.h's programs as kernels get it.
 #include <cstdio>
 
 #include "jit/variant_source.h"

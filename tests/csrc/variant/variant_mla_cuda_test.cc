@@ -1,6 +1,6 @@
 // Variants in the portable MLA kernel of csrc/cuda, without a GPU.
 #include "emulation/cuda_emulation.h"
-// The above stands in for CUDA and comes first.
+// The header above stands in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
 #include "variant/variant_cuda_cases.h"
 

@@ -1,14 +1,14 @@
 // Variants in the MLA kernels of sm_90a, without a GPU.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "cuda/attention_cuda_cases.h"
 #include "emulation/sm90_kernels.h"
 #include "variant/variant_cuda_cases.h"
 
 int main() {
   using namespace jax_attn;
-  // With more than 32 heads functions of logits alone, see select/cuda.cc.
+  // With more than 32 heads only functions of logits are supported, see select/cuda.cc.
   RunVariant<Sm90Mla, With<MlaShapeOf<128, 128, 48, 16, false, true, true>, variant::AlibiVariant>>(
       {{.name = "mla, 48 heads, alibi, soft cap",
         .requests = {{1, 330}, {1, 64}, {2, 200}, {1, 0}},
@@ -27,8 +27,8 @@ int main() {
         .sharpness = 5},
        Cap()},
       2);
-  // Step lists, splits among them: consumers take turns from the first step of an item on. Only the
-  // last two rows of the first case see something that is not finite.
+  // Step lists, also with splits: consumers alternate from an item's first step on. Only the last
+  // two rows of the first case see non-finite values.
   RunVariant<Sm90Mla,
              Listed<With<MlaShapeOf<128, 128, 48, 1, false, true, false>, variant::AlibiVariant>>>(
       {{.name = "mla, 48 heads, lists, alibi, infinities",
@@ -56,7 +56,7 @@ int main() {
        0.03f,
        64},
       4);
-  // Rows of float8, with lists whose steps the producer has to know ahead.
+  // Rows of float8 with lists, whose steps the producer must know ahead.
   RunVariant<Sm90MlaDecode, Listed<E4m3Of<With<MlaShapeOf<192, 128, 5, 16, false, true, false>,
                                                variant::DocumentsVariant>,
                                           false>>>(

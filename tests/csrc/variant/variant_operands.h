@@ -1,4 +1,4 @@
-// Operands of the programs of variant_programs.h, and shapes of kernels with their generated text.
+// Operands of variant_programs.h's programs, and kernel shapes with the generated text.
 #pragma once
 
 #include <random>
@@ -14,7 +14,7 @@ struct With : Shape {
   using Variant = V;
 };
 
-// Arrays of lengths that indices need not fit. Integers of 32 bits are in [0, range).
+// Arrays whose lengths may be smaller than indices. 32-bit integers are in [0, range).
 std::vector<std::vector<char>> MakeVariantOperands(const VariantProgram& program, int range,
                                                    std::mt19937& random, VariantOperand* operands) {
   std::vector<std::vector<char>> data(program.num_operands);

@@ -1,4 +1,4 @@
-// Attention with a variant as its definition has it: one logit after the other, in double.
+// Attention with a variant by its definition: one logit after the other, in double.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ class VariantOracle {
   VariantOracle(const VariantProgram& program, const VariantOperand* operands)
       : p_(program), operands_(operands) {}
 
-  // The logit, or weight, and whether it is seen.
+  // Computes the logit, or the weight without softmax, and whether the key is visible.
   void Run(const Fact& fact, double* logit, bool* visible) {
     for (i32 n = 0; n < p_.num_instructions; ++n) values_[n] = One(p_.instructions[n], fact);
     *logit = p_.logits < 0 ? fact.score : values_[p_.logits].f;
@@ -103,6 +103,20 @@ class VariantOracle {
         return {std::tanh(x), 0};
       case kOpLogistic:
         return {1 / (1 + std::exp(-x)), 0};
+      case kOpExpm1:
+        return {std::expm1(x), 0};
+      case kOpSin:
+        return {std::sin(x), 0};
+      case kOpCos:
+        return {std::cos(x), 0};
+      case kOpErf:
+        return {std::erf(x), 0};
+      case kOpErfc:
+        return {std::erfc(x), 0};
+      case kOpAtan2:
+        return {std::atan2(x, y), 0};
+      case kOpPow:
+        return {std::pow(x, y), 0};
       case kOpAdd:
         return {x + y, 0};
       case kOpSub:

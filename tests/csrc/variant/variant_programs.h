@@ -13,11 +13,11 @@
 
 namespace jax_attn {
 
-// A value of a program, by number.
+// Builds a program; a value is given by its number.
 class ProgramBuilder {
  public:
   ProgramBuilder() = default;
-  // Goes on with a program.
+  // Continues a program.
   explicit ProgramBuilder(const VariantProgram& program) : p_(program) {}
 
   i32 Operand(i32 type, i32 rank) {
@@ -85,14 +85,14 @@ struct NamedGradient {
   VariantGradient gradient;
 };
 
-// Of a program whose logit has the derivative 1 by the score.
+// The gradient of a program whose logit has the derivative 1 by the score.
 inline VariantGradient PlainGradient(const VariantProgram& program) {
   VariantGradient gradient = {};
   gradient.program = program;
   gradient.score = -1;
   return gradient;
 }
-// d_score(builder that goes on with the program) gives the value that is the derivative.
+// d_score(builder that continues the program) returns the derivative.
 template <typename Derivative>
 VariantGradient GradientBy(const VariantProgram& program, const Derivative& d_score) {
   ProgramBuilder b(program);
@@ -102,8 +102,8 @@ VariantGradient GradientBy(const VariantProgram& program, const Derivative& d_sc
   gradient.score = score;
   return gradient;
 }
-// With the derivatives by elements of operands besides: `load` is a value of the program, and
-// partial(builder) gives the derivative.
+// Adds a derivative by an operand's elements: `load` is a value of the program, and
+// partial(builder) returns the derivative.
 template <typename Derivative>
 VariantGradient WithElement(VariantGradient gradient, i32 load, const Derivative& partial) {
   ProgramBuilder b(gradient.program);
@@ -142,14 +142,26 @@ inline VariantProgram DenseBias() {
   return b.Finish(b.Do(kOpAdd, b.At(kOpScore), term), -1);
 }
 
-// Another soft cap
+// A second soft cap.
 inline VariantProgram Cap() {
   ProgramBuilder b;
   const i32 cap = b.F(2.5f);
   return b.Finish(b.Do(kOpMul, cap, b.Do(kOpTanh, b.Do(kOpDiv, b.At(kOpScore), cap))), -1);
 }
 
-// FlashSigmoid, within a window by mask
+// score + 0.1 * (a sum of functions of the C library, by row and key)
+inline VariantProgram Functions() {
+  ProgramBuilder b;
+  const i32 by_row = b.Operand(kOperandF32, 1), by_key = b.Operand(kOperandBF16, 1);
+  const i32 y = b.Load(by_key, {b.At(kOpKvPos)});
+  const i32 x = b.Do(kOpMul, b.F(3.0f), b.Do(kOpSub, b.Load(by_row, {b.At(kOpQRow)}), y));
+  i32 sum = b.Do(kOpAtan2, x, b.Do(kOpSub, y, b.F(0.5f)));
+  sum = b.Do(kOpAdd, sum, b.Do(kOpPow, b.Do(kOpAdd, b.F(0.1f), b.Do(kOpAbs, x)), y));
+  for (i32 op : {kOpExpm1, kOpSin, kOpCos, kOpErf, kOpErfc}) sum = b.Do(kOpAdd, sum, b.Do(op, x));
+  return b.Finish(b.Do(kOpAdd, b.At(kOpScore), b.Do(kOpMul, sum, b.F(0.1f))), -1);
+}
+
+// FlashSigmoid, with a window by mask.
 inline VariantProgram Sigmoid() {
   ProgramBuilder b;
   const i32 weight = b.Do(kOpLogistic, b.Do(kOpSub, b.At(kOpScore), b.F(2.0f)));
@@ -157,7 +169,7 @@ inline VariantProgram Sigmoid() {
   return b.Finish(weight, b.Do(kOpLt, distance, b.I(90)), false);
 }
 
-// The plain sum of scores times values
+// The plain sum of scores times values.
 inline VariantProgram Linear() {
   ProgramBuilder b;
   return b.Finish(-1, -1, false);
@@ -171,7 +183,7 @@ inline VariantProgram Documents() {
                   b.Do(kOpEq, b.Load(q_doc, {b.At(kOpQRow)}), b.Load(kv_doc, {b.At(kOpKvRow)})));
 }
 
-// kv_pos < prefix[request] or kv_pos <= q_pos, not all of a head
+// (kv_pos < prefix[request] or kv_pos <= q_pos), without the keys that a head drops.
 inline VariantProgram PrefixLm() {
   ProgramBuilder b;
   const i32 prefix = b.Operand(kOperandI32, 1), dropped = b.Operand(kOperandBool, 2);
@@ -182,7 +194,7 @@ inline VariantProgram PrefixLm() {
   return b.Finish(-1, b.Do(kOpAnd, sees, b.Do(kOpNot, drops)));
 }
 
-// The same of every head and key
+// The same for every head and key.
 inline VariantProgram Causal() {
   ProgramBuilder b;
   const i32 prefix = b.Operand(kOperandI32, 1);
@@ -190,7 +202,7 @@ inline VariantProgram Causal() {
   return b.Finish(-1, b.Do(kOpOr, in_prefix, b.Do(kOpLe, b.At(kOpKvPos), b.At(kOpQPos))));
 }
 
-// Drafts see the context and their ancestors: a bit each. And a temperature for each head and row.
+// Drafts see the context and their ancestors, a bit each; a temperature for each head and row.
 inline VariantProgram Tree() {
   ProgramBuilder b;
   const i32 bits = b.Operand(kOperandI32, 1), temperature = b.Operand(kOperandF32, 2);
@@ -203,7 +215,7 @@ inline VariantProgram Tree() {
   return b.Finish(b.Do(kOpDiv, b.At(kOpScore), scale), sees);
 }
 
-// Of keys alone: what rows of a shared prefix have in common
+// A bias of keys alone, which rows of a shared prefix have in common.
 inline VariantProgram KeyBias() {
   ProgramBuilder b;
   const i32 bias = b.Operand(kOperandF32, 2);
@@ -213,8 +225,8 @@ inline VariantProgram KeyBias() {
   return b.Finish(b.Do(kOpAdd, b.At(kOpScore), term), b.Do(kOpOr, even, first));
 }
 
-// score * factor + 0.2 * slopes[head] * (kv_pos - q_pos) + 0.5: bias that rises by up to 48 log2 a
-// step of 128 keys, and scores that a large factor makes fall by more than that.
+// score * factor + 0.2 * slopes[head] * (kv_pos - q_pos) + 0.5: the bias rises by up to 48 log2
+// units a step of 128 keys, and with a large factor scores fall by more than that.
 inline VariantProgram Rising(float factor) {
   ProgramBuilder b;
   const i32 slopes = b.Operand(kOperandF32, 1);
@@ -224,7 +236,7 @@ inline VariantProgram Rising(float factor) {
   return b.Finish(b.Do(kOpAdd, b.Do(kOpMul, b.At(kOpScore), b.F(factor)), bias), -1);
 }
 
-// 1.5 * score + bias[head]: nothing that depends on keys
+// 1.5 * score + bias[head], which does not depend on keys otherwise.
 inline VariantProgram HeadBias() {
   ProgramBuilder b;
   const i32 bias = b.Operand(kOperandF32, 1);
@@ -232,7 +244,7 @@ inline VariantProgram HeadBias() {
   return b.Finish(b.Do(kOpAdd, score, b.Load(bias, {b.At(kOpHead)})), -1);
 }
 
-// Sums, differences, and multiples by values of rows, of the score and all that depends on keys.
+// Sums, differences, and multiples (by values of rows) of the score and of terms by key.
 inline VariantProgram RandomAffine(unsigned seed) {
   std::mt19937 random(seed);
   const auto any = [&](size_t n) { return static_cast<i32>(random() % n); };
@@ -273,7 +285,7 @@ inline VariantProgram RandomAffine(unsigned seed) {
   return b.Finish(b.Do(kOpAdd, b.At(kOpScore), b.Do(kOpMul, rest, b.F(0.5f))), -1);
 }
 
-// Comparisons of positions in any combination; keys near the row are seen.
+// Comparisons of positions in any combination; keys near the row are visible.
 inline VariantProgram RandomMask(unsigned seed) {
   std::mt19937 random(seed);
   const auto any = [&](size_t n) { return static_cast<i32>(random() % n); };
@@ -298,7 +310,7 @@ inline VariantProgram RandomMask(unsigned seed) {
 }
 inline constexpr int kNumRandomForms = 4;  // of each
 
-// Integer operations in any order, of facts, operands and constants; the end is tame.
+// Integer operations in any order on facts, operands and constants; the final logit is bounded.
 inline VariantProgram RandomProgram(unsigned seed) {
   std::mt19937 random(seed);
   const auto any = [&](size_t n) { return static_cast<i32>(random() % n); };
@@ -351,7 +363,7 @@ inline VariantProgram RandomProgram(unsigned seed) {
   const i32 far = b.Load(operands[4], {ints[ints.size() - 2]});
   const i32 tame =
       b.Do(kOpTanh, b.Do(kOpAdd, far, b.Select(bools[1 % bools.size()], size, b.Do(kOpAbs, size))));
-  // Whatever it is, about a half is seen.
+  // About half of the keys are visible, whatever the value is.
   const i32 thing = b.Do(kOpXor, ints.back(), b.Do(kOpAdd, b.At(kOpKvPos), b.At(kOpQPos)));
   const i32 visible = b.Do(kOpOr, b.Do(kOpEq, b.Do(kOpAnd, thing, b.I(1)), b.I(0)), bools.back());
   return b.Finish(b.Do(kOpAdd, b.At(kOpScore), tame), any(2) == 0 ? visible : -1);
@@ -367,6 +379,7 @@ inline std::vector<NamedProgram> VariantPrograms() {
       {"CausalVariant", Causal()},       {"TreeVariant", Tree()},
       {"KeyBiasVariant", KeyBias()},     {"RisingVariant", Rising(1.25f)},
       {"SharpVariant", Rising(400.0f)},  {"HeadBiasVariant", HeadBias()},
+      {"FunctionsVariant", Functions()},
   };
   for (int i = 0; i < kNumRandomForms; ++i) {
     static const char* const kAffine[] = {"Affine0", "Affine1", "Affine2", "Affine3"};
@@ -398,7 +411,7 @@ inline VariantGradient SigmoidGradient() {
   });
 }
 
-// By the temperatures, too: -score / temperature^2.
+// Also by the temperatures: -score / temperature^2.
 inline VariantGradient TreeGradient() {
   const VariantProgram tree = Tree();
   const ProgramBuilder of(tree);
@@ -419,7 +432,7 @@ inline VariantGradient AlibiGradient() {
                      [&](ProgramBuilder& b) { return b.Do(kOpNeg, b.Arg(penalty, 1)); });
 }
 
-// Of score + an element.
+// The gradient of score + an element.
 inline VariantGradient BiasGradient(const VariantProgram& bias) {
   return WithElement(PlainGradient(bias), ProgramBuilder(bias).Arg(bias.logits, 1),
                      [](ProgramBuilder& b) { return b.F(1); });
@@ -438,6 +451,7 @@ inline std::vector<NamedGradient> VariantGradients() {
       {"PrefixLmGradient", PlainGradient(PrefixLm())},
       {"TreeGradient", TreeGradient()},
       {"KeyBiasGradient", BiasGradient(KeyBias())},
+      {"FunctionsGradient", PlainGradient(Functions())},
   };
   static const char* const kNames[kNumRandomPrograms] = {"RandomGradient0", "RandomGradient1",
                                                          "RandomGradient2", "RandomGradient3",

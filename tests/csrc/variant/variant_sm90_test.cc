@@ -1,7 +1,7 @@
 // Variants in the attention kernel of sm_90a, without a GPU.
 #include "emulation/cuda_emulation.h"
 #include "emulation/cuda_emulation_sm90.h"
-// The above stand in for CUDA and come first.
+// The headers above stand in for CUDA and must come first.
 #include "cuda/attention_cuda_cases.h"
 #include "emulation/sm90_kernels.h"
 #include "variant/variant_cuda_cases.h"

@@ -1,8 +1,8 @@
-"""What a hostile client sends: one attacker for each way that is known to hurt others.
+"""Requests of hostile clients: one attacker for each known way to hurt other clients.
 
-An attacker is a coroutine that takes a `Target`. It comes to an end by itself within some seconds,
-whatever the server does, and raises AssertionError where the server answers with a 5xx, with an
-error that is no sentence, or with nothing at all.
+An attacker is a coroutine that takes a `Target`. It ends by itself within some seconds, whatever
+the server does. It raises AssertionError if the server answers with a 5xx, with an error that is no
+sentence, or not at all.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from helpers.serve.live_server import Answer, ask
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
-BODY = 4 << 20  # bytes, the most that the server reads
+BODY = 4 << 20  # bytes, the largest body that the server reads
 FINAL = (200, 400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431)
-SLOW_SECONDS = 3.0  # how long those stay who hold on to something
-LONGEST_SECONDS = 20.0  # after which an attacker leaves without an answer
+SLOW_SECONDS = 3.0  # how long an attacker that holds something stays
+LONGEST_SECONDS = 20.0  # an attacker without an answer leaves after this time
 
 
 @dataclass
 class Target:
     port: int
-    key: str  # of the attacker's tenant
+    key: str  # API key of the attacker's tenant
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     stay: float = SLOW_SECONDS
 
     async def post(self, path: str, body: dict | bytes, expected=FINAL, **headers) -> Answer | None:
-        """None: the attacker has left before there was an answer. A 429 is always one."""
+        """Posts a body. None: the attacker left before an answer. A 429 is always accepted."""
         headers = {"Authorization": f"Bearer {self.key}"} | headers
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
@@ -43,8 +43,8 @@ class Target:
         except TimeoutError:
             return None
         except ConnectionError:
-            # Refused by its head. uvicorn does not wait for the rest where "Connection: close" was
-            # asked for, and what is sent then resets the connection, at times before the answer is
+            # Refused by its head. With "Connection: close" uvicorn does not wait for the rest of
+            # the body. Sending the rest then resets the connection, sometimes before the answer is
             # read.
             assert len(body if isinstance(body, bytes) else json.dumps(body)) > 1 << 16
             return None
@@ -68,13 +68,13 @@ def check(answer: Answer, expected=FINAL) -> None:
         assert error.keys() == {"message", "type", "param", "code", "reason"} and error["message"]
         assert len(answer.body) < 2000, len(answer.body)
     for line in answer.body.split(b"\n") if b"server_error" in answer.body else ():
-        # An error in the midst of a stream has no status.
+        # An error in the middle of a stream has no status.
         assert not line.startswith(b'data: {"error"') or b'"server_error"' not in line, line[:500]
 
 
 Attacker = Callable[[Target], Awaitable[object]]
 ATTACKERS: dict[str, Attacker] = {}
-HEAVY: set[str] = set()  # those that cost the machine a second or more, refused or not
+HEAVY: set[str] = set()  # attackers that cost the machine a second or more, refused or not
 
 
 def attacker(*, heavy: bool = False) -> Callable[[Attacker], Attacker]:
@@ -92,19 +92,19 @@ def attacker(*, heavy: bool = False) -> Callable[[Attacker], Attacker]:
 
 @functools.cache
 def repeated(begin: bytes, each: bytes, end: bytes) -> bytes:
-    """begin, `each` as often as the longest body has room for, end."""
+    """begin, then `each` as often as fits the longest body, then end."""
     return begin + each * ((BODY - len(begin) - len(end)) // len(each)) + end
 
 
 @attacker(heavy=True)
 async def negative_tokens(target: Target):
-    """1.4 M errors of validation, if all are collected."""
+    """Would give 1.4 M validation errors, if all were collected."""
     await target.post(COMPLETIONS, repeated(b'{"prompt":[0', b",-1", b"]}"), {400})
 
 
 @attacker(heavy=True)
 async def tokens_of_all_kinds(target: Target):
-    """As above, but each error has a sentence of its own: texts, floats, lists and objects."""
+    """Like negative_tokens, but each error has its own sentence: texts, floats, lists, objects."""
     body = repeated(b'{"prompt":[0', b',"a",1.5,[],{},null,true,1e400', b"]}")
     await target.post(COMPLETIONS, body, {400})
 
@@ -116,7 +116,7 @@ async def lists_of_tokens(target: Target):
 
 @attacker(heavy=True)
 async def too_many_tokens(target: Target):
-    """Each of them valid."""
+    """Sends too many tokens, each of them valid."""
     for path, name in ((COMPLETIONS, b"prompt"), ("/detokenize", b"tokens")):
         await target.post(path, repeated(b'{"%b":[0' % name, b",1", b"]}"))
 
@@ -129,7 +129,7 @@ async def unknown_keys(target: Target):
 
 @attacker(heavy=True)
 async def errors_in_messages(target: Target):
-    """A message is one of several kinds, and pydantic gives a reason for each."""
+    """A message is one of several kinds, and pydantic gives a reason for each kind."""
     await target.post(CHAT, repeated(b'{"messages":[{}', b',{"role":"u"}', b"]}"), {400})
 
 
@@ -159,14 +159,14 @@ async def nesting(target: Target):
 
 @attacker(heavy=True)
 async def ignored_fields(target: Target):
-    """What is accepted and ignored is parsed nevertheless."""
+    """Fields that are accepted and ignored are still parsed."""
     body = repeated(b'{"prompt":"a","max_tokens":1,"metadata":[{}', b",{}", b"]}")
     await target.post(COMPLETIONS, body)
 
 
 @attacker(heavy=True)
 async def huge_texts(target: Target):
-    """To every route that tokenises."""
+    """Sends a huge text to every route that tokenizes."""
     text = repeated(b"", b"a b. ", b"")[:-400]
     for path, begin, end in [
         (COMPLETIONS, b'{"prompt":"', b'"}'),
@@ -179,14 +179,14 @@ async def huge_texts(target: Target):
 
 @attacker(heavy=True)
 async def texts_without_a_space(target: Target):
-    """One word of 4 MB; and letters that are three bytes each."""
+    """Sends one word of 4 MB, and letters of three bytes each."""
     for letter in (b"a", "漢".encode(), b"\\u0000"):
         await target.post(COMPLETIONS, repeated(b'{"prompt":"', letter, b'"}'), {400, 413})
 
 
 @attacker(heavy=True)
 async def many_texts(target: Target):
-    """Each as long as any may be."""
+    """Sends many texts, each as long as allowed."""
     body = {"prompt": ["a b. " * 400] * 64, "max_tokens": 1}
     await target.post(COMPLETIONS, body)
 
@@ -199,7 +199,7 @@ async def many_messages(target: Target):
 
 @attacker(heavy=True)
 async def template_variables(target: Target):
-    """A megabyte for the template to look at."""
+    """Sends a megabyte of template variables."""
     body = {
         "messages": [{"role": "user", "content": "a"}],
         "chat_template_kwargs": {"x": ["a" * 100] * 20_000},
@@ -210,7 +210,7 @@ async def template_variables(target: Target):
 
 @attacker(heavy=True)
 async def errors_in_items(target: Target):
-    """An item of a response's input is one of many kinds; and a text, a tool, a format of 4 MB."""
+    """Sends an input item of one of many kinds, and a text, a tool and a format of 4 MB."""
     for raw in (
         repeated(b'{"input":[{}', b',{"type":"m"}', b"]}"),
         repeated(b'{"input":[{"role":"user","content":[{}', b',{"type":"input_text"}', b"]}]}"),
@@ -223,7 +223,7 @@ async def errors_in_items(target: Target):
 
 @attacker(heavy=True)
 async def stored_responses(target: Target):
-    """As long as they may be, kept for whoever goes on with them, and gone on with."""
+    """Stores the longest responses allowed, and continues from them."""
     body = {"input": "a b. " * 300, "max_output_tokens": 2, "store": True}
     answers = await asyncio.gather(*(target.post(RESPONSES, body) for _ in range(40)))
     for answer in answers[:8]:
@@ -234,7 +234,7 @@ async def stored_responses(target: Target):
 
 @attacker(heavy=True)
 async def vectors_of_much(target: Target):
-    """To a server with an embedding model, or without, which is a 404."""
+    """Asks for many embeddings; a server without an embedding model answers 404."""
     text = "a b. " * 1500
     for raw in (
         repeated(b'{"input":[0', b",-1", b"]}"),
@@ -254,7 +254,7 @@ async def broken_json(target: Target):
 
 @attacker()
 async def invalid(target: Target):
-    """The small change of mistakes."""
+    """Sends common small mistakes."""
     body = target.rng.choice(
         [
             {},
@@ -281,21 +281,21 @@ AMBIGUOUS = 'start: s\ns: s s s | s s | /[a-z ]/ | ""'
 
 @attacker(heavy=True)
 async def ambiguous_grammar(target: Target):
-    """Masks of a second and more."""
+    """Sends a grammar whose masks take a second and more."""
     body = {"prompt": "a", "grammar": AMBIGUOUS, "n": 4, "max_tokens": 200, "ignore_eos": True}
     await target.post(COMPLETIONS, body, {200, 400})
 
 
 @attacker(heavy=True)
 async def ambiguous_streams(target: Target):
-    """One at a time and in streams, which cannot be answered with a status."""
+    """Streams one by one; a stream that has begun cannot fail with a status."""
     body = {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 200, "stream": True}
     await asyncio.gather(*(target.post(COMPLETIONS, body) for _ in range(4)))
 
 
 @attacker(heavy=True)
 async def slow_schemas(target: Target):
-    """Seconds of compiling; each differs, so that no cache helps."""
+    """Schemas that take seconds to compile; each differs, so that no cache helps."""
     number = 999_983 - 2 * target.rng.randrange(5000)
     body = {"prompt": "a", "max_tokens": 1}
     for schema in [
@@ -309,7 +309,7 @@ async def slow_schemas(target: Target):
 
 @attacker(heavy=True)
 async def many_slow_schemas(target: Target):
-    """As many at once as the pool that compiles them has threads, and more."""
+    """Sends more slow schemas at once than the compiling pool has threads."""
     await asyncio.gather(
         *(
             target.post(
@@ -336,7 +336,7 @@ async def regex_bombs(target: Target):
 
 @attacker(heavy=True)
 async def wide_schemas(target: Target):
-    """Alternatives, properties and references up to the cap on characters."""
+    """Schemas with alternatives, properties and references up to the cap on characters."""
     tag = target.rng.randrange(1 << 30)
     names = [f"p{tag}_{i}" for i in range(900)]
     recursive = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
@@ -370,7 +370,7 @@ async def many_tools(target: Target):
 
 @attacker(heavy=True)
 async def many_logprobs(target: Target):
-    """41 MB of answer, and seconds to write it."""
+    """Asks for 41 MB of answer, which takes seconds to write."""
     body = {"prompt": "a", "n": 16, "max_tokens": 2000, "logprobs": 20, "ignore_eos": True}
     await target.post(COMPLETIONS, body)
     chat = {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1900}
@@ -386,7 +386,7 @@ async def scored_prompts(target: Target):
 
 @attacker(heavy=True)
 async def prompt_logprobs(target: Target):
-    """The most alternatives of each token of prompts that are as long and as many as may be."""
+    """Asks for the most alternatives for each token of the longest and most prompts allowed."""
     for num_prompts, num_tokens, num_top in ((64, 2000, 20), (1, 2000, 20), (16, 100, 20)):
         body = {"prompt": [[5] * num_tokens] * num_prompts, "prompt_logprobs": num_top}
         await target.post(COMPLETIONS, body | {"max_tokens": 1})
@@ -396,14 +396,14 @@ async def prompt_logprobs(target: Target):
 
 @attacker(heavy=True)
 async def repeats_itself(target: Target):
-    """What drafts are made of, where there are any: a prompt of one phrase, and more of it."""
+    """A prompt of one repeated phrase, whose continuation gets many drafts (if drafts are on)."""
     body = {"prompt": "a b c d " * 200, "n": 16, "max_tokens": 400, "ignore_eos": True}
     await target.post(COMPLETIONS, body | {"temperature": 0, "logit_bias": {"5": 100}})
 
 
 @attacker(heavy=True)
 async def long_choices(target: Target):
-    """As many as there may be, as long as they may be, not in a stream."""
+    """Asks for the most and the longest choices allowed, not in a stream."""
     body = {"prompt": "a", "n": 64, "max_tokens": 2000, "ignore_eos": True}
     await target.post(COMPLETIONS, body)
 
@@ -416,7 +416,7 @@ async def min_tokens(target: Target):
 
 @attacker(heavy=True)
 async def costly_sampling(target: Target):
-    """All that a step can be asked to do for a sequence."""
+    """Asks for every kind of sampling work that a step can do for a sequence."""
     body = {
         "prompt": "a",
         "n": 16,
@@ -438,7 +438,7 @@ async def costly_sampling(target: Target):
 
 @attacker(heavy=True)
 async def stops_that_nearly_match(target: Target):
-    """Text is held back for as long as it may become one of them."""
+    """Text is held back while it may still become one of the stop strings."""
     stops = [" " * 255 + chr(97 + i) for i in range(16)]
     body = {"prompt": "a", "logit_bias": {"199": 100}, "max_tokens": 800, "n": 16, "stop": stops}
     await target.post(COMPLETIONS, body | {"ignore_eos": True})
@@ -446,7 +446,7 @@ async def stops_that_nearly_match(target: Target):
 
 @attacker(heavy=True)
 async def letters_that_never_end(target: Target):
-    """Half a letter in UTF-8, again and again: text is held back until it is whole."""
+    """Half a UTF-8 letter again and again: text is held back until the letter is whole."""
     tokens = {str(token): 100 for token in (195, 226, 240)}
     body = {"prompt": "a", "logit_bias": tokens, "max_tokens": 1500, "n": 8, "ignore_eos": True}
     await target.post(COMPLETIONS, body | {"stream": True})
@@ -457,7 +457,7 @@ async def letters_that_never_end(target: Target):
 
 @attacker(heavy=True)
 async def full_queue(target: Target):
-    """1,024 sequences of one key, ahead of everybody else if it may say so."""
+    """1,024 sequences of one key, with the highest priority if the key may ask for it."""
     body = {"prompt": "a", "n": 64, "max_tokens": 64, "ignore_eos": True, "priority": -1000}
     posts = [asyncio.create_task(target.post(COMPLETIONS, body)) for _ in range(24)]
     await asyncio.wait(posts, timeout=LONGEST_SECONDS)
@@ -471,7 +471,7 @@ async def full_queue(target: Target):
 
 @attacker(heavy=True)
 async def wrong_requests_while_the_queue_is_full(target: Target):
-    """Refused for the queue or for themselves, but each before much work."""
+    """Invalid requests at a full queue are refused early, for the queue or for their fault."""
     text = repeated(b'{"prompt":"', b"a b. ", b'"}')
     await asyncio.gather(*(target.post(COMPLETIONS, text) for _ in range(8)))
 
@@ -506,7 +506,7 @@ def allow_many_files() -> None:
 
 @contextlib.contextmanager
 def deaf(target: Target, request: bytes) -> Iterator[socket.socket]:
-    """A connection that has room for next to nothing, and that nobody reads."""
+    """A connection with a tiny receive buffer that the client does not read."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.connect(("127.0.0.1", target.port))
@@ -535,9 +535,27 @@ async def reads_slowly(target: Target):
                 connection.recv(64)
 
 
+@attacker(heavy=True)
+async def chunks_of_a_byte(target: Target):
+    """Bodies in chunks of a byte, from many connections: work for each byte that is sent."""
+
+    async def send() -> None:
+        _, writer = await target.connect()
+        head = target.head(COMPLETIONS, 0)
+        head = head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
+            writer.write(head)
+            for _ in range(40):
+                writer.write(b"1\r\n \r\n" * 10_000)
+                await writer.drain()
+
+    async with asyncio.timeout(LONGEST_SECONDS):
+        await asyncio.gather(*(send() for _ in range(20)))
+
+
 @attacker()
 async def sends_slowly(target: Target):
-    """Headers, then a body, a byte at a time; and goes in the middle."""
+    """Sends headers, then a body, byte by byte, and leaves in the middle."""
     raw = target.head(COMPLETIONS, 100) + b'{"prompt": "a'
     _, writer = await target.connect()
     with contextlib.suppress(ConnectionError), contextlib.closing(writer):
@@ -557,7 +575,7 @@ async def asks_for_nothing(target: Target):
 
 @attacker(heavy=True)
 async def three_thousand_connections(target: Target):
-    """That say nothing. Refused or cut, some of them; and all others go on."""
+    """Opens silent connections. Some may be refused or cut; all other clients go on."""
     allow_many_files()
     writers = []
     for _ in range(3000):
@@ -570,7 +588,7 @@ async def three_thousand_connections(target: Target):
 
 @attacker()
 async def resets(target: Target):
-    """In the middle of a body and of an answer, by RST."""
+    """Resets connections (RST) in the middle of a body and of an answer."""
     raw = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
     request = target.head(COMPLETIONS, len(raw)) + raw
     for length in (len(request) // 2, len(request)):
@@ -586,7 +604,7 @@ async def resets(target: Target):
 
 @attacker()
 async def pipelines(target: Target):
-    """Fifty requests in one go. One answer is waited for; the tenant's other work may delay it."""
+    """Sends fifty requests at once and awaits one answer; the tenant's other work may delay it."""
     raw = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
     reader, writer = await target.connect()
     with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):
@@ -594,6 +612,53 @@ async def pipelines(target: Target):
         async with asyncio.timeout(LONGEST_SECONDS):
             status = await reader.readline()
             assert status.split()[1:2] in ([b"200"], [b"429"]), status  # the queue may be full
+
+
+@attacker(heavy=True)
+async def pipelines_that_need_no_engine(target: Target):
+    """Thousands of requests of a millisecond each, from few connections."""
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n\r\n"
+
+    async def send() -> None:
+        reader, writer = await target.connect()
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):
+            writer.write(request % target.key.encode() * 2000)
+            async with asyncio.timeout(target.stay):
+                while await reader.read(1 << 16):
+                    pass
+
+    await asyncio.gather(*(send() for _ in range(20)))
+
+
+@attacker(heavy=True)
+async def connects_again_and_again(target: Target):
+    """A hundred clients that ask, do not wait for the answer, and connect anew."""
+
+    async def connect() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(target.stay):
+                while True:
+                    with contextlib.suppress(ConnectionError):
+                        _, writer = await target.connect()
+                        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                        writer.close()
+
+    await asyncio.gather(*(connect() for _ in range(100)))
+
+
+@attacker(heavy=True)
+async def many_prompts(target: Target):
+    """Prompts of 600 tokens that want one token each, from 200 connections."""
+    free = asyncio.Semaphore(200)
+
+    async def send(number: int) -> None:
+        async with free:
+            body = {"prompt": f"{number} " + "a b c " * 200, "max_tokens": 1}
+            await target.post(COMPLETIONS, body)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2 * target.stay):
+            await asyncio.gather(*map(send, range(400)))
 
 
 @attacker()
@@ -634,7 +699,7 @@ async def strange_ids(target: Target):
 
 @attacker()
 async def looks_around(target: Target):
-    """Routes that are not for generation, and those that are none."""
+    """Asks for routes that do not generate, and for unknown ones."""
     for path in (
         "/debug/state",
         "/metrics",
@@ -649,7 +714,7 @@ async def looks_around(target: Target):
 
 @attacker(heavy=True)
 async def polls(target: Target):
-    """The dearest of what may be asked without a prompt."""
+    """Repeats the most expensive requests that need no prompt."""
     key = f"Bearer {target.key}"
     for _ in range(20):
         await asyncio.gather(

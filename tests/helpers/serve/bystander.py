@@ -1,8 +1,8 @@
-"""A well-behaved client, whom no other may hurt: it streams one completion after the other.
+"""A well-behaved client that streams one completion after the other; nothing may slow it down.
 
-In a process of its own, so that it sees the server's pauses and not those of whoever attacks it.
-`python bystander.py PORT KEY` writes a line for each thing that happens: a letter (s: sent,
-t: text came, e: ended, or the status of a refusal) and the time on time.monotonic's clock.
+It runs in its own process, so that it sees the server's pauses and not the attackers'. `python
+bystander.py PORT KEY` writes a line for each event: a letter (s: sent, t: text came, e: ended; or
+the status of a refusal) and the time on time.monotonic's clock.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Logprobs, so that every token is an event, also where it ends in half a letter.
+# With logprobs every token is an event, even if it ends in half a letter.
 REQUEST = {"prompt": "import os\n", "max_tokens": 1900, "ignore_eos": True, "logprobs": 0}
 
 
 @dataclass
 class Seen:
-    """What it saw between two times, in seconds."""
+    """What the bystander saw between two times, in seconds."""
 
     longest_gap: float  # between two events of a stream
     longest_start: float  # from sending a request to its first event
@@ -46,8 +46,8 @@ class Bystander:
             self._lines.append((what, float(when)))
 
     def seen(self, begin: float, end: float) -> Seen:
-        """What lasts until now counts, too, and so does a gap that had begun before."""
-        # What is still going on ends, for this purpose, now.
+        """Summarizes a period, including gaps that began before it or have not ended."""
+        # A request or gap that has not ended is counted as ending now.
         lines = [*self._lines, ("now", min(end, time.monotonic()))]
         steps = [(a, b) for a, b in pairwise(lines) if b[1] >= begin and a[1] <= end]
         gaps = [b[1] - a[1] for a, b in steps if a[0] == "t" and b[0] in ("t", "now")]
@@ -73,7 +73,7 @@ class Bystander:
 
 @contextlib.contextmanager
 def bystanding(port: int, key: str) -> Iterator[Bystander]:
-    """It streams when the block begins."""
+    """Runs a bystander, which streams from the beginning of the block."""
     bystander = Bystander(port, key)
     try:
         deadline = time.monotonic() + 60
@@ -110,7 +110,7 @@ def main(port: int, key: str) -> None:
                         last = line
                 say("e" if last == b"data: [DONE]\n" else 999)
         except (OSError, http.client.HTTPException):
-            say(999)  # a connection that was refused or cut
+            say(999)  # the connection was refused or cut
             time.sleep(0.1)
 
 

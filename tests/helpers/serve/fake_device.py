@@ -1,9 +1,10 @@
-"""An engine and a device without a model, to run the scheduler and to check all it promises.
+"""An engine and a device without a model, to run the scheduler and to check its promises.
 
-What a slot of a page holds is the digest of all tokens up to there: what a real kv slot depends on.
-A step reads the digests of a sequence's whole context back from its pages, so that a wrong, stale
-or overwritten page changes the output, or is found on the spot. A page that becomes free is
-poisoned, and each knows the namespace that wrote it.
+A page slot holds the digest of all tokens up to it, because a real kv slot depends on all of them.
+A step reads the digests of a sequence's whole context back from its pages. A wrong, stale or
+overwritten page therefore changes the output or is found at once. A page that becomes free is
+poisoned, and each page knows the namespace that wrote it. A slot of recurrent states holds the
+digest of all tokens that went into it, so a stale or a foreign state is found in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def next_token(context: int) -> int:
 
 
 def forced_after(token: int, context: int) -> list[int]:
-    """What a grammar would force after a sampled token: now and then, up to three tokens."""
+    """Tokens that a grammar would force after a sampled token: sometimes, up to three."""
     if token % 5 != 4:
         return []
     return [1 + (context >> shift) % (VOCAB - 1) for shift in range(1 + context % 3)]
@@ -68,7 +69,7 @@ def nodes(cache: RadixCache) -> Iterator[Node]:
 
 
 class FakeDevice:
-    """Runs steps at once, and checks each against the scheduler's promises."""
+    """Runs steps at once and checks each against the scheduler's promises."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -76,22 +77,46 @@ class FakeDevice:
         self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> digest
         self.last_tokens: dict[int, int] = {}  # by slot of the sequence
         self.owners: dict[int, Sequence] = {}  # by slot
-        self.num_computed: dict[str, int] = {}  # tokens that went through, since the admission
+        self.num_computed: dict[str, int] = {}  # tokens computed since the admission
         self.num_tokens_run = 0
-        self.writers: dict[int, str] = {}  # page -> namespace; those that are free have none
+        self.writers: dict[int, str] = {}  # page -> namespace; free pages have none
+        self.states: dict[int, int] = {}  # slot -> digest
+        self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
+        self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
         free = scheduler.allocator.free
-        scheduler.allocator.free = lambda pages: free(self._poisoned(pages))
+        scheduler.allocator.free = lambda pages: free(self._note_freed(pages))
 
-    def _poisoned(self, pages: Iterable[int]) -> list[int]:
-        pages = list(pages)
-        for page in pages:
-            self.writers.pop(page, None)
-            for offset in range(self.page_size):
-                self.slots[page, offset] = POISON
+    def _note_freed(self, pages: Iterable[int]) -> list[int]:
+        pages, host = list(pages), self.scheduler.memory.host
+        self.freed |= dict.fromkeys(pages, 0 if host is None else len(host.moves))
         return pages
 
+    def _move(self) -> None:
+        """Runs the moves of pages in their order, then poisons pages that were freed.
+
+        What was in them lasts until the next step, and the moves come before it.
+        """
+        host = self.scheduler.memory.host
+        moves = [] if host is None else host.take_moves()
+        offsets, arrived = range(self.page_size), dict[int, int]()
+        for i, (to_host, page, host_page) in enumerate(moves):
+            if to_host:
+                digests = [self.slots[page, offset] for offset in offsets]
+                assert POISON not in digests, "a page that is free is stored"
+                self.host[host_page] = self.writers[page], digests
+            else:
+                self.writers[page], digests = self.host[host_page]
+                self.slots |= {(page, offset): digests[offset] for offset in offsets}
+                arrived[page] = i
+        for page, num_moves in self.freed.items():
+            if arrived.get(page, -1) < num_moves:
+                self.writers.pop(page, None)
+                self.slots |= {(page, offset): POISON for offset in offsets}
+        self.freed = {}
+
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
-        """(sequence, sampled token, digest of its context) for each entry; None: not sampled."""
+        """Returns (sequence, sampled token or None, digest of its context) for each entry."""
+        self._move()
         self._check(step)
         for seq in step.preempted:
             self.num_computed.pop(seq.id)
@@ -100,9 +125,12 @@ class FakeDevice:
             self.num_computed[seq.id] = seq.num_computed
             self.owners[seq.slot] = seq
             self.last_tokens.pop(seq.slot, None)
-        cached = {page for node in nodes(self.scheduler.cache) for page in node.pages}
+        on_device = (node for node in nodes(self.scheduler.cache) if not node.on_host)
+        cached = {page for node in on_device for page in node.pages}
         written: dict[int, str] = {}
         results = [self._run_entry(entry, cached, written) for entry in step.entries]
+        if self.scheduler.config.num_states:
+            self._run_states(step)
         for seq, token, _ in results:
             if token is not None:
                 self.last_tokens[seq.slot] = token
@@ -121,7 +149,7 @@ class FakeDevice:
         assert (begin // page_size) >= seq.num_shared
 
         context = salt(seq.namespace)
-        for position in range(begin):  # known or not, these tokens were computed before
+        for position in range(begin):  # computed before, maybe not yet known
             if position < len(seq.tokens):
                 context = digest(context, seq.tokens[position])
             else:
@@ -142,6 +170,27 @@ class FakeDevice:
         complete = end == len(seq.tokens) + seq.num_in_flight
         assert entry.samples == complete
         return seq, next_token(context) if entry.samples else None, context
+
+    def _run_states(self, step: StepPlan) -> None:
+        """Reads all states of a step, then writes: no slot may be of two entries."""
+        written: dict[int, int] = {}
+        writers: dict[int, str] = {}
+        for entry in step.entries:
+            seq, begin, end = entry.seq, entry.begin, entry.begin + entry.num_tokens
+            if begin:
+                state = self.states[entry.reads_state]
+                assert state == self._read(seq, begin - 1), "a state of other tokens"
+            else:
+                assert entry.reads_state == -1
+            assert entry.writes_state >= 0
+            for at, slot in {*entry.checkpoints, (end, entry.writes_state)}:
+                assert begin < at <= end and slot not in written, "a state is written by two"
+                assert at == end or at % self.page_size == 0
+                written[slot], writers[slot] = self._read(seq, at - 1), seq.id
+        for entry in step.entries:
+            writer = writers.get(entry.reads_state, entry.seq.id)
+            assert writer == entry.seq.id, "a state that another sequence reads is written"
+        self.states |= written
 
     def _read(self, seq: Sequence, position: int) -> int:
         page = seq.pages[position // self.page_size]
@@ -180,7 +229,7 @@ class FakeDevice:
 
 
 class FakeEngine:
-    """Retires a step `depth` steps after it was launched, as an engine that overlaps does."""
+    """Retires a step `depth` steps after its launch, as an engine that overlaps steps does."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 1, forces: bool = False):
         self.scheduler = scheduler

@@ -16,6 +16,7 @@ from jax_attn.serve._grammar.grammar import Grammars
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.protocols import EngineStopped
 from jax_attn.serve._scheduling.request import FinishReason
+from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 MODEL = models.BUNDLED
 
@@ -45,7 +46,12 @@ class FakeModel:
     tokenizer: Tokenizer
     config: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            vocab_size=4096, bos_token=0, eos_tokens=(0,), max_positions=2048
+            vocab_size=4096,
+            bos_token=0,
+            eos_tokens=(0,),
+            max_positions=2048,
+            family="llama",
+            quantization=None,
         )
     )
 
@@ -55,7 +61,8 @@ def fake_model() -> FakeModel:
 
 
 class FakeEngine:
-    """Every sequence gets tokens by its prompt and seed, a step each `delay` seconds.
+    """An engine that gives every sequence tokens by its prompt and seed, a step each `delay`
+    seconds.
 
     A prompt that ends with FAIL fails in its third step.
     """
@@ -65,18 +72,25 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer, *, delay: float = 0.0, max_waiting: int = 32):
         self.tokenizer = tokenizer
         self.delay = delay
-        self.limits = SimpleNamespace(max_model_len=256, max_running=8, max_waiting=max_waiting)
+        self.limits = SimpleNamespace(
+            max_model_len=256, max_running=8, max_waiting=max_waiting, num_replicas=1
+        )
         self.ready = False
         self.failure: BaseException | None = None
         self.started = self.stopped = False
-        self.aborts = False  # what runs, at its next step
-        self.stuck: set[str] = set()  # choices whose grammars get stuck in their third step
-        self.says = ""  # by everyone, a token a step, instead of tokens by prompt and seed
+        self.aborts = False  # if True, running sequences abort at their next step
+        self.stuck: set[str] = set()  # choices whose grammar gets stuck in the third step
+        self.says = ""  # each sequence's text, a token a step, instead of made-up tokens
+        self.says_tokens: list[int] | None = None  # None: as the tokenizer splits `says`
         self.live: dict[str, int] = {}  # sequence -> steps so far
-        self.holds_at: int | None = None  # steps after which sequences wait until this changes
+        self.holds_at: int | None = None  # sequences wait after this many steps until it changes
+        self.logprob_of = lambda seq: -0.5  # of each token of its output
         self.aborted: dict[str, int] = {}
         self.submitted: list = []
+        self.watches: list[bool] = []
+        self.on_cache_events = lambda events: None
         self._grammars = Grammars(tokenizer, max(4096, tokenizer.get_vocab_size()), (0,))
+        self._texts = Texts(tokenizer)
         self._fail_tokens = tokenizer.encode(self.FAIL).ids
         self._words = [
             token
@@ -97,7 +111,8 @@ class FakeEngine:
         for seq in seqs:
             if seq.params.grammar is not None:
                 self._grammars.matcher(seq.params.grammar)
-        if len(self.live) + len(seqs) > self.limits.max_waiting:
+        most = self.limits.max_waiting
+        if len(self.live) + len(seqs) > most or len(seqs) > most // self.limits.num_replicas:
             raise QueueFull("full")
         self.submitted += seqs
         self.live |= {seq.id: 0 for seq in seqs}
@@ -121,32 +136,40 @@ class FakeEngine:
         rng = random.Random(f"{seq.tokens}{seq.params.seed}")
         fails = seq.tokens[: seq.num_prompt][-len(self._fail_tokens) :] == self._fail_tokens
         text, held, num_left, step = "", "", seq.params.max_tokens, 0
+        skip, before = seq.params.skip_special_tokens, seq.tokens if seq.params.goes_on else ()
+        detokenizer = Detokenizer(self._texts, skip_special_tokens=skip, before=before)
         if not num_left:
             await self._read(seq, admitted, queue)
         while num_left:
             await asyncio.sleep(self.delay)
             while step == self.holds_at:
                 await asyncio.sleep(0.001)
-            # Some steps have two tokens, as after a jump; some hold text back, for stop strings.
+            # Some steps have two tokens, as after a jump. Some hold text back for stop strings.
             tokens = rng.choices(self._words, k=2 if step % 4 == 2 and num_left > 1 else 1)
             if self.says:
-                tokens = self.tokenizer.encode(self.says).ids[step : step + 1] or [0]
+                tokens = self._tokens_of_says(step)
             num_left -= len(tokens)
             shown = [] if tokens == [0] else tokens
-            new = self.tokenizer.decode(shown, seq.params.skip_special_tokens)
+            new = "".join(map(detokenizer.push, shown))
+            if tokens == [0] or not num_left:
+                new += detokenizer.flush()
             text, held = text + new, held + new
             reason = FinishReason.STOP if tokens == [0] else self._reason(seq, text, num_left)
             event = TokenEvent(seq.id, tokens, finish_reason=reason)
             if step % 4 != 3 or reason:
                 event.text, held = held, ""
             if reason == FinishReason.STOP and not self.says:
-                event.text = ""  # all that was left is the stop string
+                event.text = ""  # the text left is only the stop string
             if step == 0:
                 event.num_cached_tokens = 16 if seq.num_prompt > 16 else 0
                 event.admitted = admitted
             if (num_top := seq.params.logprobs) is not None:
                 event.logprobs = [
-                    TokenLogprob(token, -0.5, tuple((token + i, -0.5 - i) for i in range(num_top)))
+                    TokenLogprob(
+                        token,
+                        self.logprob_of(seq),
+                        tuple((token + i, -0.5 - i) for i in range(num_top)),
+                    )
                     for token in tokens
                 ]
                 if step == 0:
@@ -165,6 +188,12 @@ class FakeEngine:
             queue.put_nowait(event)
             if event.finish_reason is not None:
                 return
+
+    def _tokens_of_says(self, step: int) -> list[int]:
+        tokens = self.says_tokens
+        if tokens is None:
+            tokens = self.tokenizer.encode(self.says).ids
+        return tokens[step : step + 1] or [0]
 
     async def _read(self, seq, admitted: float, queue: asyncio.Queue) -> None:
         await asyncio.sleep(self.delay)
@@ -210,6 +239,9 @@ class FakeEngine:
             "draft_tokens_taken": 12,
             "step_seconds": {"schedule": 0.1, "plan": 0.2, "dispatch": 0.3, "wait": 1.4},
         }
+
+    def watch_cache(self, on: bool) -> None:
+        self.watches.append(on)
 
     async def snapshot(self) -> dict:
         return self.picture()

@@ -1,7 +1,7 @@
-"""Servers under test, and clients that send what others cannot.
+"""Servers under test, and clients that can send raw and malformed requests.
 
-`serving`: uvicorn in a thread, with a fake engine behind it. `ServerProcess`: the command, with a
-model, in a process of its own.
+`serving`: uvicorn in a thread with a fake engine. `ServerProcess`: the command with a model, in its
+own process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from pathlib import Path
 import uvicorn
 
 from helpers.serve.fake_engine import MODEL, FakeEngine, fake_model
+from jax_attn.models import EmbeddingModel
+from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._http.connection import Connection
+from jax_attn.serve._http.fair_loop import new_loop
 from jax_attn.serve._http.server import ServerConfig, create_app
 
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
 OPERATOR_KEY = "the-key-of-an-operator"
-HANG_SECONDS = 240  # for what takes milliseconds: no verdict may depend on a machine's speed
+HANG_SECONDS = 240  # for milliseconds of work: no verdict may depend on a machine's speed
 START_SECONDS = 240
-# A wheel has no model in it.
-# An installed package must not be shadowed by a checkout without the extension.
+# A wheel has no model in it. A checkout without the extension must not shadow an installed package.
 SAFE_PATH = ["-P"] if sys.flags.safe_path else []
 
 
@@ -66,7 +68,7 @@ class LiveServer:
 
     @property
     def is_busy(self) -> bool:
-        """A connection is open, or a request is worked on."""
+        """True while a connection is open or a request is being handled."""
         state = self.uvicorn.server_state
         return bool(state.connections or state.tasks)
 
@@ -79,7 +81,7 @@ class LiveServer:
         return f"http://127.0.0.1:{self.port}"
 
     def request(self, method: str, path: str, body=None, **headers: str) -> Answer:
-        """body: bytes as they are, anything else as JSON."""
+        """Sends a request. body: bytes are sent as they are, other values as JSON."""
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None:
             headers.setdefault("Content-Type", "application/json")
@@ -99,7 +101,7 @@ class LiveServer:
         return self.request("POST", path, body, **headers)
 
     def events(self, path: str, body: dict) -> list[str]:
-        """What follows `data: ` in each event of a stream."""
+        """The text after `data: ` in each event of a stream."""
         answer = self.post(path, body | {"stream": True})
         assert answer.status == 200, answer.body
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -114,7 +116,7 @@ class LiveServer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Its event loop does nothing inside: it sees a connection and what was sent at once."""
+        """Pauses the server's event loop, so that it sees a connection and its data at once."""
         begun, go_on = threading.Event(), threading.Event()
 
         def pause() -> None:
@@ -137,9 +139,15 @@ def post_bytes(path: str, body: dict) -> bytes:
 
 @contextlib.contextmanager
 def serving(
-    engine: FakeEngine | None = None, directory: Path = MODEL, embedding=None, **config
+    engine: FakeEngine | None = None,
+    directory: Path = MODEL,
+    embedding=None,
+    loop=None,
+    model=None,
+    **config,
 ) -> Iterator[LiveServer]:
-    model = fake_model()
+    """loop: the event loop to use; None: one as the command's. model: None: `fake_model`."""
+    model = model or fake_model()
     engine = engine or FakeEngine(model.tokenizer)
     app = create_app(
         engine,
@@ -157,8 +165,13 @@ def serving(
             timeout_graceful_shutdown=2,
         )
     )
-    # As the command does: run() would take uvloop where that is installed.
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+
+    # The command uses asyncio; server.run() would use uvloop if it is installed.
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop or new_loop()) as runner:
+            runner.run(server.serve())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started)
@@ -166,6 +179,16 @@ def serving(
     finally:
         server.should_exit = True
         thread.join(HANG_SECONDS)
+
+
+@contextlib.contextmanager
+def serving_encoder(model: EmbeddingModel, name: str = "vectors", **config) -> Iterator[LiveServer]:
+    """Serves an embedding model or one that scores, once it is ready. `embedder` runs it."""
+    embedder = Embedder(model, name)
+    with serving(embedding=(model, embedder), **config) as server:
+        eventually(lambda: server.get("/health").ok)
+        server.embedder = embedder
+        yield server
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -176,7 +199,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def key_options(directory: Path) -> list[str]:
-    """Two tenants and an operator, of a ServerProcess in this directory."""
+    """Options of a ServerProcess in this directory: keys of two tenants and an operator."""
     (directory / "keys").write_text("\n".join(KEYS))
     (directory / "operators").write_text(OPERATOR_KEY)
     return ["--api-key-file", "keys", "--operator-key-file", "operators"]
@@ -190,9 +213,10 @@ class ServerProcess:
     """`python -m jax_attn.serve`, which is ready after `wait_until_ready`."""
 
     def __init__(self, directory: Path, *options: str, port: int = 0, log: Path | None = None):
-        """directory: where it runs, and where its log goes unless to `log`, which is not read.
+        """Starts the process.
 
-        port: 0 is one that is free.
+        directory: its working directory, and where its log goes. log: another file for the log,
+        which is not read. port: 0 takes a free one.
         """
         self._log = open(log or directory / "log", "wb")
         self.process = subprocess.Popen(
@@ -213,12 +237,12 @@ class ServerProcess:
     def _is_ready(self) -> bool:
         try:
             return self.get("/health")[0] == 200
-        except OSError:  # it does not listen yet
+        except OSError:  # not listening yet
             return False
 
     @contextlib.contextmanager
     def engine_stopped(self) -> Iterator[None]:
-        """The process of the engine does nothing inside; that of HTTP goes on."""
+        """Stops the engine's process inside the block; the HTTP process goes on."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             eventually(lambda: b"State:\tT" in self._proc_status())
@@ -239,7 +263,7 @@ class ServerProcess:
             return error.code, error.read()
 
     def client(self, key: str = KEYS[0]):
-        import openai  # of the extra `test`
+        import openai  # from the extra `test`
 
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS
@@ -250,7 +274,7 @@ class ServerProcess:
         return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
 
     def is_at_rest(self) -> bool:
-        """No request, and every page free or cached."""
+        """True if there is no request and every page is free or cached."""
         names = ("sequences_waiting", "sequences_running", 'pages{state="used"}')
         return not any(self.metric(f"jax_attn_{name}") for name in names)
 
@@ -258,7 +282,7 @@ class ServerProcess:
         return self._status("VmRSS")
 
     def peak_bytes(self) -> int:
-        """Resident, since `forget_peak`."""
+        """Peak resident bytes since `forget_peak`."""
         return self._status("VmHWM")
 
     def forget_peak(self) -> None:
@@ -267,7 +291,7 @@ class ServerProcess:
 
     @property
     def http_pid(self) -> int:
-        """Of the process that answers HTTP; 0 where there is none of its own."""
+        """Process id of the HTTP process; 0 if the engine's process answers HTTP itself."""
         for child in children_of(self.process.pid):
             if b"jax_attn.serve._http.http_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return child
@@ -277,7 +301,7 @@ class ServerProcess:
         return [self.process.pid] + ([self.http_pid] if self.http_pid else [])
 
     def _status(self, name: str) -> int:
-        """Of both processes together."""
+        """A field of /proc/PID/status for both processes together."""
         texts = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids()]
         found = [re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for text in texts]
         return sum(int(each[1]) for each in found) << 10
@@ -316,10 +340,10 @@ async def ask(
     head: bytes = b"",
     **headers: str,
 ) -> Answer | None:
-    """One request over a connection of its own. Without a body it is a GET.
+    """Sends one request over a new connection. Without a body it is a GET.
 
-    leave_after: events of the stream after which the client goes. None is for those that go.
-    head: more header lines, as they are.
+    leave_after: the client leaves after this many events of the stream; the answer is None then.
+    head: more header lines, sent as they are.
     """
     method = "GET" if body is None else "POST"
     if isinstance(body, dict):
@@ -343,7 +367,7 @@ async def ask(
 
 
 def parse_answer(raw: bytes) -> Answer:
-    """Of a connection that ends with it."""
+    """Parses an answer that ends when its connection ends."""
     top, _, rest = raw.partition(b"\r\n\r\n")
     status, *lines = top.decode("latin-1").split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
@@ -352,7 +376,7 @@ def parse_answer(raw: bytes) -> Answer:
 
 
 def joined(raw: bytes) -> bytes:
-    """A body without the framing of chunked encoding."""
+    """The body without chunked framing."""
     body = b""
     while raw:
         size, _, raw = raw.partition(b"\r\n")

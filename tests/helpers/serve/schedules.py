@@ -1,4 +1,4 @@
-"""Schedulers of tests: small ones, and how they are driven without a device."""
+"""Small schedulers for tests, driven without a device."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def scheduled(step: StepPlan | None) -> dict[str, int]:
 
 
 def advance(scheduler: Scheduler, now: float = 0.0, token: int = 7) -> StepPlan | None:
-    """One step; its samples are known at once."""
+    """Runs one step; its samples are known at once."""
     step = scheduler.schedule(now)
     if step:
         scheduler.launched(step)
@@ -52,5 +52,7 @@ def assert_drained(scheduler: Scheduler) -> None:
     num_pages = scheduler.config.num_pages
     assert scheduler.cache.num_evictable == scheduler.cache.num_cached
     assert scheduler.cache.num_cached + scheduler.allocator.num_free == num_pages
-    scheduler.cache.evict(num_pages)
+    scheduler.cache.clear()
+    if scheduler.memory.states is not None:
+        assert scheduler.memory.states.num_available == scheduler.config.num_states
     assert scheduler.allocator.num_free == num_pages

@@ -1,4 +1,4 @@
-"""A small AsyncEngine on a device that is warm, and sequences for it."""
+"""A small AsyncEngine on a warm device, and sequences for it."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ def warm_device(model):
 
 
 def make_engine(model, device, config: EngineConfig = CONFIG) -> AsyncEngine:
-    """Not started. device: of `warm_device`."""
+    """An engine that is not started. device: from `warm_device`."""
     made = AsyncEngine(model, config)
     made._engine.device = device
     return made
@@ -32,8 +32,10 @@ def make_engine(model, device, config: EngineConfig = CONFIG) -> AsyncEngine:
 def hold(
     monkeypatch, engine: AsyncEngine, when: Callable[[], bool], until: Callable[[], bool]
 ) -> None:
-    """Has a step of the engine wait where `when` holds, until `until` does; what a test does
-    between the two comes in time on any machine."""
+    """Holds a step of the engine where `when` holds, until `until` does.
+
+    What a test does between the two is in time on any machine.
+    """
     forward = engine._engine.device.forward
 
     def held(batch):

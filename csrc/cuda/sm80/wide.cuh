@@ -1,10 +1,14 @@
-// Multi-head latent attention on tensor cores, for every architecture from sm_80 on: mma.sync,
-// ldmatrix, cp.async.
+// Attention with rows of more than 256 elements on tensor cores, for every architecture from sm_80
+// on: mma.sync, ldmatrix, cp.async.
 //
-// k has one head for all query heads, and v is the first kHeadDimVo columns of k. So a row of the
-// cache is copied to shared memory once and multiplied twice. Heads are rows of the query tile,
-// like tokens. A tile has 16 to 64 rows. More heads are divided into blocks, which count as kv
-// heads in the plan (kv_head: the block) and all read the same rows of the cache.
+// Multi-head latent attention (kIsMla): k has one head for all query heads, and v is the first
+// kHeadDimVo columns of k. So a row of the cache is copied to shared memory once and multiplied
+// twice. Heads are rows of the query tile, like tokens. A tile has 16 to 64 rows. More heads are
+// divided into blocks, which count as kv heads in the plan (kv_head: the block) and all read the
+// same rows of the cache.
+//
+// Else k and v have up to 512 columns, and are copied by turns: each step takes two slots of the
+// ring.
 //
 // Rows are long: 64 rows of o with 512 columns are 128 registers a thread of 8 warps. Every warp
 // has 16 rows and its own columns of o. The warps with the same rows share Q K^T: each has its own
@@ -32,18 +36,23 @@ namespace jax_attn {
 
 // kBudget: bytes of shared memory that the path may use.
 template <class Traits, int kTile, int kBudget>
-class MlaPath : ListedStep<Traits> {
+class WidePath : ListedStep<Traits> {
  public:
   // --- shape ---
 
   using E = Element<Traits::kDtype>;
   using Stage = LogitStage<Traits>;
+  static constexpr bool kOwnValues = !Traits::kIsMla;  // v is not in k's rows
   using Row = RowLayout<Traits::kHeadDimQk>;
+  using ValueRow = typename Conditional<kOwnValues, RowLayout<Traits::kHeadDimVo>, Row>::Type;
   // Rows as they are copied.
   static constexpr bool kDequantizes = Traits::kKvFormat != kPlainFormat;
-  using Copy =
-      typename Conditional<kDequantizes, QuantizedRowLayout<Traits::kKvFormat, Traits::kHeadDimQk>,
-                           Row>::Type;
+  template <int kHeadDim>
+  using CopyOf = typename Conditional<kDequantizes, QuantizedRowLayout<Traits::kKvFormat, kHeadDim>,
+                                      RowLayout<kHeadDim>>::Type;
+  using Copy = CopyOf<Traits::kHeadDimQk>;
+  using ValueCopy = typename Conditional<kOwnValues, CopyOf<Traits::kHeadDimVo>, Copy>::Type;
+  static constexpr int kRowPitch = Max(Row::kPitch, ValueRow::kPitch);
 
   static constexpr int kTileQ = kTile == 0   ? Traits::kTileQ0
                                 : kTile == 1 ? Traits::kTileQ1
@@ -56,8 +65,9 @@ class MlaPath : ListedStep<Traits> {
   static constexpr int kSlice = kStep / kWarps;              // tokens of a step that a warp loads
   static constexpr int kRowGroups = kTileQ / 16;             // groups of 16 rows
   static constexpr int kWarpsPerPart = kWarps / kRowGroups;  // warps with the same rows
-  // Columns of o for each warp.
-  static constexpr int kColumns = Traits::kHeadDimVo / kWarpsPerPart;
+  // Columns of o for each warp, in pairs of tiles; the last warp may have fewer.
+  static constexpr int kColumns = CeilDiv(Traits::kHeadDimVo, 16 * kWarpsPerPart) * 16;
+  static constexpr bool kAllColumns = kColumns * kWarpsPerPart == Traits::kHeadDimVo;
   static constexpr int kOTiles = kColumns / 8;
   // Q K^T: each warp has kPartTokens tokens and kPartSteps steps of 16 through the depth.
   static constexpr int kTokenParts = Min(kWarpsPerPart / 2, kStep / 8);
@@ -72,18 +82,17 @@ class MlaPath : ListedStep<Traits> {
   static_assert(kStep % 16 == 0 && kSlice * kWarps == kStep, "a whole step");
   static_assert(kWarpsPerPart >= 2 && kTokenParts * kDepthParts == kWarpsPerPart,
                 "one part for every warp");
-  static_assert(kOTiles % 2 == 0 && kOTiles * 8 * kWarpsPerPart == Traits::kHeadDimVo,
-                "whole tiles of o");
-  static_assert(Row::kChunks == Row::kLiveChunks, "head_dim_qk is a multiple of 16");
+  static_assert(kOwnValues || (kAllColumns && Row::kChunks == Row::kLiveChunks),
+                "latent rows are whole chunks and tiles");
   static_assert(kTileQ >= kGroupSize, "a tile holds at least one token");
 
-  static constexpr int kSlotBytes = kStep * Copy::kPitch;
+  static constexpr int kSlotBytes = kStep * Max(Copy::kPitch, ValueCopy::kPitch);
   static constexpr int kQBytes = kTileQ * Row::kPitch;
   using Scores = float[kDepthParts][kTileQ][kStep + 8];  // + 8: rows start in different banks
 
   // The step that is multiplied, dequantized.
   struct DequantizedStep {
-    alignas(16) unsigned char dequantized[kStep * Row::kPitch];
+    alignas(16) unsigned char dequantized[kStep * kRowPitch];
   };
   struct NoDequantizedStep {};
   using Dequantized = typename Conditional<kDequantizes, DequantizedStep, NoDequantizedStep>::Type;
@@ -96,7 +105,7 @@ class MlaPath : ListedStep<Traits> {
   struct NoKeyScales {};
 
   struct ControlSmem : Conditional<kDequantizes, KeyScales, NoKeyScales>::Type {
-    const char* pool;           // row 0 of the layer
+    KvPools pools;              // v: unless it is in k's rows
     VisibleSpan spans[kWarps];  // span of the tile; the main loop has few registers
     MergeScratch merge;
   };
@@ -104,6 +113,7 @@ class MlaPath : ListedStep<Traits> {
                                      static_cast<int>(sizeof(Scores) + sizeof(ControlSmem)) - 32;
   // 6 slots of 32 tokens are more than a multiprocessor needs in flight.
   static constexpr int kSlots = Clamp(kRingBudget / kSlotBytes, 2, 6);
+  static constexpr int kLoadsOfStep = kOwnValues ? 2 : 1;
 
   struct alignas(16) Shared : Dequantized {
     ControlSmem control;
@@ -116,7 +126,7 @@ class MlaPath : ListedStep<Traits> {
   // Returns the first item not executed.
   __device__ __forceinline__ static int Run(const AttentionParams& p, unsigned char* smem,
                                             int first) {
-    MlaPath path(p, *reinterpret_cast<Shared*>(smem), first);
+    WidePath path(p, *reinterpret_cast<Shared*>(smem), first);
     path.FillRing();
     State state;
     while (path.IsMine(path.index_)) {
@@ -137,7 +147,7 @@ class MlaPath : ListedStep<Traits> {
   using Probabilities = u32[1][kSTiles / 2][4];
   using QFragments = u32[kPartSteps][4];
 
-  __device__ __forceinline__ MlaPath(const AttentionParams& p, Shared& shared, int first)
+  __device__ __forceinline__ WidePath(const AttentionParams& p, Shared& shared, int first)
       : p_(p),
         shared_(shared),
         thread_(Opaque(threadIdx.x)),
@@ -146,21 +156,31 @@ class MlaPath : ListedStep<Traits> {
         load_index_(first - 1),
         load_pos_(kNone),
         page_(0),
+        value_row_(kNoRow),
+        loads_values_(false),
         read_slot_(SharedAddress(shared.ring)) {
     if (thread_ == 0) {
       shared.control.merge.counters = LaunchCounters(p);
-      shared.control.pool = static_cast<const char*>(p.k);
-      if (kPageSize > 0 && p.layer != nullptr) {
-        shared.control.pool += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
+      if constexpr (kOwnValues) {
+        shared.control.pools =
+            FindPoolsOfRows<Traits, RowBytes(Traits::kHeadDimQk), RowBytes(Traits::kHeadDimVo)>(
+                p, LoadLayer<Traits>(p));
+      } else {
+        shared.control.pools.k = static_cast<const char*>(p.k);
+        if (kPageSize > 0 && p.layer != nullptr) {
+          shared.control.pools.k += LoadConstant(p.layer) * p.num_pages * (kPageSize * kRowBytes);
+        }
       }
     }
     __syncthreads();
   }
 
   static constexpr int kNone = 0x7fffffff;
-  static constexpr int kRowBytes =
-      kDequantizes ? static_cast<int>(QuantizedRowBytes(Traits::kKvFormat, Traits::kHeadDimQk))
-                   : Traits::kHeadDimQk * E::kBytes;
+  static constexpr int RowBytes(int head_dim) {
+    return kDequantizes ? static_cast<int>(QuantizedRowBytes(Traits::kKvFormat, head_dim))
+                        : head_dim * E::kBytes;
+  }
+  static constexpr int kRowBytes = RowBytes(Traits::kHeadDimQk);
 
   __device__ int Lane() const { return thread_ % kWarpSize; }
   __device__ int Warp() const { return thread_ / kWarpSize; }
@@ -193,7 +213,7 @@ class MlaPath : ListedStep<Traits> {
     u32 slot = read_slot_;
 #pragma unroll 1
     for (int n = 0; n < kSlots - 1; ++n, slot += kSlotBytes) {
-      LoadStep(slot);
+      LoadSlot(slot);
       CommitCopies();
     }
   }
@@ -230,33 +250,82 @@ class MlaPath : ListedStep<Traits> {
     return Lane() < kSlice && LanePosition() >= item.kv_begin() && LanePosition() < item.kv_end();
   }
 
-  // Loads rows of the step at load_pos_, this warp's slice, into `slot`; zeros where no row sees
-  // them.
-  __device__ __forceinline__ void LoadStep(u32 slot) {
+  // The row of this lane's token of the step at load_pos_; kNoRow if no row of q sees it.
+  __device__ __forceinline__ u32 LaneRow(const ItemRecord& item) const {
+    if (!InSpan(item)) return kNoRow;
+    if constexpr (Traits::kHasFreshKv) {
+      const FreshTokens fresh(p_, item.request());
+      if (LanePosition() >= fresh.begin) return kFreshRow | fresh.Row(LanePosition());
+    }
+    return kPageSize > 0 ? PoolRow<Max(kPageSize, 1)>(page_, LanePosition())
+                         : static_cast<u32>(item.kv_base()) + LanePosition();
+  }
+
+  // Loads what is due, this warp's slice, into `slot`: rows of the step at load_pos_, or its values
+  // after its keys.
+  __device__ __forceinline__ void LoadSlot(u32 slot) {
     if (load_pos_ == kNone) return;
     const ItemRecord item(p_, load_index_);
-    u32 lane_row = kNoRow;
-    if (InSpan(item)) {
-      lane_row = kPageSize > 0 ? PoolRow<Max(kPageSize, 1)>(page_, LanePosition())
-                               : static_cast<u32>(item.kv_base()) + LanePosition();
+    if constexpr (kOwnValues) {
+      if (!loads_values_) {
+        value_row_ = LaneRow(item);
+        CopyRows<Copy>(slot, shared_.control.pools.k, p_.k_new, kRowBytes, item.kv_head(),
+                       value_row_);
+      } else {
+        CopyRows<ValueCopy>(slot, shared_.control.pools.v, p_.v_new, RowBytes(Traits::kHeadDimVo),
+                            item.kv_head(), value_row_);
+        NextLoad();
+      }
+      loads_values_ = !loads_values_;
+    } else {
+      CopyRows<Copy>(slot, shared_.control.pools.k, nullptr, kRowBytes, 0, LaneRow(item));
+      NextLoad();
     }
+  }
+
+  // Copies rows of a kv head; zeros for kNoRow. pool: in shared memory. fresh_rows: k_new or v_new.
+  template <class Layout>
+  __device__ __forceinline__ void CopyRows(u32 slot, const char* const& pool,
+                                           const void* fresh_rows, int row_bytes, int kv_head,
+                                           u32 lane_row) const {
     // Neighbouring lanes copy neighbouring chunks of a row.
     constexpr int kWidth = kWarpSize / kSlice;
     const int token = Lane() / kWidth, lane_chunk = Lane() % kWidth;
     const u32 row = __shfl_sync(kFullWarp, lane_row, token);
     const bool valid = row != kNoRow;
     // A copy that reads nothing still needs an address within the pool.
-    const char* from = shared_.control.pool + (valid ? static_cast<u64>(row) * kRowBytes : 0);
-    const u32 to = slot + (Warp() * kSlice + token) * Copy::kPitch;
+    const char* from = pool;
+    if constexpr (kOwnValues) {
+      u64 at = row;
+      if constexpr (Traits::kHasFreshKv) {
+        if (valid && row >= kFreshRow) {
+          from = static_cast<const char*>(fresh_rows);
+          at = row - kFreshRow;
+        }
+      }
+      if (valid) from += (at * p_.num_kv_heads + kv_head) * row_bytes;
+    } else {
+      from += valid ? static_cast<u64>(row) * kRowBytes : 0;
+    }
+    const u32 to = slot + (Warp() * kSlice + token) * Layout::kPitch;
 #pragma unroll
-    for (int c = 0; c < Copy::kChunks; c += kWidth) {
+    for (int c = 0; c < Layout::kChunks; c += kWidth) {
       const int chunk = c + lane_chunk;
       // Blocks of heads read the same rows at about the same time, so L2 should keep them: no hint.
-      if (Copy::kChunks % kWidth == 0 || chunk < Copy::kChunks) {
-        CopyAsync16(to + chunk * 16, from + chunk * 16, valid);
+      if (Layout::kChunks % kWidth == 0 || chunk < Layout::kChunks) {
+        const bool has_data = HasData<Layout>(chunk);
+        CopyAsync16(to + chunk * 16, has_data ? from + chunk * 16 : from, valid && has_data);
       }
     }
-    NextLoad();
+  }
+  // Whether the chunk-th vector of a row is not padding.
+  template <class Layout>
+  __device__ static bool HasData(int chunk) {
+    if constexpr (kDequantizes) {
+      return true;
+    } else {
+      return Layout::kChunks == Layout::kLiveChunks || chunk < Layout::kLiveChunks;
+    }
   }
 
   __device__ __forceinline__ u32 NextSlot(u32 slot) const {
@@ -280,14 +349,16 @@ class MlaPath : ListedStep<Traits> {
   }
 
   // Dequantizes this warp's slice of the slot that is read into StepRows for all warps.
+  template <int kHeadDim>
   __device__ __forceinline__ void DequantizeSlice() const {
-    static_assert(!kDequantizes || Copy::kAlignment == 16, "rows begin where vectors do");
+    using Quantized = CopyOf<kHeadDim>;
+    static_assert(!kDequantizes || Quantized::kAlignment == 16, "rows begin where vectors do");
     const int first = Warp() * kSlice;
-    const QuantizedRowOffsets<Copy> offsets(p_, 0);
+    const QuantizedRowOffsets<Quantized> offsets(p_, 0);
     const unsigned char* quantized = shared_.ring + (read_slot_ - SharedAddress(shared_.ring));
-    DequantizeRows<Traits, Traits::kHeadDimQk, kSlice>(quantized + first * Copy::kPitch, offsets, 0,
-                                                       Lane(),
-                                                       shared_.dequantized + first * Row::kPitch);
+    DequantizeRows<Traits, kHeadDim, kSlice>(
+        quantized + first * Quantized::kPitch, offsets, 0, Lane(),
+        shared_.dequantized + first * RowLayout<kHeadDim>::kPitch);
   }
 
   // --- load q ---
@@ -300,7 +371,8 @@ class MlaPath : ListedStep<Traits> {
 #pragma unroll 1
     for (int at = thread_; at < kTileQ * Row::kChunks; at += kThreads) {
       const int row = at / Row::kChunks, chunk = at % Row::kChunks;
-      const bool live = row < num_rows && rows.map.QoHead(row) < p_.num_qo_heads;
+      const bool live = row < num_rows && rows.map.QoHead(row) < p_.num_qo_heads &&
+                        (Row::kChunks == Row::kLiveChunks || chunk < Row::kLiveChunks);
       const u16* from = static_cast<const u16*>(p_.q);
       if (live) from += rows.Index(row) * Traits::kHeadDimQk + chunk * 8;
       CopyAsync16(SharedAddress(shared_.q) + row * Row::kPitch + chunk * 16, from, live);
@@ -309,7 +381,9 @@ class MlaPath : ListedStep<Traits> {
 
   // The offset that this lane addresses in a 16 x 16 block for LoadMatrix4: of q as operand a, and
   // of v, transposed, as operand b.
-  __device__ u32 RowMajorOffset() const { return (Lane() % 16) * Row::kPitch + (Lane() / 16) * 16; }
+  __device__ u32 RowMajorOffset(int pitch) const {
+    return (Lane() % 16) * pitch + (Lane() / 16) * 16;
+  }
   // The same for k as operand b: 16 tokens by 16 of the depth, whose 8 x 8 matrices come with the
   // depth first; or 8 tokens by 32.
   __device__ u32 KMajorOffset() const {
@@ -326,8 +400,8 @@ class MlaPath : ListedStep<Traits> {
   }
 
   __device__ __forceinline__ void ReadQ(QFragments& q) const {
-    const u32 from =
-        SharedAddress(shared_.q) + FirstRow() * Row::kPitch + RowMajorOffset() + FirstQkStep() * 32;
+    const u32 from = SharedAddress(shared_.q) + FirstRow() * Row::kPitch +
+                     RowMajorOffset(Row::kPitch) + FirstQkStep() * 32;
 #pragma unroll
     for (int kk = 0; kk < kPartSteps; ++kk) {
       if (HasQkStep(kk)) LoadMatrix4(q[kk], from + kk * 32);
@@ -350,24 +424,31 @@ class MlaPath : ListedStep<Traits> {
 #pragma unroll 1
     for (int pos = first_step; pos < end_of_steps; pos += kStep) {
       const bool is_first = pos == first_step;
-      // q came with the load that started in the first step of the item before
-      if (is_first && steps_ < kSlots - 1) {
+      // q came with the last load that started in the first step of the item before
+      if (is_first && steps_ * kLoadsOfStep < kSlots - 2 + kLoadsOfStep) {
         WaitCopies<0>();
       } else {
         WaitCopies<kSlots - 2>();
       }
       __syncthreads();  // this step's rows are there, and the last step's have been read
       ForgetThread();
-      LoadStep(PreviousSlot(read_slot_));
+      LoadSlot(PreviousSlot(read_slot_));
       ForgetThread();
+      if constexpr (kOwnValues) CommitCopies();
       if constexpr (kDequantizes) {
-        DequantizeSlice();
+        DequantizeSlice<Traits::kHeadDimQk>();
         __syncthreads();
         ForgetThread();
       }
       if (is_first) ReadQ(q);
       MultiplyQk(q);
-      __syncthreads();  // the scores are complete
+      if constexpr (kOwnValues) WaitCopies<kSlots - 2>();
+      __syncthreads();  // the scores are complete; the step's keys have been read, its values are
+                        // there
+      if constexpr (kOwnValues) {
+        LoadSlot(read_slot_);
+        read_slot_ = NextSlot(read_slot_);
+      }
       if (is_first && IsMine(index_ + 1)) LoadQ(index_ + 1);
       CommitCopies();
 
@@ -384,6 +465,11 @@ class MlaPath : ListedStep<Traits> {
                   step.is_masked(), s);
       UpdateMax<Traits>(stage.scale(), s, state);
       Exponentiate<Traits>(stage.scale(), s, state, p);
+      if constexpr (kOwnValues && kDequantizes) {
+        ForgetThread();
+        DequantizeSlice<Traits::kHeadDimVo>();
+        __syncthreads();
+      }
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && step.is_masked();
         if (by_mask || (!seen_by_all && item.qo_len() > 1))
@@ -468,12 +554,16 @@ class MlaPath : ListedStep<Traits> {
 
   // --- pv ---
 
-  // The contribution to a row of a value that is not finite. The value is also in the row's logit:
-  // unless it is NaN, the logit is -inf and P is 0, and 0 * inf is NaN. With a soft cap the logit
-  // is finite.
+  // Whether o has the j-th tile of this warp.
+  __device__ bool HasTile(int j) const {
+    return kAllColumns || Part() * kColumns + 8 * j < Traits::kHeadDimVo;
+  }
+
+  // The contribution to a row of a value that is not finite. With mla the value is also in the
+  // row's logit: unless it is NaN, the logit is -inf and P is 0, and 0 * inf is NaN. With a soft
+  // cap the logit is finite.
   __device__ __forceinline__ static float Marked(u32 bits) {
-    return (Traits::kHasSoftCap || Stage::kIsNatural ? 1.0f : 0.0f) *
-           E::ToFloat(static_cast<u16>(bits));
+    return (kOwnValues || Stage::kChangesScores ? 1.0f : 0.0f) * E::ToFloat(static_cast<u16>(bits));
   }
   // As TilePath::IsolateNonFinite. The keys have been read by now.
   __device__ __forceinline__ void IsolateNonFinite(int pos, bool is_masked, State& state) {
@@ -482,8 +572,8 @@ class MlaPath : ListedStep<Traits> {
     u32 not_finite = 0;
 #pragma unroll 2
     for (int i = thread_; i < kStep * kVectors; i += kThreads) {
-      const uint4 x =
-          *reinterpret_cast<const uint4*>(step + i / kVectors * Row::kPitch + i % kVectors * 16);
+      const uint4 x = *reinterpret_cast<const uint4*>(step + i / kVectors * ValueRow::kPitch +
+                                                      i % kVectors * 16);
       not_finite = E::FmaX2(x.x, 0, not_finite);  // 0 * x is NaN unless x is finite
       not_finite = E::FmaX2(x.y, 0, not_finite);
       not_finite = E::FmaX2(x.z, 0, not_finite);
@@ -494,7 +584,8 @@ class MlaPath : ListedStep<Traits> {
     __syncthreads();
 #pragma unroll 1
     for (int i = thread_; i < kStep * kVectors * 8; i += kThreads) {
-      u16* x = reinterpret_cast<u16*>(step + i / (kVectors * 8) * Row::kPitch) + i % (kVectors * 8);
+      u16* x =
+          reinterpret_cast<u16*>(step + i / (kVectors * 8) * ValueRow::kPitch) + i % (kVectors * 8);
       if (!E::IsFinite(*x)) *x = 0;
     }
     __syncthreads();
@@ -516,7 +607,8 @@ class MlaPath : ListedStep<Traits> {
       Stage(p_, index_).Look(layout, pos + token, is_masked, [&](int h) { return spans[h]; }, sees);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
-        const u32 x = *reinterpret_cast<const u32*>(columns + token * Row::kPitch + j * 16);
+        if (!HasTile(j)) continue;
+        const u32 x = *reinterpret_cast<const u32*>(columns + token * ValueRow::kPitch + j * 16);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const u32 bits = c % 2 == 0 ? x : x >> 16;
@@ -527,13 +619,15 @@ class MlaPath : ListedStep<Traits> {
   }
 
   __device__ __forceinline__ void MultiplyPv(const Probabilities& p, State& state) const {
-    const u32 v = StepAddress() + RowMajorOffset() + Part() * (kColumns * E::kBytes);
+    const u32 v =
+        StepAddress() + RowMajorOffset(ValueRow::kPitch) + Part() * (kColumns * E::kBytes);
 #pragma unroll
     for (int kk = 0; kk < kStep / 16; ++kk) {
 #pragma unroll
       for (int j = 0; j < kOTiles; j += 2) {
+        if (!HasTile(j)) continue;
         u32 b[4];
-        LoadMatrix4Transposed(b, v + kk * 16 * Row::kPitch + j * 16);
+        LoadMatrix4Transposed(b, v + kk * 16 * ValueRow::kPitch + j * 16);
         E::Mma(state.o[0][j], p[0][kk], b[0], b[1]);
         E::Mma(state.o[0][j + 1], p[0][kk], b[2], b[3]);
       }
@@ -566,13 +660,14 @@ class MlaPath : ListedStep<Traits> {
       const i64 at = final ? map.Index(row) : partial_row + row;
       float o_scale =
           WriteState<Traits>(p_, final, at, map.QoHead(row), Part() == 0 && Lane() % 4 == 0,
-                             {state.max_log2[0][h], sum});
+                             {state.max_log4[0][h], sum});
       if (kDequantizes && final) o_scale = WithValueScale<Traits>(p_, item.kv_head(), o_scale);
       const i64 first = at * Traits::kHeadDimVo + Part() * kColumns + 2 * (Lane() % 4);
       float* partial = p_.partial_o + first;
       u16* o = static_cast<u16*>(p_.o) + first;
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
+        if (!HasTile(j)) continue;
         const float left = state.o[0][j][2 * h] * o_scale;
         const float right = state.o[0][j][2 * h + 1] * o_scale;
         if (final) {
@@ -592,11 +687,15 @@ class MlaPath : ListedStep<Traits> {
   int load_index_;  // item of the next load
   int load_pos_;    // kv offset of the next load; kNone behind the items of this path
   i32 page_;        // in lane l, the page of token l of the warp's slice
+  // With kOwnValues: in lane l, the row of token l of the step whose keys were loaded last, and
+  // whether its values come next.
+  u32 value_row_;
+  bool loads_values_;
   u32 read_slot_;
 };
 
 // One CTA a multiprocessor: its 8 warps may use all registers.
 template <class Traits>
-struct MlaBody : QueueBody<Traits, MlaPath, 1> {};
+struct WideBody : QueueBody<Traits, WidePath, 1> {};
 
 }  // namespace jax_attn

@@ -1,0 +1,126 @@
+"""Decode steps with LoRA adapters, beside the same steps without.
+
+    python -m benchmarks.lora [--shape qwen3-0.6b] [--dtype float32] [--ranks 8,16] [--rounds 15]
+
+Random weights and adapters of all linear layers. Steps run in turns; each time is the least of its
+rounds, because other work on the machine only adds to it.
+
+  none       an engine without room for adapters
+  unused     one with room for 32, and no request that names one
+  one        every request has the same adapter
+  each       every request has one of its own, up to 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from array import array
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from benchmarks import shapes
+from benchmarks.report import log
+from jax_attn import models
+from jax_attn.models._weights.lora_files import LoraWeights, Pair
+from jax_attn.models._weights.tensors import layer_tensors
+from jax_attn.serve._engine.buckets import Batch
+from jax_attn.serve._engine.device import Device, DeviceConfig
+from jax_attn.serve._engine.engine_config import EngineConfig, capacities
+from jax_attn.serve._scheduling.request import Adapter, SamplingParams, Sequence
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence
+
+NUM_LORAS, PAGE_SIZE, CONTEXT = 32, 16, 127
+
+
+def adapter(config: models.ModelConfig, rank: int) -> LoraWeights:
+    rng = np.random.default_rng(0)
+    pairs = {}
+    for layer in range(config.num_layers):
+        for name in ("qkv", "o", "gate_up", "down"):
+            parts = layer_tensors(config, layer)[name]
+            assert isinstance(parts, dict)
+            for tensor, (out, depth) in parts.items():
+                a = rng.standard_normal((rank, depth), np.float32)
+                b = rng.standard_normal((out, rank), np.float32)
+                pairs[layer, tensor.removesuffix(".weight")] = Pair(a / depth, b / rank)
+    return LoraWeights(rank, pairs)
+
+
+def batch_of(device: Device, slots: list[int | None]) -> Batch:
+    """A decode of a token of each sequence, after CONTEXT others."""
+    each, entries = (CONTEXT + PAGE_SIZE) // PAGE_SIZE, []
+    for i, slot in enumerate(slots):
+        params = SamplingParams(max_tokens=8)
+        seq = Sequence(f"{i}", f"{i}", [1] * (CONTEXT + 1), params)
+        seq.slot, seq.pages = i, array("i", range(i * each, (i + 1) * each))
+        seq.adapter = None if slot is None else Adapter(slot, slot)
+        device.set_params(i, params)
+        entries.append(ScheduledSequence(seq, CONTEXT, 1, True))
+    return device.plan(entries)
+
+
+def measure(model: models.Model, rank: int, rounds: int) -> None:
+    config = EngineConfig(
+        num_pages=NUM_LORAS * (CONTEXT + PAGE_SIZE) // PAGE_SIZE + 1,
+        page_size=PAGE_SIZE,
+        max_running=NUM_LORAS,
+        max_step_tokens=NUM_LORAS,
+    )
+    of_step = capacities(config, model.config.max_positions)
+    plain = Device(model, DeviceConfig(of_step))
+    adapted = Device(model, DeviceConfig(of_step, max_loras=NUM_LORAS, max_lora_rank=rank))
+    for slot in range(NUM_LORAS):
+        adapted.set_lora(slot, adapter(model.config, rank))
+
+    compiled = set[tuple[Device, str]]()
+
+    def step(device: Device, slots: list[int | None]) -> Callable[[], float]:
+        batch = batch_of(device, slots)
+        if (device, batch.bucket.name) not in compiled:
+            compiled.add((device, batch.bucket.name))
+            device.use(batch.bucket, device.compile_forward(batch.bucket))
+
+        def run() -> float:
+            begin = time.perf_counter()
+            jax.block_until_ready(device.forward(batch).logits)
+            return time.perf_counter() - begin
+
+        return run
+
+    for num in (1, 8, 32):
+        steps = {
+            "none": step(plain, [None] * num),
+            "unused": step(adapted, [None] * num),
+            "one": step(adapted, [0] * num),
+            "each": step(adapted, list(range(num))),
+        }
+        for run in steps.values():
+            run()
+        times = [{name: run() for name, run in steps.items()} for _ in range(rounds)]
+        cells = [f"rank {rank}, {num:2} requests"]
+        for name in steps:
+            least, plain_least = (min(each[key] for each in times) for key in (name, "none"))
+            cells.append(f"{name} {1e3 * least:.1f} ms ({least / plain_least - 1:+.1%})")
+        log("   ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*shapes.SHAPES])
+    parser.add_argument("--tiny", action="store_true", help="tries the script on any machine")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--ranks", default="8,16")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    model = shapes.make_model(args.shape, args.tiny, args.dtype)
+    if jax.default_backend() == "cpu":
+        model = model._replace(params=models.pack_params(model.params, model.config))
+    for rank in map(int, args.ranks.split(",")):
+        measure(model, rank, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+from jax.interpreters import ad, batching, mlir
+
+from jax_attn._ops.operands import with_default_promotion
+from jax_attn._plan.state_plan import words_of_sequences
+from jax_attn._spec.state_spec import LinearAttentionSpec
+from jax_attn._xla import ffi
+from jax_attn._xla.transforms import Axes, partitioned, varying_alike
+
+
+class LinearOperands(NamedTuple):
+    """The arrays that a call is differentiated by. See ja.linear_attention."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None
+    beta: jax.Array | None
+    states: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCall:
+    """The static arguments of a call.
+
+    op: the name of the operation in messages.
+    spec: dims and numbers of heads of all devices together.
+    rows: names of the axes of q, k and v in front of the heads; "b t": sequences of one length, of
+        which each has a state, in order. "t": packed, and there is a plan.
+    slots: names of the axes of states in front of the heads.
+    in_jnp: (call, operands, plan_buffer, layer) -> (o, states) in jax.numpy.
+    """
+
+    op: str
+    spec: LinearAttentionSpec
+    rows: str
+    slots: str
+    in_jnp: Callable[..., tuple[jax.Array, jax.Array]]
+
+    def tree(self, has_beta: bool) -> Any:
+        """The structure of (operands, plan_buffer, layer)."""
+        g = None if self.spec.decay == "none" else 0
+        operands = LinearOperands(0, 0, 0, g, 0 if has_beta else None, 0)  # type: ignore[arg-type]
+        return jax.tree.structure((operands, *((0, 0) if self.rows == "t" else ())))
+
+
+def _axes(call: LinearCall, has_beta: bool, *, is_backward: bool) -> Axes:
+    """Heads are independent, and so are sequences that have a state each."""
+    group = call.spec.num_v_heads // call.spec.num_qk_heads
+    rows, keys, heads, sizes = call.rows, "h", "(h g)", {"g": group}
+    if 1 in (group, call.spec.num_qk_heads):  # Shardy has no factors of size 1
+        keys, heads, sizes = ("h", "h", {}) if group == 1 else ("h", "g", {})
+    channels = " d" if call.spec.decay == "channel" else ""
+    values, states = f"{rows} {heads} e", f"{call.slots} {heads} d e"
+    operands = [f"{rows} {keys} d", f"{rows} {keys} d", values]
+    operands += [f"{rows} {heads}{channels}"] * (call.spec.decay != "none")
+    operands += [f"{rows} {heads}"] * has_beta
+    operands += [states]
+    plan, results = ["p", ""] if rows == "t" else [], [values, states]
+    arguments = [*operands, *plan, *(results if is_backward else [])]
+    results = operands if is_backward else results
+    return Axes(f"{', '.join(arguments)} -> {', '.join(results)}", ("b", "h"), sizes)
+
+
+class _Packed(NamedTuple):
+    """The arguments of a kernel: packed rows, and a plan."""
+
+    operands: LinearOperands
+    plan: list[jax.Array]
+    numbers: dict[str, Any]
+
+
+def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -> _Packed:
+    spec, begin = call.spec, call.spec.chunks_begin
+    if not plan:
+        batch, seq = operands.q.shape[:2]
+        words, begin = words_of_sequences(batch, seq)
+        plan = [words, jnp.zeros((), jnp.int32)]
+        flat: list[Any] = [
+            None if x is None else x.reshape(batch * seq, *x.shape[2:]) for x in operands[:-1]
+        ]
+        operands = LinearOperands(*[*flat, operands.states])
+    assert spec.scale is not None
+    numbers = {"chunks_begin": begin, "scale": spec.scale}
+    numbers |= {"delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
+    return _Packed(operands, plan, numbers)
+
+
+def _forward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
+    operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
+    packed = _packed(call, operands, plan)
+    o, states = ffi.linear_attention(*packed.operands, *packed.plan, **packed.numbers)
+    return o.reshape(operands.v.shape), states
+
+
+def _backward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
+    operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays[:-2])
+    packed = _packed(call, operands, plan)
+    d_o, d_states = arrays[-2].reshape(packed.operands.v.shape), arrays[-1]
+    given: list[Any] = [*packed.operands, *packed.plan, d_o, d_states]
+    found = ffi.linear_attention_backward(*given, **packed.numbers)
+    pairs = zip(operands, found, strict=True)
+    return tuple(d.reshape(x.shape) for x, d in pairs if x is not None)
+
+
+_partitioned_forward = partitioned(
+    "linear_attention",
+    _forward_on_device,
+    functools.partial(_axes, is_backward=False),
+    num_static=2,
+)
+_partitioned_backward = partitioned(
+    "linear_attention: gradients",
+    _backward_on_device,
+    functools.partial(_axes, is_backward=True),
+    num_static=2,
+)
+
+
+def _one_by_one(run: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """run(*arrays); under vmap one element of the batch follows the other."""
+    mapped = jax.custom_batching.custom_vmap(run)
+
+    @mapped.def_vmap
+    def _(axis_size: int, in_batched: list[bool], *arrays: jax.Array) -> Any:
+        def one(batched: list[jax.Array]) -> Any:
+            rest = iter(batched)
+            given = (next(rest) if b else x for x, b in zip(arrays, in_batched, strict=True))
+            return _one_by_one(run, *given)
+
+        found = jax.lax.map(one, [x for x, b in zip(arrays, in_batched, strict=True) if b])
+        return found, jax.tree.map(lambda _: True, found)
+
+    return mapped(*arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any:
+    arrays, tree = jax.tree.flatten((operands, *plan))
+    by_kernel = functools.partial(_partitioned_forward, call, operands.beta is not None)
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(_one_by_one, by_kernel),
+        default=lambda *arrays: call.in_jnp(call, *jax.tree.unflatten(tree, arrays)),
+    )
+
+
+@_attend.defjvp
+def _jvp(call: LinearCall, primals: Any, tangents: Any) -> Any:
+    arrays, moved = jax.tree.leaves(primals), jax.tree.leaves(tangents[0])
+    has_beta = primals[0].beta is not None
+    found = _tangents_p.bind(*arrays, *moved, call=call, has_beta=has_beta)
+    return _attend(call, *primals), tuple(found)
+
+
+# Tangents of o and the states, in jnp. Its transpose in the tangents of the operands is the
+# backward pass. Operands: those of the call, its plan, the tangents of the former.
+_tangents_p = jax_core.Primitive("jax_attn_linear_tangents")
+_tangents_p.multiple_results = True
+
+
+def _split(call: LinearCall, has_beta: bool, arrays: Any) -> tuple[Any, list[Any], list[Any]]:
+    """The operands, the plan and the tangents of the operands' leaves."""
+    tree = call.tree(has_beta)
+    operands, *plan = jax.tree.unflatten(tree, arrays[: tree.num_leaves])
+    return operands, plan, list(arrays[tree.num_leaves :])
+
+
+@with_default_promotion
+def _tangents(*arrays: jax.Array, call: LinearCall, has_beta: bool) -> Any:
+    operands, plan, moved = _split(call, has_beta, arrays)
+    tree = jax.tree.structure(operands)
+    run = lambda operands: call.in_jnp(call, operands, *plan)  # noqa: E731
+    return list(jax.jvp(run, (operands,), (jax.tree.unflatten(tree, moved),))[1])
+
+
+@with_default_promotion
+def _tangents_jvp(primals: Any, tangents: Any, call: LinearCall, has_beta: bool) -> Any:
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return _tangents(*arrays, call=call, has_beta=has_beta)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
+
+
+@with_default_promotion
+def _tangents_transpose(cotangents: Any, *arrays: Any, call: LinearCall, has_beta: bool) -> Any:
+    operands, plan, moved = _split(call, has_beta, arrays)
+    tree: Any = jax.tree.structure((operands, *plan))
+
+    def in_jnp(*arrays: jax.Array) -> Any:
+        operands, *plan = jax.tree.unflatten(tree, arrays[:-2])
+        _, pull = jax.vjp(lambda operands: call.in_jnp(call, operands, *plan), operands)
+        return tuple(jax.tree.leaves(pull(arrays[-2:])))
+
+    by_kernel = functools.partial(_partitioned_backward, call, has_beta)
+    given = varying_alike((*arrays[: tree.num_leaves], *map(ad.instantiate_zeros, cotangents)))
+    found = jax.lax.platform_dependent(
+        *given, cpu=functools.partial(_one_by_one, by_kernel), default=in_jnp
+    )
+    of_moved = zip(moved, found, strict=True)
+    none = [None] * tree.num_leaves
+    return none + [d if ad.is_undefined_primal(x) else None for x, d in of_moved]
+
+
+def _tangents_batched(arrays: Any, axes: Any, **static: Any) -> Any:
+    results = jax.vmap(functools.partial(_tangents, **static), axes)(*arrays)
+    return results, [0] * len(results)
+
+
+def _tangents_types(*arrays: Any, call: LinearCall, has_beta: bool) -> Any:
+    operands, _, _ = _split(call, has_beta, arrays)
+    return [operands.v, operands.states]
+
+
+_tangents_p.def_impl(_tangents)
+_tangents_p.def_abstract_eval(_tangents_types)
+ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_transposes[_tangents_p] = _tangents_transpose
+batching.primitive_batchers[_tangents_p] = _tangents_batched
+mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))
+
+
+def attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any:
+    """o and the states after the call.
+
+    plan: the plan's buffer and the layer of stacked states; none for sequences of one length.
+    """
+    return _attend(call, *varying_alike((operands, *plan)))

@@ -1,0 +1,1 @@
+"""Families of decoders: from the keys of config.json to a ModelConfig. Private."""

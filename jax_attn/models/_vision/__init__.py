@@ -1,0 +1,1 @@
+"""Pictures: vision towers, and the pixels that they read. Private."""

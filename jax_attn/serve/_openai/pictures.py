@@ -1,0 +1,126 @@
+"""Pictures in messages: from data: URLs to pixels, and to their places in a prompt's tokens."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_attn import models
+from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
+from jax_attn.serve._scheduling.pictures import Picture
+
+MAX_PICTURES = 16  # of a request, unless --max-pictures says otherwise
+
+# A decoded picture may take hundreds of MB, so one is decoded at a time.
+_lock = threading.Lock()
+
+
+class Pixels(NamedTuple):
+    """A picture that has no place yet."""
+
+    rows: int  # of tokens
+    columns: int
+    array: np.ndarray  # [height, width, 3] u8
+
+    def at(self, begin: int) -> Picture:
+        height, width, _ = self.array.shape
+        return Picture(begin, self.rows, self.columns, height, width, self.array.tobytes())
+
+
+class PictureReader:
+    """Reads the pictures of chats. Raises ApiError."""
+
+    def __init__(
+        self, vision: models.VisionModel | None, max_model_len: int, max_pictures: int | None
+    ):
+        """vision: without weights; None: the model reads texts only."""
+        self._vision, self._max_tokens = vision, max_model_len
+        self._max_pictures = MAX_PICTURES if max_pictures is None else max_pictures
+
+    @property
+    def has_model(self) -> bool:
+        return self._vision is not None
+
+    def read(self, messages: Seq[schemas.Message]) -> list[Pixels]:
+        """Decodes the pictures of messages, in their order."""
+        found = [
+            (f"messages[{i}].content[{j}]", message.role, part.image_url.url)
+            for i, message in enumerate(messages)
+            if not isinstance(message.content, str)
+            for j, part in enumerate(message.content)
+            if isinstance(part, schemas.PicturePart)
+        ]
+        if not found:
+            return []
+        where, *_ = found[0]
+        if self._vision is None:
+            raise ApiError(
+                400,
+                f"{where}: pictures are not supported by this server, whose model reads texts only",
+                param=where,
+                code="unsupported_parameter",
+            )
+        if len(found) > self._max_pictures:
+            raise bad_field(
+                "messages", f"expected at most {self._max_pictures} pictures, got {len(found)}"
+            )
+        read: list[Pixels] = []
+        for where, role, url in found:
+            if role != "user":
+                raise bad_field(where, f"expected pictures of the user, got one of {role!r}")
+            read.append(self._decoded(f"{where}.image_url.url", url))
+            num_tokens = sum(x.rows * x.columns for x in read)
+            if num_tokens >= self._max_tokens:
+                raise overflow("messages", self._max_tokens, f"over {num_tokens}")
+        return read
+
+    def place(
+        self, tokens: list[int], pictures: Seq[Pixels]
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        """Returns tokens with all of each picture's in the place of the one that stands for it."""
+        if self._vision is None:
+            return tokens, ()
+        token = self._vision.config.picture_token
+        if (count := tokens.count(token)) != len(pictures):
+            raise bad_field(
+                "messages",
+                f"expected a place in the prompt for each of {len(pictures)} pictures, got"
+                f" {count}: the text may not have the token that stands for one, and the chat"
+                " template must write it",
+            )
+        placed: list[int] = []
+        found: list[Picture] = []
+        begin = 0
+        for each in pictures:
+            end = tokens.index(token, begin)
+            placed += tokens[begin:end]
+            found.append(each.at(len(placed)))
+            placed += [token] * found[-1].num_tokens
+            begin = end + 1
+        return placed + tokens[begin:], tuple(found)
+
+    def _decoded(self, where: str, url: str) -> Pixels:
+        assert self._vision is not None
+        head, comma, data = url.partition(",")
+        if not (head.startswith("data:") and head.endswith(";base64") and comma):
+            raise bad_field(
+                where,
+                "expected a data: URL with base64, such as 'data:image/png;base64,...', as this"
+                f" server fetches nothing, got {url[:32]!r}",
+            )
+        try:
+            file = base64.b64decode(data, validate=True)
+        except ValueError:
+            raise bad_field(where, "expected base64 behind the comma") from None
+        try:
+            with _lock:
+                image = models.decode_picture(file)
+                array = models.prepare_picture(image, self._vision.pixels)
+        except models.PictureError as error:
+            raise bad_field(where, str(error)) from None
+        return Pixels(*self._vision.grid(array), array)

@@ -1,0 +1,188 @@
+"""The engine on models with recurrent layers: states in chunks, from checkpoints, after preemption.
+
+Every answer is compared with the reference, token by token, on the whole text.
+"""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra `serve`")
+
+from helpers import model_cases
+from jax_attn import models
+from jax_attn.serve._engine import constrained_decoding
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._engine.hand_over import HandedOver
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+LIMITS = EngineConfig(
+    num_pages=30, page_size=4, max_running=3, max_step_tokens=16, num_states=12, checkpoint_tokens=8
+)
+LONGEST = 64
+STEM = [5, 9, 200, 31, 7, 7, 12, 90, 4, 300, 8, 21, 63, 2, 2, 150, 77]
+
+
+@pytest.fixture(scope="module")
+def model():
+    tokenizer = models.load(models.BUNDLED, "float32").tokenizer
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    config = models.parse_config(model_cases.CONFIGS["qwen3.5"] | sizes)
+    params = models.random_params(config, jax.random.key(0), "float32")
+    return models.Model(config, params, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def warm(model):
+    engine = Engine(model, LIMITS)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture
+def engine(warm):
+    """With an empty cache and states of NaN: nobody may read what nobody wrote."""
+    cache = warm.scheduler.cache
+    cache.clear()
+    warm.device._states = jax.tree.map(lambda x: x * np.nan, warm.device._states)
+    return warm
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    forward = jax.jit(
+        lambda tokens: models.reference_forward(model.params, model.config, tokens),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+    def best(tokens):
+        padded = np.zeros(LONGEST, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.argmax(forward(padded), -1)
+
+    return best
+
+
+def run(engine, reference, *prompts, num_tokens=6, **params) -> list[Sequence]:
+    """Runs requests together. The answers must be those of the reference."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, **params)
+    seqs = [Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(prompts)]
+    engine.submit(seqs)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    for seq in seqs:
+        assert seq.num_output == num_tokens
+        best = reference(seq.tokens)[seq.num_prompt - 1 :][:num_tokens]
+        assert best.tolist() == seq.tokens[seq.num_prompt :]
+    return seqs
+
+
+def test_prompts_in_chunks(engine, reference):
+    run(engine, reference, [*STEM, *STEM, 3], STEM[::-1], [77])
+
+
+def test_a_cached_prefix_goes_on_from_its_state(engine, reference):
+    (first,) = run(engine, reference, [*STEM, 1, 1, 1])
+    second, third = run(engine, reference, [*STEM, 2, 2], [*STEM, 1, 1, 4])
+    assert engine.stats()["states"] == {"free": 7, "cached": 5, "used": 0}
+    # Checkpoints of the first: after 8 and 16 tokens; of an answer, after 24.
+    assert [seq.num_cached for seq in (first, second, third)] == [0, 16, 16]
+
+
+def test_requests_that_come_together_share_the_state_where_they_part(engine, reference):
+    seqs = run(engine, reference, *([*STEM[:13], i, *[i + 1] * 7] for i in (1, 2, 3)))
+    assert [seq.num_cached for seq in seqs] == [0, 12, 12]
+
+
+def test_the_same_request_several_times(engine, reference):
+    assert [seq.num_cached for seq in run(engine, reference, *[STEM] * 5)] == [0, 16, 16, 16, 16]
+
+
+def test_the_next_turn_of_a_chat(engine, reference):
+    (first,) = run(engine, reference, STEM, num_tokens=12)
+    (second,) = run(engine, reference, [*first.tokens, 1, 2, 3])
+    assert second.num_cached == 24
+
+
+def test_a_hand_over(engine, reference):
+    """The engine forgets the request's pages and states, and gets them again."""
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    engine.submit([Sequence("a", "a", [*STEM, *STEM], sampling)])
+    events = []
+    while sum(len(event.tokens) for event in events) < 3:
+        events += engine.step()
+    events += engine.settle()
+    handed = HandedOver.from_bytes(engine.export_request("a").to_bytes())
+    engine.scheduler.cache.clear()
+    engine.device._states = jax.tree.map(lambda x: x * np.nan, engine.device._states)
+    before = engine.stats()["prefix_hit_tokens"]
+    engine.import_request(handed, "b")
+    while engine.has_work:
+        events += engine.step()
+        engine.scheduler.check_integrity()
+    tokens = [token for event in events for token in event.tokens]
+    text = [*STEM, *STEM, *tokens]
+    assert tokens == reference(text)[33:][:8].tolist()
+    assert engine.stats()["prefix_hit_tokens"] - before == 32
+
+
+def test_preempted_sequences(engine, reference):
+    """Three that grow to 11 pages each, in a pool of 30."""
+    prompts = [[i, *STEM, i, *STEM[:3]] for i in range(3)]
+    before = engine.scheduler.stats().num_preemptions
+    run(engine, reference, *prompts, num_tokens=24)
+    assert engine.scheduler.stats().num_preemptions > before
+
+
+def test_a_grammar_that_forces_tokens(engine, monkeypatch):
+    """Forced tokens are read as a chunk behind the sample. Void samples leave no trace."""
+    pattern = grammar.from_regex("the number is [0-9]{4}, and the word is [a-z]{3}[.]")
+    texts = []
+    for jumps, seconds in ((True, 1.0), (False, 1.0), (True, 0.0), (False, 0.0)):
+        monkeypatch.setattr(constrained_decoding, "SLOW_SECONDS", seconds)
+        monkeypatch.setattr(engine, "config", dataclasses.replace(LIMITS, jump_forward=jumps))
+        sampling = SamplingParams(max_tokens=40, temperature=0, grammar=pattern)
+        seq = Sequence("g", "g", list(STEM), sampling)
+        engine.submit([seq])
+        while engine.has_work:
+            engine.step()
+            engine.scheduler.check_integrity()
+        texts.append(engine.model.tokenizer.decode(seq.tokens[seq.num_prompt :]))
+        engine.scheduler.cache.evict(engine.scheduler.cache.num_cached)
+    assert len(set(texts)) == 1 and re.fullmatch(r"the number is \d{4}, and .*", texts[0]), texts
+
+
+def test_new_weights_begin_with_new_states(engine, reference, model):
+    (first,) = run(engine, reference, STEM)
+    weight = model.params["layers"][0]["dt_bias"]
+    engine.update_params({"layers.0.dt_bias": weight}, None, partial=True)
+    (again,) = run(engine, reference, STEM)
+    assert (first.num_cached, again.num_cached) == (0, 0)
+
+
+def test_sleep_and_wake(engine, reference):
+    run(engine, reference, STEM)
+    engine.sleep(weights=False)
+    assert engine.device._states is None
+    engine.wake()
+    run(engine, reference, STEM)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"max_drafts": 2}, "max_drafts: expected 0, as qwen3_5_text has recurrent layers, got 2"),
+        ({"context_parallel": 2}, "context_parallel: expected 1, as qwen3_5_text"),
+        ({"batch_invariant": True}, "batch_invariant: expected False, as qwen3_5_text"),
+        ({"num_states": 5}, "num_states: expected at least 2 for each of max_running 3 sequences"),
+    ],
+)
+def test_what_is_refused(model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(model, dataclasses.replace(LIMITS, **changes))

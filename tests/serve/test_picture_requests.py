@@ -1,0 +1,195 @@
+"""Pictures in requests: from data: URLs to places in the prompt, and what is refused."""
+
+import base64
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra `serve`")
+pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+from PIL import Image
+
+from helpers import picture_cases
+from helpers.serve.fake_engine import FakeEngine
+from helpers.serve.live_server import eventually, post_bytes, serving
+from jax_attn import models
+from jax_attn.serve._anthropic import message_schemas
+from jax_attn.serve._anthropic.messages_api import MessagesApi
+from jax_attn.serve._ollama import ollama_api, ollama_schemas
+from jax_attn.serve._openai import response_schemas, schemas
+from jax_attn.serve._openai.errors import ApiError
+from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.logprobs import TokenJson
+from jax_attn.serve._openai.model_facts import ModelFacts
+from jax_attn.serve._openai.prepare import Caller, Preparer
+from jax_attn.serve._openai.responses_api import ResponsesApi
+from jax_attn.serve._text.token_bytes import TokenBytes
+
+CALLER = Caller("", 0.0)
+PIXELS = picture_cases.picture(32, 48)
+
+
+def encoded(pixels: np.ndarray = PIXELS) -> str:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+URL = f"data:image/png;base64,{encoded()}"
+
+
+def part(url: str = URL) -> dict:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A directory, and its text model and vision tower without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    picture_cases.write_chat(directory)
+    model = models.load(directory, "float32")._replace(params={})
+    return directory, model, dataclasses.replace(models.load_vision(directory), params={})
+
+
+@pytest.fixture(scope="module")
+def preparer(loaded) -> Preparer:
+    directory, model, vision = loaded
+    engine = FakeEngine(model.tokenizer)
+    limits = KeyLimits.default(8, 8)
+    return Preparer(model, engine, directory, ["tiny"], limits, {}, vision, 3)
+
+
+def chat(preparer: Preparer, content: list, **fields):
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
+    return preparer.chat(schemas.ChatCompletionRequest.model_validate(body), CALLER)
+
+
+def check(preparer: Preparer, sequences: list, text: str, grids: list[tuple[int, int]]) -> None:
+    """text: of the prompt, with one place for each picture."""
+    for seq in sequences:
+        tokens, pieces = seq.tokens, []
+        assert [(x.rows, x.columns) for x in seq.pictures] == grids
+        token = preparer._pictures._vision.config.picture_token
+        begin = 0
+        for each in seq.pictures:
+            assert tokens[each.begin : each.end] == [token] * each.num_tokens
+            pieces += tokens[begin : each.begin + 1]
+            begin = each.end
+        decoded = preparer.decode(pieces + tokens[begin:])
+        assert decoded == text.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def test_parts_of_a_chat(preparer):
+    other = f"data:image/jpeg;base64,{encoded(picture_cases.picture(16, 16))}"
+    text = {"type": "text", "text": "and"}
+    made = chat(preparer, [part(), text, part(other)], n=2)
+    check(preparer, made.sequences, "user: PICTUREandPICTURE;", [(4, 6), (2, 2)])
+    first, second = made.sequences
+    assert first.pictures is second.pictures
+    assert first.pictures[0].pixels == PIXELS.tobytes()
+    body = {"messages": [{"role": "user", "content": [part()]}]}
+    tokens = preparer.tokenize(schemas.TokenizeRequest.model_validate(body))
+    assert tokens == preparer.chat_prompt(schemas.ChatCompletionRequest.model_validate(body)).tokens
+
+
+def test_responses_and_messages(preparer):
+    shown = {"type": "input_image", "image_url": URL, "detail": "high"}
+    content = [{"type": "input_text", "text": "what is"}, shown]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 4}
+    parsed = response_schemas.ResponsesRequest.model_validate(body)
+    api = ResponsesApi(preparer, TokenJson(TokenBytes(preparer._tokenizer)))
+    made, _ = api.prepare(parsed, CALLER)
+    check(preparer, made.sequences, "user: what isPICTURE;", [(4, 6)])
+
+    source = {"type": "base64", "media_type": "image/png", "data": encoded()}
+    content = [
+        {"type": "text", "text": "what is"},
+        {"type": "image", "source": source},
+        {"type": "text", "text": "?"},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "model": "tiny"}
+    api = MessagesApi(preparer)
+    made, _ = api.prepare(message_schemas.MessagesRequest.model_validate(body), CALLER)
+    check(preparer, made.sequences, "user: what isPICTURE?;", [(4, 6)])
+    del body["max_tokens"]
+    count = api.count(message_schemas.CountRequest.model_validate(body))
+    assert count.input_tokens == len(made.sequences[0].tokens)
+
+
+def test_pictures_are_a_feature(loaded, preparer):
+    assert preparer.features == ["completions", "chat", "pictures"]
+    directory, model, _ = loaded
+    facts, tokens = ModelFacts.of(model.config, directory), TokenJson(TokenBytes(model.tokenizer))
+    api = ollama_api.OllamaApi(preparer, facts, tokens)
+    shown = api.show(ollama_schemas.ShowRequest(model="tiny"))
+    assert shown.capabilities == ["completion", "vision"]
+
+
+def test_a_chat_of_ollama(preparer):
+    messages = [{"role": "user", "content": "what is", "images": [encoded()]}]
+    parsed = ollama_schemas.OllamaChatRequest.model_validate({"model": "m", "messages": messages})
+    messages = ollama_api._messages(parsed.messages)
+    made = preparer.chat(
+        schemas.ChatCompletionRequest.model_validate({"messages": messages, "max_tokens": 4}),
+        CALLER,
+    )
+    check(preparer, made.sequences, "user: PICTUREwhat is;", [(4, 6)])
+
+
+BAD = [
+    (part("https://example.com/a.png"), ".image_url.url", "this server fetches nothing, got 'http"),
+    (part("data:image/png,abc"), ".image_url.url", "expected a data: URL with base64"),
+    (part("data:image/png;base64,a b"), ".image_url.url", "expected base64 behind the comma"),
+    (part("data:;base64,aGVsbG8="), ".image_url.url", "got 5 bytes of something else"),
+]
+
+
+@pytest.mark.parametrize("bad, param, words", BAD)
+def test_a_picture_that_is_refused(preparer, bad, param, words):
+    with pytest.raises(ApiError, match=words) as refused:
+        chat(preparer, [{"type": "text", "text": "a"}, bad])
+    assert refused.value.status == 400
+    assert refused.value.param == f"messages[0].content[1]{param}"
+    assert len(str(refused.value)) < 300
+
+
+def test_requests_that_are_refused(preparer):
+    with pytest.raises(ApiError, match="expected at most 3 pictures, got 4"):
+        chat(preparer, [part()] * 4)
+    with pytest.raises(ApiError, match="a place in the prompt for each of 1 pictures, got 2"):
+        chat(preparer, [part(), {"type": "text", "text": "<|image_pad|>"}])
+    with pytest.raises(ApiError, match="a place in the prompt for each of 0 pictures, got 1"):
+        chat(preparer, [{"type": "text", "text": "<|image_pad|>"}])
+    with pytest.raises(ApiError, match="truncate_prompt_tokens: not supported with pictures"):
+        chat(preparer, [part()], truncate_prompt_tokens=9)
+    with pytest.raises(ApiError, match="expected pictures of the user, got one of 'system'"):
+        messages = [{"role": "system", "content": [part()]}, {"role": "user", "content": "a"}]
+        chat(preparer, [], messages=messages)
+    preparer._pictures._max_tokens, most = 30, preparer._pictures._max_tokens
+    with pytest.raises(ApiError, match="resulted in over 48 tokens"):
+        chat(preparer, [part()] * 3)
+    preparer._pictures._max_tokens = most
+
+
+def test_pixels_in_flight_are_bounded(loaded):
+    directory, model, vision = loaded
+    engine, path = FakeEngine(model.tokenizer), "/v1/chat/completions"
+    limits = KeyLimits(requests=9, choices=9, picture_bytes=2 * PIXELS.nbytes)
+    body = {"messages": [{"role": "user", "content": [part()]}], "max_tokens": 4, "n": 3}
+    with serving(engine, directory, model=model, vision=vision, key_limits=limits) as server:
+        limiter = server.app.state.server.limiter
+        assert server.post(path, body).ok
+        eventually(lambda: not limiter.held(""))
+        three = {"messages": [{"role": "user", "content": [part()] * 3}]}
+        answer = server.post(path, body | three)
+        assert answer.status == 400 and answer.error["code"] == "too_many_picture_bytes"
+        engine.holds_at = 1
+        sent = post_bytes(path, body)
+        with server.connect(sent), server.connect(sent):
+            eventually(lambda: limiter.held("")["picture_bytes"] == 2 * PIXELS.nbytes)
+            answer = server.post(path, body)
+            assert answer.status == 429 and "pixels in flight" in answer.error["message"]
+        eventually(lambda: not limiter.held(""))
