@@ -100,7 +100,8 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
   }
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
+  problem.config = 
+      SelectAttention(problem.spec, nullptr, &problem.program, problem.transforms_rows());
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // FillCapacities computes with these fields
   FillCapacities(&problem);
@@ -156,7 +157,7 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
 // [(choice, reason)] for the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
-  SelectAttention(problem.spec, &reasons, &problem.program);
+  SelectAttention(problem.spec, &reasons, &problem.program, problem.transforms_rows());
   nb::list list;
   if (problem.spec.arch == 0) reasons.emplace_back("isa", DescribeCpuIsas(problem.spec));
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));

@@ -185,6 +185,10 @@ static Status CheckTransforms(const AttentionProblem& problem) {
     return Status::Error("transforms: expected plain pages without mla.");
   }
   const int64_t dims[2] = {s.head_dim_qk, s.head_dim_vo};
+  if (s.arch != 0 && (s.dtype == kF32 || std::max(dims[0], dims[1]) > kWideHeadDim)) {
+    return Status::Error("transforms: expected a 16-bit dtype and head dims up to " +
+                         std::to_string(kWideHeadDim) + " on CUDA.");
+  }
   for (int i = 0; i < 2; ++i) {
     const Transform& transform = problem.transforms[i];
     if (!transform.present()) continue;

@@ -370,6 +370,13 @@ class AttentionSpec:
                 f"AttentionSpec: variant: {of_rows[0]} is supported with kv_dtype=None, got"
                 f" {self.kv_dtype!r}; quantize transformed keys and values."
             )
+        on_cuda = parse_target(self.target)[0] > 0
+        if of_rows and self.is_paged and on_cuda and (self.dtype == "float32" or max(dims.values()) > 256):
+            raise NotImplementedError(
+                f"AttentionSpec: variant: {of_rows[0]} of pages on {self.target} is supported with"
+                f" bfloat16 or float16 and head dims up to 256, got {self.dtype} and"
+                f" {max(dims.values())}."
+            )
         if "q" in variant.transforms and self.q_dtype is not None:
             raise NotImplementedError(
                 f"AttentionSpec: variant: q is supported with q_dtype=None, got {self.q_dtype!r};"
