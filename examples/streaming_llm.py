@@ -1,7 +1,7 @@
 """StreamingLLM (Xiao et al., arXiv 2309.17453): sinks and a window, with positions in the cache.
 
-Pages hold keys as the projection made them. A transform rotates them where the kernel loads them, by
-their place in the request's page table. So pages in the middle of the text are dropped from the
+Pages hold keys as the projection made them. A transform rotates them where the kernel loads them,
+by their place in the request's page table. So pages in the middle of the text are dropped from the
 table, and nothing is rotated again.
 """
 

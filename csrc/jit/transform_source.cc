@@ -152,9 +152,7 @@ class Writer {
     for (i32 j = 0; j < RegistersOf(lanes.length); ++j) {
       std::string own = Arg(lanes, j);
       const i32 left = lanes.length - j * kLanes;
-      if (left < kLanes) {
-        own = "(lane < " + std::to_string(left) + " ? " + own + " : " + op + "::None())";
-      }
+      if (left < kLanes) own = "Counted<" + op + ">(" + own + ", lane < " + std::to_string(left) + ")";
       text = j == 0 ? own : op + "::Do(" + text + ", " + own + ")";
     }
     return "Reduced<" + op + ">(" + text + ")";

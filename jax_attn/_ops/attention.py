@@ -227,9 +227,7 @@ def item_times(
     return times[: plan.header()["num_items"]] * 1e-9
 
 
-def _run(
-    operands: AttentionOperands[jax.Array], split: HeadSplit
-) -> tuple[jax.Array, jax.Array]:
+def _run(operands: AttentionOperands[jax.Array], split: HeadSplit) -> tuple[jax.Array, jax.Array]:
     """o and lse of a checked call."""
     spec = split.spec
     if spec.kernel_spec is spec:

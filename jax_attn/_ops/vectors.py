@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_attn._ops import plan_jnp
 from jax_attn._spec.spec import AttentionSpec
@@ -29,7 +28,9 @@ def transform_operands(
             continue
         facts, live = _facts_of_rows(name, operands.plan_buffer, spec)
         x = getattr(operands, name)
-        changed[name] = plan_jnp.transform_rows(transform, x, spec, facts, live, 1, operands.variant)
+        changed[name] = plan_jnp.transform_rows(
+            transform, x, spec, facts, live, 1, operands.variant
+        )
     if spec.kernel_spec.variant is None:
         changed["variant"] = ()
     return dataclasses.replace(operands, **changed)

@@ -371,7 +371,12 @@ class AttentionSpec:
                 f" {self.kv_dtype!r}; quantize transformed keys and values."
             )
         on_cuda = parse_target(self.target)[0] > 0
-        if of_rows and self.is_paged and on_cuda and (self.dtype == "float32" or max(dims.values()) > 256):
+        if (
+            of_rows
+            and self.is_paged
+            and on_cuda
+            and (self.dtype == "float32" or max(dims.values()) > 256)
+        ):
             raise NotImplementedError(
                 f"AttentionSpec: variant: {of_rows[0]} of pages on {self.target} is supported with"
                 f" bfloat16 or float16 and head dims up to 256, got {self.dtype} and"

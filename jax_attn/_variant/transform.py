@@ -398,9 +398,7 @@ def _runs(value: np.ndarray, lane: np.ndarray) -> list[Lanes]:
     borders = np.flatnonzero((np.diff(value) != 0) | (np.diff(lane) != 1)) + 1
     starts = [0, *borders.tolist()]
     stops = [*borders.tolist(), len(value)]
-    return [
-        Lanes(int(value[a]), int(lane[a]), b - a) for a, b in zip(starts, stops, strict=True)
-    ]
+    return [Lanes(int(value[a]), int(lane[a]), b - a) for a, b in zip(starts, stops, strict=True)]
 
 
 _take_p = jax_core.Primitive("jax_attn_take")
@@ -410,9 +408,7 @@ _take_p.def_abstract_eval(
     )
 )
 _matrix_p = jax_core.Primitive("jax_attn_matrix")
-_matrix_p.def_abstract_eval(
-    lambda *_, operand, shape: jax.core.ShapedArray(shape, jnp.float32)
-)
+_matrix_p.def_abstract_eval(lambda *_, operand, shape: jax.core.ShapedArray(shape, jnp.float32))
 
 
 class _Vectors(Operand):
@@ -515,12 +511,18 @@ def trace(
 
 
 def _run(
-    builder: _Builder, what: str, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Array]
+    builder: _Builder,
+    what: str,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[_Array],
+    where: str = "",
 ) -> list[Any]:
+    """The results of a jaxpr. where: the user's line, for equations that do not know it."""
     known: dict[Any, _Array] = dict(zip(jaxpr.invars, values, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         if isinstance(const, jax.core.Tracer):
-            _unsupported(what, f"closing over the traced {jax.typeof(const)}", None)
+            _unsupported(what, f"closing over the traced {jax.typeof(const)}", where)
         known[var] = np.asarray(const)
 
     def read(atom: Any) -> _Array:
@@ -528,18 +530,19 @@ def _run(
 
     for eqn in jaxpr.eqns:
         arguments = [read(x) for x in eqn.invars]
+        line = source_info_util.summarize(eqn.source_info) or where
         inner = next((n for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in eqn.params), None)
         if inner is not None and eqn.primitive.name in CALLS:
             body = eqn.params[inner]
             closed = body if hasattr(body, "consts") else jax_core.ClosedJaxpr(body, ())
-            results = _run(builder, what, closed.jaxpr, closed.consts, arguments)
+            results = _run(builder, what, closed.jaxpr, closed.consts, arguments, line)
         else:
-            results = _step(builder, what, eqn, arguments)
+            results = _step(builder, what, eqn, arguments, line)
         known.update(zip(eqn.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
-def _step(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> list[Any]:
+def _step(builder: _Builder, what: str, eqn: Any, arguments: list[Any], where: str) -> list[Any]:
     """The results of an equation."""
     name, params = eqn.primitive.name, eqn.params
     if name == "jax_attn_take":
@@ -555,7 +558,7 @@ def _step(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> list[
         (m,) = matrices
         return [m._replace(shape=m.shape[::-1], transposed=not m.transposed)]
     if matrices:
-        return [_product(builder, what, eqn, arguments)]
+        return [_product(builder, what, eqn, arguments, where)]
     if all(isinstance(a, np.ndarray) for a in arguments):
         with jax.ensure_compile_time_eval(), jax.enable_x64(False):
             found = eqn.primitive.bind(*(jnp.asarray(a) for a in arguments), **params)
@@ -563,20 +566,20 @@ def _step(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> list[
     for var in eqn.outvars:
         kind_of(what, var.aval, eqn)
     if name in _SHAPE_RULES:
-        return [_moved(builder, what, eqn, arguments)]
+        return [_moved(builder, what, eqn, arguments, where)]
     if name == "split":
         return _split(arguments[0], params)
     if name in _REDUCED:
-        return [_reduced(builder, what, eqn, arguments[0])]
+        return [_reduced(builder, what, eqn, arguments[0], where)]
     rule = RULES.get(name)
     if rule is None or len(eqn.outvars) != 1:
-        _unsupported(what, f"the primitive {name}", eqn)
+        _unsupported(what, f"the primitive {name}", where)
     (out,) = eqn.outvars
     kind = kind_of(what, out.aval, eqn)
     numbers = [builder.number(builder.lanes_of(a)) for a in arguments]
     found = rule(builder, kind, params, *numbers)
     if found is None:
-        _unsupported(what, f"the primitive {name} with {eqn}", eqn)
+        _unsupported(what, f"the primitive {name} with {eqn}", where)
     return [builder.refs(builder.lanes(found), out.aval.shape)]
 
 
@@ -597,7 +600,7 @@ _SHAPE_RULES = {
 }
 
 
-def _moved(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> _Refs:
+def _moved(builder: _Builder, what: str, eqn: Any, arguments: list[Any], where: str) -> _Refs:
     """The same movement of the numbers of the elements, by JAX itself."""
     places: list[Any] = []
     table: list[tuple[int, int]] = []
@@ -605,7 +608,9 @@ def _moved(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> _Ref
     for i, argument in enumerate(arguments):
         is_constant = isinstance(argument, np.ndarray)
         if indexes and is_constant == (i == 0):
-            _unsupported(what, "an index that is not constant, of an array that is no operand", eqn)
+            _unsupported(
+                what, "an index that is not constant, of an array that is no operand", where
+            )
         if indexes and i > 0:
             places.append(argument)
             continue
@@ -629,7 +634,7 @@ def _split(array: _Refs, params: Any) -> list[_Refs]:
 _REDUCED = {"reduce_sum": "sum", "reduce_max": "largest", "reduce_min": "smallest"}
 
 
-def _reduced(builder: _Builder, what: str, eqn: Any, array: _Refs) -> _Refs:
+def _reduced(builder: _Builder, what: str, eqn: Any, array: _Refs, where: str) -> _Refs:
     axes = eqn.params["axes"]
     kept = [axis for axis in range(array.value.ndim) if axis not in axes]
     value, lane = (x.transpose((*kept, *axes)) for x in array)
@@ -637,40 +642,40 @@ def _reduced(builder: _Builder, what: str, eqn: Any, array: _Refs) -> _Refs:
     rows = int(np.prod(shape))
     kind = kind_of(what, eqn.outvars[0].aval, eqn)
     if kind != F32:
-        _unsupported(what, f"the primitive {eqn.primitive.name} of {TYPE_NAMES[kind]}", eqn)
+        _unsupported(what, f"the primitive {eqn.primitive.name} of {TYPE_NAMES[kind]}", where)
     results = []
     for one_value, one_lane in zip(value.reshape(rows, -1), lane.reshape(rows, -1), strict=True):
         lanes = builder.lanes_of(_Refs(one_value, one_lane))
         if lanes.length == 1 and len(one_value) > 1:  # one lane, many times
-            _unsupported(what, "a reduction of equal elements", eqn)
+            _unsupported(what, "a reduction of equal elements", where)
         op = _REDUCED[eqn.primitive.name]
         results.append(builder.line(op, kind, 1, 0, (lanes,)) if lanes.length > 1 else lanes)
     found = np.asarray([[r.value, r.offset] for r in results]).reshape(*shape, 2)
     return _Refs(found[..., 0], found[..., 1])
 
 
-def _product(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> _Refs:
+def _product(builder: _Builder, what: str, eqn: Any, arguments: list[Any], where: str) -> _Refs:
     """A vector times a matrix of an operand: dot_general."""
     if eqn.primitive.name != "dot_general":
-        _unsupported(what, f"a matrix in the primitive {eqn.primitive.name}", eqn)
+        _unsupported(what, f"a matrix in the primitive {eqn.primitive.name}", where)
     if what in ("k", "v"):
         raise NotImplementedError(
-            f"{OP}: {what}: a product with a matrix at"
-            f" {source_info_util.summarize(eqn.source_info)} is not supported; it is in q and o:"
+            f"{OP}: {what}: a product with a matrix at {where} is not supported; it is in q and o:"
             " q . (W k) = (W^T q) . k."
         )
     (left, right), (batch, _) = eqn.params["dimension_numbers"]
     which = 0 if isinstance(arguments[0], _Matrix) else 1
     matrix, vector = arguments[which], arguments[1 - which]
     axes = (left, right)[which]
-    is_vector = not isinstance(vector, _Matrix) and np.ndim(
-        vector if isinstance(vector, np.ndarray) else vector.value
-    ) == 1
+    is_vector = (
+        not isinstance(vector, _Matrix)
+        and np.ndim(vector if isinstance(vector, np.ndarray) else vector.value) == 1
+    )
     if batch or len(axes) != 1 or not is_vector:
-        _unsupported(what, "a product other than of a vector and a matrix", eqn)
+        _unsupported(what, "a product other than of a vector and a matrix", where)
     lanes = builder.lanes_of(vector)
     if lanes.length != matrix.shape[axes[0]]:
-        _unsupported(what, "a product of a constant vector and a matrix", eqn)
+        _unsupported(what, "a product of a constant vector and a matrix", where)
     transposed = (axes[0] == 1) != matrix.transposed
     (out,) = eqn.outvars
     op = "product_t" if transposed else "product"
@@ -679,12 +684,11 @@ def _product(builder: _Builder, what: str, eqn: Any, arguments: list[Any]) -> _R
     return builder.refs(found, out.aval.shape)
 
 
-def _unsupported(what: str, thing: str, eqn: Any) -> NoReturn:
-    line = "" if eqn is None else f" at {source_info_util.summarize(eqn.source_info)}"
+def _unsupported(what: str, thing: str, where: str) -> NoReturn:
+    moves, sums = ", ".join(sorted(_SHAPE_RULES)), ", ".join(_REDUCED)
     raise NotImplementedError(
-        f"{OP}: {what}: {thing}{line} is not supported; elementwise operations,"
-        f" {', '.join(sorted(_SHAPE_RULES))}, {', '.join(_REDUCED)} and, in q and o, products with"
-        " the matrix of an operand are."
+        f"{OP}: {what}: {thing} at {where or 'an unknown line'} is not supported; elementwise"
+        f" operations, {moves}, {sums} and, in q and o, products with the matrix of an operand are."
     )
 
 

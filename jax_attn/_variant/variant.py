@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn import _core
+from jax_attn._variant import transform
 from jax_attn._variant.program import (
     FACTS,
     LEVELS,
@@ -29,7 +30,6 @@ from jax_attn._variant.program import (
     constant_value,
     refuse,
 )
-from jax_attn._variant import transform
 from jax_attn._variant.trace import as_index, as_integers, declare, operands_of, trace
 from jax_attn._variant.transform import Transform
 
@@ -202,9 +202,7 @@ class Variant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Variant):
             return NotImplemented
-        mine, theirs = (
-            (x.words, x.names, sorted(x.transforms.items())) for x in (self, other)
-        )
+        mine, theirs = ((x.words, x.names, sorted(x.transforms.items())) for x in (self, other))
         return mine == theirs
 
     def __hash__(self) -> int:
@@ -372,7 +370,6 @@ class Variant:
         logits = None if self.logits is None else evaluate(self.logits, score, at)
         visible = None if self.mask is None else evaluate(self.mask, at)
         return logits, visible
-
 
     def apply_transform(
         self, name: str, x: Any, facts: Mapping[str, Any], operands: Mapping[str, Any]

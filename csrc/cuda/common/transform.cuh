@@ -45,6 +45,11 @@ struct SmallestOf {
   __device__ static float None() { return F32(0x7f800000u); }
   __device__ static float Do(float x, float y) { return Min(x, y); }
 };
+// A function, so that all lanes compute x, which may take lanes of others.
+template <class Op>
+__device__ __forceinline__ float Counted(float x, bool counts) {
+  return counts ? x : Op::None();
+}
 template <class Op>
 __device__ __forceinline__ float Reduced(float x) {
 #pragma unroll
