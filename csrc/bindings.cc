@@ -100,7 +100,7 @@ AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
   }
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = 
+  problem.config =
       SelectAttention(problem.spec, nullptr, &problem.program, problem.transforms_rows());
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // FillCapacities computes with these fields
@@ -191,8 +191,8 @@ void CheckTransform(const std::vector<int64_t>& words, const std::vector<i32>& t
   const size_t num = std::min<size_t>({types.size(), ranks.size(), kMaxVariantOperands});
   for (size_t i = 0; i < num; ++i) operands[i] = {types[i], ranks[i]};
   Transform transform;
-  ThrowIfError(DecodeTransform(words.data(), words.size(), operands, static_cast<i32>(num),
-                               &transform));
+  ThrowIfError(
+      DecodeTransform(words.data(), words.size(), operands, static_cast<i32>(num), &transform));
   if (!transform.present()) throw std::invalid_argument("transform: expected words, got none.");
 }
 

@@ -55,13 +55,11 @@ Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* p
     transform = {at + 1, static_cast<size_t>(*at)};
     at += 1 + *at;
   }
-  JAX_ATTN_RETURN_IF_ERROR(
-      DecodeProgram(at, static_cast<size_t>(end - at), &problem->program));
+  JAX_ATTN_RETURN_IF_ERROR(DecodeProgram(at, static_cast<size_t>(end - at), &problem->program));
   for (int i = 0; i < 2; ++i) {
-    JAX_ATTN_RETURN_IF_ERROR(DecodeTransform(transforms[i].words, transforms[i].num,
-                                             problem->program.operands,
-                                             problem->program.num_operands,
-                                             &problem->transforms[i]));
+    JAX_ATTN_RETURN_IF_ERROR(
+        DecodeTransform(transforms[i].words, transforms[i].num, problem->program.operands,
+                        problem->program.num_operands, &problem->transforms[i]));
   }
   return Status::Ok();
 }

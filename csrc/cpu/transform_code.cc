@@ -19,7 +19,7 @@ class CodeMaker {
   void Make() {
     for (i32 i = 0; i < t_.num_lines; ++i) Append(i);
     for (i32 i = 0; i < t_.num_results; ++i) c_.results[i] = Part(t_.results[i]);
-    FuseProducts();
+    if (!FindRotation()) FuseProducts();
     Order();
     c_.dim = t_.dim;
     c_.num_results = t_.num_results;
@@ -73,6 +73,57 @@ class CodeMaker {
     return {static_cast<i32>(lines_.size()) - 1, 0, lanes.length};
   }
 
+  // Whether the lanes are half 0 or 1 of the vector; -1: neither.
+  i32 HalfOf(const TransformLanes& lanes) const {
+    const TransformCodeLine& x = lines_[lanes.value];
+    const i32 half = t_.dim / 2;
+    if (x.op.op != kVectorX || lanes.length != half) return -1;
+    const i32 first = x.op.operand + lanes.offset;
+    return first == 0 ? 0 : first == half ? 1 : -1;
+  }
+
+  // The line that a half is multiplied by in a product; -1: it is no such product.
+  i32 FactorOf(const TransformLanes& lanes, i32 half) const {
+    const TransformCodeLine& x = lines_[lanes.value];
+    if (x.op.op != kOpMul || lanes.length != t_.dim / 2) return -1;
+    for (i32 a = 0; a < 2; ++a) {
+      const TransformLanes factor = x.args[1 - a];
+      const TransformCodeLine& of = lines_[factor.value];
+      if (HalfOf(x.args[a]) == half && of.home != kHeadHome && of.length == x.length &&
+          factor.length == x.length) {
+        return factor.value;
+      }
+    }
+    return -1;
+  }
+
+  bool FindRotation() {
+    const i32 half = t_.dim / 2;
+    if (t_.num_results != 2 || t_.dim % (2 * kVectorLanes) != 0) return false;
+    for (i32 i = 0; i < 2; ++i) {
+      if (c_.results[i].length != half || lines_[c_.results[i].value].length != half) return false;
+    }
+    const TransformCodeLine &low = lines_[c_.results[0].value], &high = lines_[c_.results[1].value];
+    if (low.op.op != kOpSub || high.op.op != kOpAdd) return false;
+    const i32 cos = FactorOf(low.args[0], 0), sin = FactorOf(low.args[1], 1);
+    const bool turns = (FactorOf(high.args[0], 1) == cos && FactorOf(high.args[1], 0) == sin) ||
+                       (FactorOf(high.args[1], 1) == cos && FactorOf(high.args[0], 0) == sin);
+    if (cos < 0 || sin < 0 || !turns) return false;
+    c_.rotation = {half, {cos, sin}, {IsRow(cos), IsRow(sin)}};
+    return true;
+  }
+
+  // Whether a line loads neighbouring f32 of an operand.
+  bool IsRow(i32 line) const {
+    const TransformCodeLine& x = lines_[line];
+    if (x.op.op != kOpLoad || x.num_args == 0) return false;
+    if (t_.operands[x.op.operand].type != kOperandF32) return false;
+    for (i32 a = 0; a + 1 < x.num_args; ++a) {
+      if (x.args[a].length != 1) return false;
+    }
+    return lines_[x.args[x.num_args - 1].value].op.op == kVectorIota;
+  }
+
   // Sums of products that nothing else reads become one operation.
   void FuseProducts() {
     std::vector<i32> uses(lines_.size());
@@ -89,7 +140,9 @@ class CodeMaker {
             arg.length != x.length || product.home != x.home) {
           continue;
         }
-        x.op.op = x.op.op == kOpAdd ? i32{kCodeMulAdd} : a == 0 ? i32{kCodeMulSub} : i32{kCodeSubMul};
+        x.op.op = x.op.op == kOpAdd ? i32{kCodeMulAdd}
+                  : a == 0          ? i32{kCodeMulSub}
+                                    : i32{kCodeSubMul};
         x.num_args = 3;
         x.args[0] = product.args[0];
         x.args[1] = product.args[1];
@@ -102,7 +155,11 @@ class CodeMaker {
   // Writes the lines that the results need, in order of homes.
   void Order() {
     std::vector<bool> needed(lines_.size());
-    for (i32 i = 0; i < t_.num_results; ++i) needed[c_.results[i].value] = true;
+    if (c_.rotation.half > 0) {
+      for (const i32 line : c_.rotation.lines) needed[line] = true;
+    } else {
+      for (i32 i = 0; i < t_.num_results; ++i) needed[c_.results[i].value] = true;
+    }
     for (std::size_t i = lines_.size(); i-- > 0;) {
       for (i32 a = 0; needed[i] && a < lines_[i].num_args; ++a) {
         needed[lines_[i].args[a].value] = true;
@@ -111,7 +168,9 @@ class CodeMaker {
     std::vector<i32> numbers(lines_.size());
     i32 num = 0;
     for (i32 home = kOnceHome; home <= kHeadHome; ++home) {
-      const i64 rows = home == kOnceHome ? 1 : home == kTokenHome ? kTransformTokens : kTransformRows;
+      const i64 rows = home == kOnceHome    ? 1
+                       : home == kTokenHome ? kTransformTokens
+                                            : kTransformRows;
       i64 at = 0;
       for (std::size_t i = 0; i < lines_.size(); ++i) {
         TransformCodeLine x = lines_[i];
@@ -128,6 +187,7 @@ class CodeMaker {
       if (home == kTokenHome) c_.num_token = num;
     }
     for (i32 i = 0; i < t_.num_results; ++i) c_.results[i].value = numbers[c_.results[i].value];
+    for (i32& line : c_.rotation.lines) line = c_.rotation.half > 0 ? numbers[line] : 0;
     c_.lines = to_;
     c_.num_lines = num;
   }

@@ -17,13 +17,22 @@ enum TransformHome : i32 {
 };
 
 struct TransformCodeLine {
-  CodeOp op;    // its args are not used
-  i32 length;   // lanes
+  CodeOp op;   // its args are not used
+  i32 length;  // lanes
   i32 num_args;
   TransformLanes args[kMaxTransformArgs];  // values are code lines
   TransformHome home;
   i64 at;      // its first lane in the buffer of its home, in f32
   i64 stride;  // from one row to the next
+};
+
+// The rotation of two halves, as RoPE has it: (a, b) becomes (a cos - b sin, b cos + a sin). It is
+// worth code of its own, because a decode waits for memory only as long as its arithmetic is
+// little.
+struct TransformRotation {
+  i32 half;        // elements; 0: the transform is another one
+  i32 lines[2];    // cos and sin, the same for all heads of a token
+  bool direct[2];  // they are f32 rows of an operand, which are read where they are
 };
 
 // In order of homes. An x with only a part of the vector is a value of its own, without args.
@@ -32,6 +41,7 @@ struct TransformCode {
   i32 num_once, num_token, num_lines;  // lines[0, num_once), ..., [num_token, num_lines)
   i32 dim, num_results;
   TransformLanes results[kMaxTransformResults];
+  TransformRotation rotation;  // if it is one, lines has only what cos and sin need
   const i32* pool;
   const ProgramOperand* operands;
   i64 sizes[3];  // f32 in the buffers of homes

@@ -38,7 +38,8 @@ class TraitsWriter {
       variant_ += InNamespace(TransformText(of.transform->View(*of.program), of.name));
     }
     const std::string type = std::string("variant::") + of.name;
-    out_ << "  using " << name << " = " << (of.transform->present() ? type : "NoTransform") << ";\n";
+    out_ << "  using " << name << " = " << (of.transform->present() ? type : "NoTransform")
+         << ";\n";
   }
   void operator()(const char* name, int64_t value, const char* comment = "") {
     Line("int", name, std::to_string(value), comment);

@@ -15,7 +15,8 @@ i32 RegistersOf(i32 length) { return (length + kLanes - 1) / kLanes; }
 
 class Writer {
  public:
-  Writer(const TransformView& transform, std::string name) : t_(transform), name_(std::move(name)) {}
+  Writer(const TransformView& transform, std::string name)
+      : t_(transform), name_(std::move(name)) {}
 
   std::string Write() {
     std::ostringstream body;
@@ -74,10 +75,10 @@ class Writer {
     if (x.op == kVectorIota) return "(lane + " + std::to_string(first) + ")";
     if (x.op == kVectorTable) {
       const std::string entry =
-          first < 0 ? name_ + "Pool[jax_attn::Max(jax_attn::Min(lane + " + std::to_string(first) +
-                          ", " + std::to_string(x.length - 1) + "), 0) + " +
-                          std::to_string(x.own) + "]"
-                    : Entry(x.own + first, x.own + x.length);
+          first < 0
+              ? name_ + "Pool[jax_attn::Max(jax_attn::Min(lane + " + std::to_string(first) + ", " +
+                    std::to_string(x.length - 1) + "), 0) + " + std::to_string(x.own) + "]"
+              : Entry(x.own + first, x.own + x.length);
       return x.type == kVariantF32    ? "F32(static_cast<u32>(" + entry + "))"
              : x.type == kVariantBool ? "(" + entry + " != 0)"
                                       : entry;
@@ -97,10 +98,9 @@ class Writer {
     if (x.op == kOpConst) return ConstantText(x.type, x.own);
     if (x.op == kVectorIota) return std::to_string(lanes.offset);
     if (x.length == 1) return Register(lanes.value, 0);
-    const std::string from =
-        x.op == kVectorTable
-            ? FromLane(lanes.value, lanes.offset / kLanes * kLanes)
-            : Register(lanes.value, lanes.offset / kLanes);
+    const std::string from = x.op == kVectorTable
+                                 ? FromLane(lanes.value, lanes.offset / kLanes * kLanes)
+                                 : Register(lanes.value, lanes.offset / kLanes);
     return "OfLane(" + from + ", " + std::to_string(lanes.offset % kLanes) + ")";
   }
 
@@ -130,9 +130,11 @@ class Writer {
       default:
         break;
     }
-    if (kVariantOps[x.op].rule == kRuleAt) return std::string("at.") + kVariantOps[x.op].word + "()";
+    if (kVariantOps[x.op].rule == kRuleAt)
+      return std::string("at.") + kVariantOps[x.op].word + "()";
     if (kVariantOps[x.op].rule == kRuleLoad) return LoadText(x, j);
-    if (kVariantOps[x.op].rule == kRuleCast) return CastText(x.type) + "(" + Arg(x.args[0], j) + ")";
+    if (kVariantOps[x.op].rule == kRuleCast)
+      return CastText(x.type) + "(" + Arg(x.args[0], j) + ")";
     std::string text = std::string(OpText(x.op)) + "(";
     for (i32 a = 0; a < x.num_args; ++a) text += (a > 0 ? ", " : "") + Arg(x.args[a], j);
     return text + ")";
@@ -152,7 +154,8 @@ class Writer {
     for (i32 j = 0; j < RegistersOf(lanes.length); ++j) {
       std::string own = Arg(lanes, j);
       const i32 left = lanes.length - j * kLanes;
-      if (left < kLanes) own = "Counted<" + op + ">(" + own + ", lane < " + std::to_string(left) + ")";
+      if (left < kLanes)
+        own = "Counted<" + op + ">(" + own + ", lane < " + std::to_string(left) + ")";
       text = j == 0 ? own : op + "::Do(" + text + ", " + own + ")";
     }
     return "Reduced<" + op + ">(" + text + ")";
@@ -181,7 +184,8 @@ class Writer {
     i32 begin = 0;
     for (i32 a = 0; a < x.num_args; ++a) {
       for (i32 r = 0; r < RegistersOf(x.args[a].length); ++r) {
-        // The last register may reach into the places of the next argument, which then takes its own.
+        // The last register may reach into the places of the next argument, which then takes its
+        // own.
         *out << "    " << to << " = Taken(" << to << ", " << Arg(x.args[a], r) << ", " << from
              << " - " << begin + r * kLanes << ");\n";
       }
@@ -197,9 +201,9 @@ class Writer {
         const TransformLanes& lanes = t_.results[r];
         const i32 end = begin + lanes.length;
         if (begin < (j + 1) * kLanes && end > j * kLanes) {
-          const std::string own =
-              lanes.length == 1 ? Arg(lanes, 0)
-                                : FromLane(lanes.value, lanes.offset + j * kLanes - begin);
+          const std::string own = lanes.length == 1
+                                      ? Arg(lanes, 0)
+                                      : FromLane(lanes.value, lanes.offset + j * kLanes - begin);
           const std::string name = "y" + std::to_string(j) + "_" + std::to_string(r);
           *out << "    const float " << name << " = " << own << ";\n";
           text = text.empty() ? name

@@ -11,16 +11,10 @@ namespace jax_attn {
 
 // Operations beyond those of programs: X(name, word). Elementwise ones have the numbers of
 // program.h. Saved plans have an operation by its number, so new ones are added at the end.
-#define JAX_ATTN_TRANSFORM_OPS(Op) \
-  Op(X, "x")                       \
-  Op(Iota, "iota")                 \
-  Op(Table, "table")               \
-  Op(Pick, "pick")                 \
-  Op(Sum, "sum")                   \
-  Op(Largest, "largest")           \
-  Op(Smallest, "smallest")         \
-  Op(Product, "product")           \
-  Op(ProductT, "product_t")
+#define JAX_ATTN_TRANSFORM_OPS(Op)                                               \
+  Op(X, "x") Op(Iota, "iota") Op(Table, "table") Op(Pick, "pick") Op(Sum, "sum") \
+      Op(Largest, "largest") Op(Smallest, "smallest") Op(Product, "product")     \
+          Op(ProductT, "product_t")
 
 // x: lanes [own, own + length) of the argument. iota: lane i is i. table: lane i is pool[own + i].
 // pick: lane i is lane pool[own + i] of the arguments, one after the other. sum, largest, smallest:

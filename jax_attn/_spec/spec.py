@@ -355,9 +355,8 @@ class AttentionSpec:
                 )
         if self.padded is not self:
             raise NotImplementedError(
-                "AttentionSpec: variant: transforms of head dims that are no longer inside, such as"
-                f" multiples of 8, are supported, got {self.head_dim_qk} and {self.value_dim}, which"
-                f" become {self.padded_dims}."
+                "AttentionSpec: variant: transforms of head dims that need no padding, such as"
+                f" multiples of 8, are supported, got {self.head_dim_qk} and {self.value_dim}."
             )
         of_rows = [name for name in ("k", "v") if name in variant.transforms]
         if of_rows and self.mla:

@@ -221,8 +221,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   // In the units of work that callers report: see BesideFetch::Bytes.
   void ShareKeys(Range valid) {
-    const i64 bytes = this->Stages(kOfKeys) ? this->StageBytes(params_.head_dim_qk) + StagedProduct()
-                                     : this->KeyHeadBytes();
+    const i64 bytes = this->Stages(kOfKeys)
+                          ? this->StageBytes(params_.head_dim_qk) + StagedProduct()
+                          : this->KeyHeadBytes();
     fetch_.Share(key_lines_, (valid.end - valid.begin) * num_heads_ * bytes);
   }
   // Work of the matmul of a decoded row of keys, with tiles: a third of the time of decoding and
@@ -359,8 +360,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 high = tokens.end > first + kTileRows ? first + kTileRows : first;
     const i64 depth = StepDepth(kKeys) * buf_.q_lanes, steps = this->KeySteps();
     const i64 head_bytes = this->KeyHeadBytes();
-    const bool whole = !this->Stages(kOfKeys) && depth == params_.head_dim_qk && IsTile(rows + low) &&
-                       IsTile(rows + high);
+    const bool whole = !this->Stages(kOfKeys) && depth == params_.head_dim_qk &&
+                       IsTile(rows + low) && IsTile(rows + high);
     KeyTiles keys;
     if (whole) {
       keys = {{rows[low], rows[high]}, {rows[low + 1] - rows[low], rows[high + 1] - rows[high]}};

@@ -63,7 +63,7 @@ struct Buffers {
   // [tokens, heads, head_dim] decoded keys or values. Decode with tiles: [tokens, depth] of one
   // head, also for keys that are not stored as tiles of a.
   T* stage;
-  const char** staged;  // [tile_kv] its row for each token
+  const char** staged;                 // [tile_kv] its row for each token
   TransformRun<Isa, T> transforms[2];  // of keys and values
 
   // Whether rows can have a transform: if they are stored as T.
@@ -126,9 +126,8 @@ struct Buffers {
       }
     }
     constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
-    const bool stages =
-        kTiles || StagesCodes() || transforms_rows ||
-        (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
+    const bool stages = kTiles || StagesCodes() || transforms_rows ||
+                        (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
     const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
     stage =
         Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
@@ -523,8 +522,8 @@ class PassBase {
     return params_.kv_lens[item_.request] - (qo[1] - qo[0]) - start;
   }
 
-  // Decodes or transforms `tokens` of heads [head, head + heads) of the pass to rows of T, to which buf_.staged
-  // points: entries [first, first + num); those outside of `tokens` repeat one inside.
+  // Decodes or transforms `tokens` of heads [head, head + heads) of the pass to rows of T, to which
+  // buf_.staged points: entries [first, first + num); those outside of `tokens` repeat one inside.
   template <class Fetch = NoFetch>
   void Stage(RowsOf of, const char* const* rows, i64 start, i64 first, i64 num, Range tokens,
              i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {

@@ -1,4 +1,5 @@
-// Runs a transform of keys or values where a pass loads their rows. Internal linkage: see kernels.h.
+// Runs a transform of keys or values where a pass loads their rows. Internal linkage: see
+// kernels.h.
 //
 // An operation covers kTransformRows rows at once, so that finding it costs little. The result of a
 // row does not depend on the rows beside it.
@@ -48,6 +49,13 @@ class TransformRun {
     for (i64 t = tokens.begin; t < tokens.end; t += kTransformTokens) {
       const i64 end = Min(tokens.end, t + kTransformTokens);
       StartTokens(start, t, end);
+      if (c_->rotation.half > 0) {
+        for (i64 i = t; i < end; ++i, to += stride) {
+          Rotate(reinterpret_cast<const T*>(rows[i] + offset), factors_[0][i - t],
+                 factors_[1][i - t], to);
+        }
+        continue;
+      }
       for (i64 first = t; first < end; first += kTransformRows) {
         const i64 n = Min(kTransformRows, end - first);
         Source source{rows + first, offset};
@@ -78,8 +86,49 @@ class TransformRun {
     tokens_.start = start;
     tokens_.begin = begin;
     tokens_.end = end;
+    const TransformRotation& rotation = c_->rotation;
     for (i32 i = c_->num_once; i < c_->num_token; ++i) {
-      RunLine(c_->lines[i], 0, end - begin, nullptr);
+      const bool is_direct = rotation.half > 0 && ((rotation.direct[0] && rotation.lines[0] == i) ||
+                                                   (rotation.direct[1] && rotation.lines[1] == i));
+      if (!is_direct) RunLine(c_->lines[i], 0, end - begin, nullptr);
+    }
+    if (rotation.half == 0) return;
+    for (int which = 0; which < 2; ++which) {
+      const TransformCodeLine& x = c_->lines[rotation.lines[which]];
+      for (i64 r = 0; r < end - begin; ++r) {
+        factors_[which][r] = rotation.direct[which] ? RowOfOperand(x, r) : Factors(x, r);
+      }
+    }
+  }
+
+  // The lanes of cos or sin for a token.
+  const float* Factors(const TransformCodeLine& x, i64 token) const {
+    return reinterpret_cast<const float*>(homes_[x.home] + x.at + token * x.stride);
+  }
+
+  // The same where they are in memory; in the buffer if the operand has fewer.
+  const float* RowOfOperand(const TransformCodeLine& x, i64 token) {
+    const VariantOperand& operand = tokens_.params->variant_operands[x.op.operand];
+    const i32 last = x.num_args - 1;
+    const i64 first = *Lanes(x.args[last], token, 0);
+    if (first + x.length > operand.dims[last]) {
+      Load(x, token, 0, homes_[x.home] + x.at + token * x.stride);
+      return Factors(x, token);
+    }
+    i64 at = 0;
+    for (i32 a = 0; a < last; ++a) {
+      at = at * operand.dims[a] + Clamp(*Lanes(x.args[a], token, 0), operand.dims[a]);
+    }
+    return static_cast<const float*>(operand.data) + at * operand.dims[last] + first;
+  }
+
+  JAX_ATTN_INLINE void Rotate(const T* x, const float* cos, const float* sin, T* to) const {
+    const i64 half = c_->rotation.half;
+    for (i64 d = 0; d < half; d += Isa::kWidth) {
+      const auto a = Isa::Load(x + d), b = Isa::Load(x + half + d);
+      const auto c = Isa::Load(cos + d), s = Isa::Load(sin + d);
+      Isa::StoreFirst(to + d, Isa::Sub(Isa::Mul(a, c), Isa::Mul(b, s)), Isa::kWidth);
+      Isa::StoreFirst(to + half + d, Isa::Fma(b, c, Isa::Mul(a, s)), Isa::kWidth);
     }
   }
 
@@ -297,7 +346,8 @@ class TransformRun {
   float* row_ = nullptr;
   TransformTokens tokens_ = {};
   i64 kv_head_ = 0;
-  intptr_t last_[kMaxVariantOperands] = {};  // see LoadElements
+  intptr_t last_[kMaxVariantOperands] = {};         // see LoadElements
+  const float* factors_[2][kTransformTokens] = {};  // of tokens_: cos and sin of a rotation
 };
 
 }  // namespace

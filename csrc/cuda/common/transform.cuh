@@ -1,6 +1,6 @@
-// The parts of a generated transform of K or V (jit/transform_source.cc), which a warp runs on a row
-// in shared memory. Lane l of the warp has lanes l + 32 j of a value in its register j; a value of
-// one lane is the same in all lanes of the warp. The meaning is that of variant/transform.h.
+// The parts of a generated transform of K or V (jit/transform_source.cc), which a warp runs on a
+// row in shared memory. Lane l of the warp has lanes l + 32 j of a value in its register j; a value
+// of one lane is the same in all lanes of the warp. The meaning is that of variant/transform.h.
 #pragma once
 
 #include "cuda/common/variant.cuh"

@@ -8,7 +8,9 @@
 
 int main() {
   using namespace jax_attn;
-  std::printf("#pragma once\n\n#include \"cuda/common/transform.cuh\"\n\nnamespace jax_attn {\nnamespace variant {\n\n");
+  std::printf(
+      "#pragma once\n\n#include \"cuda/common/transform.cuh\"\n\nnamespace jax_attn {\nnamespace "
+      "variant {\n\n");
   for (const NamedProgram& x : VariantPrograms()) {
     std::printf("%s\n", VariantText(x.program, x.name).c_str());
   }

@@ -1,5 +1,5 @@
-// Transforms of K and V in the portable attention kernel of csrc/cuda, without a GPU: the results of
-// the CPU kernels, which tests/variant/test_transforms.py compares with the users' functions.
+// Transforms of K and V in the portable attention kernel of csrc/cuda, without a GPU: the results
+// of the CPU kernels, which tests/variant/test_transforms.py compares with the users' functions.
 #include "emulation/cuda_emulation.h"
 // The header above stands in for CUDA and must come first.
 #include "emulation/sm80_kernels.h"
@@ -58,9 +58,12 @@ int RunAll() {
       {.name = "odd, fresh", .requests = mixed, .num_ctas = 2}, 3);
   Run<ShapeOf<64, 104, 3, 7, false, true, false>, NoTransform, Odd104>(
       {.name = "odd values of 104, NaN", .requests = mixed, .nan_values = true, .kv_split = 64}, 4);
-  Run<ShapeOf<128, 128, 4, 16, false, true, false>, Rope128, NoTransform>(
-      {.name = "RoPE, a forest", .requests = kForest, .num_ctas = 2, .prefix = 192, .half_prefix = 64},
-      5);
+  Run<ShapeOf<128, 128, 4, 16, false, true, false>, Rope128, NoTransform>({.name = "RoPE, a forest",
+                                                                           .requests = kForest,
+                                                                           .num_ctas = 2,
+                                                                           .prefix = 192,
+                                                                           .half_prefix = 64},
+                                                                          5);
   if (g_failures > 0) std::printf("%d failures\n", g_failures);
   return g_failures > 0;
 }

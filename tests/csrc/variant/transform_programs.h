@@ -69,8 +69,8 @@ class TransformMaker {
     const std::vector<int64_t> words = EncodeTransform(t_);
     const VariantProgram program = TransformOperands();
     Transform read;
-    const Status s = DecodeTransform(words.data(), words.size(), program.operands,
-                                     program.num_operands, &read);
+    const Status s =
+        DecodeTransform(words.data(), words.size(), program.operands, program.num_operands, &read);
     if (!s.ok()) {
       std::fprintf(stderr, "%s\n", s.message.c_str());
       std::abort();
@@ -103,15 +103,14 @@ Transform NormOf(i32 dim) {
   const auto x = m.Add(kVectorX, kVariantF32, dim);
   const auto sum = m.Add(kVectorSum, kVariantF32, 1, {m.Binary(kOpMul, x, x)});
   const auto mean = m.Binary(kOpDiv, sum, m.F32(static_cast<float>(dim)));
-  const auto inverse =
-      m.Add(kOpRsqrt, kVariantF32, 1, {m.Binary(kOpAdd, mean, m.F32(1e-6f))});
+  const auto inverse = m.Add(kOpRsqrt, kVariantF32, 1, {m.Binary(kOpAdd, mean, m.F32(1e-6f))});
   const auto lanes = m.Add(kVectorIota, kVariantI32, dim);
   const auto weights = m.Add(kOpLoad, kVariantF32, dim, {lanes}, 1);
   return m.Done({m.Binary(kOpMul, m.Binary(kOpMul, x, inverse), weights)});
 }
 
-// Everything else: picks of two values, lanes from the midst of a register, one lane for all, bools,
-// tables, gathers, facts, and results that begin within a register.
+// Everything else: picks of two values, lanes from the midst of a register, one lane for all,
+// bools, tables, gathers, facts, and results that begin within a register.
 Transform OddOf(i32 dim) {
   TransformMaker m(dim);
   const i32 half = dim / 2, rest = dim - half - 8;
@@ -131,13 +130,13 @@ Transform OddOf(i32 dim) {
   const auto far = m.Binary(kOpMul, m.Part(lanes, 11, dim), m.I32(7));
   const auto gathered = m.Add(kOpLoad, kVariantF32, dim, {place, far});
   const auto seen = m.Add(kOpLoad, kVariantBool, 1, {m.Add(kOpKvPos, kVariantI32, 1)}, 2);
-  const auto facts = m.Binary(kOpSub, m.Add(kOpRequest, kVariantI32, 1),
-                              m.Binary(kOpAdd, m.Add(kOpKvHead, kVariantI32, 1),
-                                       m.Binary(kOpRem, m.Add(kOpKvLen, kVariantI32, 1),
-                                                m.Add(kOpQLen, kVariantI32, 1))));
+  const auto facts = m.Binary(
+      kOpSub, m.Add(kOpRequest, kVariantI32, 1),
+      m.Binary(kOpAdd, m.Add(kOpKvHead, kVariantI32, 1),
+               m.Binary(kOpRem, m.Add(kOpKvLen, kVariantI32, 1), m.Add(kOpQLen, kVariantI32, 1))));
   const auto number = m.Add(kOpCast, kVariantF32, 1, {facts});
-  const auto factor = m.Add(kOpSelect, kVariantF32, 1,
-                            {seen, m.Binary(kOpMul, number, m.F32(0.03f)), m.F32(0.5f)});
+  const auto factor =
+      m.Add(kOpSelect, kVariantF32, 1, {seen, m.Binary(kOpMul, number, m.F32(0.03f)), m.F32(0.5f)});
   const auto largest = m.Add(kVectorLargest, kVariantF32, 1, {m.Part(x, 9, half)});
   const auto smallest = m.Add(kVectorSmallest, kVariantF32, 1, {x});
   const auto sum = m.Binary(kOpAdd, m.Binary(kOpMul, largest, m.F32(0.1f)),
