@@ -29,6 +29,7 @@ from jax_attn.serve._engine.engine_config import device_config
 from jax_attn.serve._engine.leading_device import follow
 from jax_attn.serve._engine.processes import Processes, ProcessesError
 from jax_attn.serve._engine.replicas import Replicas
+from jax_attn.serve._executable_cache import use_cache
 from jax_attn.serve._http import auth, log_format
 from jax_attn.serve._http.fair_loop import new_loop
 from jax_attn.serve._http.http_process import HttpProcess
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except ProcessesError as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
+    use_cache()
     processes: Processes | None = args.processes
     if processes is None:
         return _serve(args)
