@@ -19,12 +19,13 @@ from jax_attn import _environment
 
 log = logging.getLogger("jax_attn.serve")
 
+_FOLDER, _LOG_LEVEL = "jax_compilation_cache_dir", "jax_logging_level"  # options of JAX
 _MAX_BYTES = 1 << 30  # then the executables that were not read for the longest time go
 
 
 def use_cache() -> None:
     """Begins to read and write the cache, unless the user has chosen one or wants none."""
-    if jax.config.jax_compilation_cache_dir is not None or not _environment.cache_dir:
+    if getattr(jax.config, _FOLDER) is not None or not _environment.cache_dir:
         return
     folder = Path(_environment.cache_dir) / f"xla-{_machine()}"
     try:
@@ -38,11 +39,11 @@ def use_cache() -> None:
             error,
         )
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update(_FOLDER, str(folder))
     jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if jax.default_backend() == "cpu" and jax.config.jax_logging_level == "NOTSET":
+    if jax.default_backend() == "cpu" and getattr(jax.config, _LOG_LEVEL) == "NOTSET":
         _hide_preferences()
 
 
@@ -77,7 +78,7 @@ def _hide_preferences() -> None:
     instruction that the processor lacks. Python's log stays as it was."""
     loggers = [logging.getLogger(name) for name in ("jax", "jaxlib")]
     before = [(each.level, [*each.handlers]) for each in loggers]
-    jax.config.update("jax_logging_level", "CRITICAL")
+    jax.config.update(_LOG_LEVEL, "CRITICAL")
     for each, (level, handlers) in zip(loggers, before, strict=True):
         each.setLevel(level)
         each.handlers[:] = handlers

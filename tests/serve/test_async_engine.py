@@ -117,7 +117,7 @@ def test_ready_only_when_compiled(engine, monkeypatch):
     may_compile = threading.Event()
     warm_up = engine._engine.warm_up_first
     monkeypatch.setattr(
-        engine._engine, "warm_up_first", lambda progress: may_compile.wait(240) and warm_up(progress)
+        engine._engine, "warm_up_first", lambda show: may_compile.wait(240) and warm_up(show)
     )
 
     async def main():

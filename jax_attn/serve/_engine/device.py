@@ -32,7 +32,6 @@ from jax_attn.serve._scheduling.host_tier import Move
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
-
 # Called with the number of executables done, their total, and the last one's name.
 Progress: TypeAlias = Callable[[int, int, str], None]
 
@@ -509,9 +508,7 @@ class Device:
         if bucket.picture_shape is not None:
             shape = bucket.num_tokens, *bucket.picture_shape
             features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
-        return _compile(
-            forward, weights, words, state.last_tokens, *cache, lora_arrays, features
-        )
+        return _compile(forward, weights, words, state.last_tokens, *cache, lora_arrays, features)
 
     def _shape_of(self, array: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = None if self._split is None else array.sharding

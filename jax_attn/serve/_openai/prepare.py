@@ -203,9 +203,7 @@ class Preparer:
         """Prepares a chat completion. prefix: of the answer's identifier. Raises ApiError."""
         self.check_model(body.model)
         tool_format = self._tool_format(body)
-        shown = (
-            [tool.shown() for tool in body.tools] if tool_format else None
-        )
+        shown = [tool.shown() for tool in body.tools] if tool_format else None
         _, prompt, pictures, splitter = self._chat_prompt(body, shown)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if pictures and body.truncate_prompt_tokens is not None:
