@@ -37,9 +37,9 @@ from jax_attn.serve._http.http_server import (
     HttpConfig,
     HttpServer,
     check_address,
-    spare_the_collector,
 )
 from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.spare_collector import spare_the_collector
 from jax_attn.serve._loading import load, load_all
 from jax_attn.serve._options import engine_config, key_limits, parse
 from jax_attn.serve._sizing import bytes_of_page, choose_num_pages
@@ -161,7 +161,7 @@ def _serve_here(
     embedding: tuple[models.EmbeddingModel, Embedder] | None,
 ) -> int:
     if engine is not None:
-        engine.on_ready = spare_the_collector
+        engine.on_ready = server.collector.begin
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
     for part in parts:
         # A supervisor then starts a new server.
