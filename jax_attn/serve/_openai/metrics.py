@@ -33,7 +33,7 @@ class Metrics:
         )
         self.first_event = self._histogram(
             "first_event_seconds",
-            "From a stream's arrival until its first event is written to the client",
+            "From a stream's arrival until an event with output is written to the client",
             _TTFT_SECONDS,
         )
         self.inter_token = self._histogram(
