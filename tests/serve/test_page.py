@@ -369,6 +369,7 @@ def test_axe_finds_nothing(page, server, scheme, width):
     page.set_viewport_size({"width": width, "height": 844})
     expect(page.locator("#requests tr")).to_have_count(5)
     page.click("#tab-chat")
+    page.evaluate("features = ['tools', 'pictures']; showFields()")
     page.fill("#prompt", "hello")
     page.fill("#max_tokens", "5")
     page.check("#probabilities")
