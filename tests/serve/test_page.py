@@ -20,7 +20,10 @@ expect = playwright_api.expect
 expect.set_options(timeout=1000 * HANG_SECONDS)
 KEY = "a-key-of-one-tenant"
 # One pixel.
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
+    "WjR9awAAAABJRU5ErkJggg=="
+)
 
 
 @pytest.fixture(scope="module")
