@@ -141,6 +141,22 @@ def test_it_serves_while_it_compiles(model, compiled, monkeypatch):
     asyncio.run(main())
 
 
+def test_all_shapes_may_come_first(model, compiled, monkeypatch):
+    """As `jax_attn.LLM` has it."""
+    engine = AsyncEngine(model, SIZES)
+    engine.serves_early = False
+    left = []
+    engine.on_ready = lambda: left.append(engine._engine.device.num_buckets_left)
+    reuse(engine._engine.device, compiled, monkeypatch)
+
+    async def main():
+        engine.start()
+        await engine.stop(drain=True)
+
+    asyncio.run(main())
+    assert left == [0]
+
+
 def test_a_bucket_that_does_not_compile_is_done_without(model, compiled, monkeypatch, caplog):
     engine = AsyncEngine(model, SIZES)
 

@@ -81,6 +81,9 @@ class AsyncEngine:
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
         self.failure: BaseException | None = None
+        # False: all shapes are compiled before the first step, so that runs of a program do not
+        # differ by when a shape was there.
+        self.serves_early = True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -438,7 +441,9 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            names = self._engine.warm_up_first(self._check_stop)
+            engine = self._engine
+            warm_up = engine.warm_up_first if self.serves_early else engine.warm_up
+            names = warm_up(self._check_stop)
             self.on_ready()
             self._is_warm = True
             log.info("ready; compiled %d executables: %s", len(names), "; ".join(names))
