@@ -245,6 +245,17 @@ FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
   return *address = context_stack.back() << 32, 0;
 }
 FAKE int cuMemFree_v2(unsigned long long) { return --fake_driver.live_allocations, 0; }
+FAKE int cuMemHostAlloc(void** address, size_t num_bytes, unsigned flags) {
+  ++fake_driver.other_calls;
+  return *address = std::malloc(num_bytes), flags == 3 ? 0 : 1;
+}
+FAKE int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return *can = device != peer && fake_driver.can_access_peers, 0;
+}
+FAKE int cuCtxEnablePeerAccess(uintptr_t peer, unsigned) {
+  Record({"peer " + std::to_string(peer), context_stack.back(), nullptr, 0, 0});
+  return 704;  // XLA has enabled it before
+}
 FAKE int cuStreamCreate(const void** stream, unsigned flags) {
   ++fake_driver.other_calls;
   return *stream = nullptr, flags == 1 ? 0 : 1;
