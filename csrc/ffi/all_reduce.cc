@@ -131,7 +131,7 @@ Status InstantiateCuda(const Attributes& attributes) {
 
 // Runs before every run of the executable on the device, also where the kernels are in a captured
 // graph.
-Status InitializeCuda(CUstream_st* stream, int32_t device_ordinal, ffi::RunId run,
+Status InitializeCuda(CUstream_st* stream, int32_t device_ordinal, const ffi::Context& context,
                       const Attributes& attributes) {
   AllReduceKernel kernel;
   JAX_ATTN_RETURN_IF_ERROR(ReadKernel(attributes, &kernel));
@@ -139,7 +139,8 @@ Status InitializeCuda(CUstream_st* stream, int32_t device_ordinal, ffi::RunId ru
   DeviceGroup* group = nullptr;
   int rank = 0;
   JAX_ATTN_RETURN_IF_ERROR(FindGroup(attributes, device_ordinal, &group, &rank));
-  return group->BeginRun(rank, run.run_id, stream);
+  const ffi::ErrorOr<ffi::RunId> run = context.get<ffi::RunId>();
+  return group->BeginRun(rank, run.has_value() ? run->run_id : 0, stream);
 }
 
 Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const ffi::RemainingArgs& args,
@@ -188,13 +189,13 @@ XLA_FFI_DEFINE_HANDLER(
     BindAttributes(ffi::Ffi::BindInstantiate()));
 XLA_FFI_DEFINE_HANDLER(
     kInitializeCuda,
-    [](CUstream_st* stream, int32_t device_ordinal, ffi::RunId run, auto... attributes) {
-      return ToFfi(InitializeCuda(stream, device_ordinal, run, Attributes{attributes...}));
+    [](CUstream_st* stream, int32_t device_ordinal, ffi::Context context, auto... attributes) {
+      return ToFfi(InitializeCuda(stream, device_ordinal, context, Attributes{attributes...}));
     },
     BindAttributes(ffi::Ffi::BindInitialize()
                        .Ctx<ffi::PlatformStream<CUstream_st*>>()
                        .Ctx<ffi::DeviceOrdinal>()
-                       .Ctx<ffi::RunId>()));
+                       .Ctx<ffi::Context>()));
 XLA_FFI_DEFINE_HANDLER(kExecuteCuda,
                        [](CUstream_st* stream, int32_t device_ordinal, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, auto... attributes) {

@@ -38,7 +38,11 @@ def mapped(around: jax.sharding.Mesh, **options: Any) -> Any:
 
     return jax.jit(
         jax.shard_map(
-            call, mesh=around, in_specs=(P("heads"), P(), P()), out_specs=P("heads"), check_vma=False
+            call,
+            mesh=around,
+            in_specs=(P("heads"), P(), P()),
+            out_specs=P("heads"),
+            check_vma=False,
         )
     )
 
@@ -188,3 +192,91 @@ def check_models(num_devices: int) -> None:
     together = logits()(parts, tokens)
     decoder._norms_follow_sums = lambda config: False
     np.testing.assert_allclose(together, logits()(parts, tokens), rtol=1e-5, atol=1e-5)
+
+
+def check_repeats(num_devices: int, num_repeats: int) -> None:
+    """Several executables in flight, in a random order, each with calls in a loop: every result has
+    the bits of the first."""
+    mesh = make_mesh(num_devices, 1)
+    num_loops = 10
+    spread = jax.sharding.NamedSharding(mesh, P("heads"))
+    everywhere = jax.sharding.NamedSharding(mesh, P())
+
+    def executable(case: Any) -> tuple[Any, Any]:
+        x, residual, weight = arrays(num_devices, case)
+        x = jax.device_put(x, spread)
+        residual, weight = jax.device_put((residual, weight), everywhere)
+
+        def step(_: Any, carry: Any) -> Any:
+            x, residual, weight = carry
+            given = {"mesh": mesh, "residual": residual, "norm_weight": weight}
+            total, normed = parallel.all_reduce(x, "heads", **given)
+            return (x + normed) / 2, total / 2, weight
+
+        def call(x: Any, residual: Any, weight: Any) -> Any:
+            x, total, _ = jax.lax.fori_loop(0, num_loops, step, (x[0], residual, weight))
+            return x[None], total[None]
+
+        specs = P("heads"), P(), P()
+        run = jax.jit(
+            jax.shard_map(
+                call, mesh=mesh, in_specs=specs, out_specs=P("heads"), check_vma=False
+            )
+        )  # fmt: skip
+        return run, (x, residual, weight)
+
+    cases = [case for case in CASES if case[3] and case[4] and not case[5]]
+    cases += [(64, 4096, "bfloat16", True, True, False), (3, 2048, "float16", True, True, False)]
+    executables = [executable(case) for case in cases]
+    first = [run(*given) for run, given in executables]
+
+    @jax.jit
+    def differs(a: Any, b: Any) -> Any:
+        return sum(jnp.sum(x != y) for x, y in zip(a, b, strict=True))
+
+    rng = np.random.default_rng(0)
+    counts = []
+    for _ in range(max(1, num_repeats // num_loops)):
+        i = rng.integers(len(executables))
+        run, given = executables[i]
+        counts.append(differs(run(*given), first[i]))
+        if len(counts) % 64 == 0 or not on_gpu():  # on CPUs, runs would wait for each other
+            jax.block_until_ready(counts)
+    assert not np.any(jax.device_get(counts)), "bits differ from those of the first run"
+    for _, total in first:
+        values = np.asarray(total, np.float32)
+        assert np.all(np.isfinite(values))
+        assert np.all(values == values[:1])
+    parallel.check_all_reduces()
+
+
+def check_late_device(num_devices: int) -> None:
+    """A device that comes much too late is an error in one sentence, and nobody hangs.
+
+    The process cannot sum by the kernel afterwards, so this is the last check of a process.
+    """
+    mesh = make_mesh(num_devices, 1)
+    x, residual, weight = arrays(num_devices, (64, 4096, "bfloat16", True, True, False))
+
+    def late(x: Any, residual: Any, weight: Any) -> Any:
+        # 2 ms a turn, or more. The host waits for each.
+        turns = jnp.where(jax.lax.axis_index("heads") == num_devices - 1, 200, 0)
+        square = jnp.full((4096, 4096), 1e-4 * x[0, 0, 0], jnp.float32)
+        waste = jax.lax.fori_loop(0, turns, lambda i, y: jnp.tanh(y @ square), square)[0, 0]
+        given = {"mesh": mesh, "residual": residual, "norm_weight": weight, "timeout": 0.05}
+        total, normed = parallel.all_reduce(x[0] + (0 * waste).astype(x.dtype), "heads", **given)
+        return total[None], normed[None]
+
+    specs = P("heads"), P(), P()
+    run = jax.jit(
+        jax.shard_map(late, mesh=mesh, in_specs=specs, out_specs=P("heads"), check_vma=False)
+    )
+    total, _ = run(x, residual, weight)
+    assert np.any(np.isnan(np.asarray(total[0], np.float32)))
+    for again in (parallel.check_all_reduces, lambda: run(x, residual, weight)):
+        try:
+            jax.block_until_ready(again())
+        except RuntimeError as error:
+            assert "late or gone" in str(error), error
+        else:
+            raise AssertionError("no error")

@@ -13,6 +13,8 @@
 namespace jax_attn {
 namespace {
 
+i64 g_limit = 20'000'000'000;  // of every wait, as GlobalTimer counts
+
 enum Epilogue { kSum, kNormed, kQuantized };
 
 template <int kElement, int kDevices, int kThreads, int kRowVectors, bool kTwo, Epilogue kThen>
@@ -112,7 +114,7 @@ struct Call {
       p.scales = scales[rank].data();
       std::copy(group.memory.begin(), group.memory.end(), p.memory);
       p.fault = &group.faults[rank];
-      p.limit = i64{1} << 60;
+      p.limit = g_limit;
       p.num_rows = num_rows, p.columns = columns, p.rank = rank, p.call = call;
       p.eps = kEps, p.norm_offset = kOffset;
       params.push_back(p);

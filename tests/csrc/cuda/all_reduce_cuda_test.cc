@@ -102,6 +102,7 @@ void TestOtherRun() {
 
 int main() {
   using namespace jax_attn;
+  g_limit = 1'000'000;
   TestValues<AllReduceTraits<kElementBf16, 2, 64, 1, false, kSum>>(5, 512, 2);
   TestValues<AllReduceTraits<kElementBf16, 2, 32, 2, false, kNormed>>(3, 504, 2);
   TestValues<AllReduceTraits<kElementF16, 3, 32, 1, false, kQuantized>>(3, 128, 1);
