@@ -26,8 +26,7 @@ _MOST_THREADS = 512
 _LARGEST_E4M3 = 448.0
 # Bytes of x from which on devices send sums (two-shot) instead of rows, by the number of devices.
 # One-shot sends x to N - 1 devices, two-shot 2 (N - 1) / N of it, after one more wait of some 4 us:
-# with two devices that is no less. Predicted for 200 GB/s of each device to all others; measured on
-# none of them yet.
+# with two devices that is no less. Predicted for 200 GB/s of each device to all others, not measured.
 _TWO_SHOT_FROM = {
     3: 512 << 10,
     4: 384 << 10,
@@ -36,6 +35,9 @@ _TWO_SHOT_FROM = {
     7: 192 << 10,
     8: 192 << 10,
 }
+# Bytes of x from which on XLA's all-reduce is faster: of a sum alone, and with a norm. Measured on two
+# H200s (docs/notes/all_reduce.md); more devices are taken to be like them.
+_XLA_FROM = {False: 8 << 20, True: 16 << 20}
 _numbers = itertools.count(1)  # of call sites
 
 
@@ -72,7 +74,8 @@ def all_reduce(
       mesh: the mesh of the shard_map, which JAX does not tell inside. With it, GPUs of this process
         that can map each other's memory sum by one kernel, without NCCL. None: XLA's all-reduce.
         It is also used for other devices, for several processes, for more than 8 devices on the
-        axis, for rows of more than 16 KB or not of whole 16 bytes, and under check_vma=True.
+        axis, for rows of more than 16 KB or not of whole 16 bytes, under check_vma=True, and for
+        arrays of so many MB that it is faster.
       residual: like x, the same on all devices: added to the rounded sum. None: nothing is.
       norm_weight: [columns], dtype of x. None: no norm.
       norm_offset: the norm multiplies by norm_offset + norm_weight.
@@ -198,7 +201,7 @@ def _groups(
     """The devices that sum, group by group, as CUDA numbers them; None: XLA sums."""
     if axis_name in jax.typeof(x).manual_axis_type.varying:
         return None  # JAX cannot be told that the kernel's results are the same on all devices
-    if _row_vectors(x, has_norm) is None:
+    if x.nbytes >= _XLA_FROM[has_norm] or _row_vectors(x, has_norm) is None:
         return None
     return _groups_of(mesh, axis_name)
 
