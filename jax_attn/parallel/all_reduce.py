@@ -26,7 +26,8 @@ _MOST_THREADS = 512
 _LARGEST_E4M3 = 448.0
 # Bytes of x from which on devices send sums (two-shot) instead of rows, by the number of devices.
 # One-shot sends x to N - 1 devices, two-shot 2 (N - 1) / N of it, after one more wait of some 4 us:
-# with two devices that is no less. Predicted for 200 GB/s of each device to all others, not measured.
+# with two devices that is no less. Predicted for 200 GB/s of each device to all others; not
+# measured.
 _TWO_SHOT_FROM = {
     3: 512 << 10,
     4: 384 << 10,
@@ -35,8 +36,8 @@ _TWO_SHOT_FROM = {
     7: 192 << 10,
     8: 192 << 10,
 }
-# Bytes of x from which on XLA's all-reduce is faster: of a sum alone, and with a norm. Measured on two
-# H200s (docs/notes/all_reduce.md); more devices are taken to be like them.
+# Bytes of x from which on XLA's all-reduce is faster: of a sum alone, and with a norm. Measured on
+# two H200s (docs/notes/all_reduce.md); more devices are taken to be like them.
 _XLA_FROM = {False: 8 << 20, True: 16 << 20}
 _numbers = itertools.count(1)  # of call sites
 
