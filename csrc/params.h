@@ -649,4 +649,76 @@ struct QuantizedProductParams {
 // Rows that a thread of merge has at a time.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 
+// ---- recurrent states (jax_attn/_spec/state_spec.py has the recurrence) --------------------------
+
+// A row of a plan's chunks (jax_attn/_plan/state_plan.py).
+struct StateChunk {
+  i32 begin, length;  // rows of q, k, v and o
+  i32 is_first;       // 1: the state before it is that of read_slot, else that of the chunk before
+  i32 read_slot, write_slot, request;  // slot -1: zeros; nowhere
+};
+
+// Words of a plan's header.
+enum StatePlanWord : i32 {
+  kStatePlanBatch = 0,
+  kStatePlanTokens,
+  kStatePlanChunks,
+  kStatePlanFault,  // not 0: there are no chunks, and results are NaN
+  kStatePlanHeaderWords = 8
+};
+
+// A plan and a pool as kernels on devices read them. Chunks of a request follow each other, and
+// requests follow each other in the order of their tokens. Read it by cuda/common/state_plan.cuh,
+// which takes words out of range for a fault.
+struct StatePlanParams {
+  const i32* header;         // [kStatePlanHeaderWords]
+  const StateChunk* chunks;  // [max_chunks], 4-byte aligned
+  const i32* layer;          // []
+  i32 max_chunks;
+  i32 max_tokens;  // rows of q, k, v and o; those behind the plan's tokens become 0
+  i32 num_slots;
+  i32 num_layers;  // of the pool; 1 if it is not stacked
+};
+
+enum LinearDecay : i32 { kNoDecay = 0, kHeadDecay, kChannelDecay };
+
+// The loops of linear attention on devices.
+enum LinearLoop : i32 {
+  kRecurrence = 0,   // cuda/any/linear_attention.cuh: token by token, the state in registers
+  kPortableChunks,   // cuda/sm80/linear_attention.cuh: chunks, by mma.sync
+  kHopperChunks,     // cuda/sm90/linear_attention.cuh: chunks, by wgmma
+  kNumLinearLoops
+};
+
+// Arrays are contiguous and aligned to 16 bytes. Head dims, types and the kind of the decay are
+// Traits of a kernel.
+struct LinearAttentionParams {
+  const void *q, *k;  // [max_tokens, num_qk_heads, dim_k]
+  const void* v;      // [max_tokens, num_v_heads, dim_v]
+  const float* g;     // [max_tokens, num_v_heads] or [.., dim_k], natural log; null: no decay
+  const float* beta;  // [max_tokens, num_v_heads]; null: 1
+  void* states;       // [num_layers, num_slots, num_v_heads, dim_k, dim_v], f32 or bf16
+  void* o;            // like v
+  StatePlanParams plan;
+  float scale;
+  i32 num_qk_heads, num_v_heads;
+  // Chunked loops alone. A request of more chunks than segment_chunks is split into segments of so
+  // many; 0: requests are not split. The first num_zero_words words of the workspace are 0 before
+  // a launch.
+  i32 segment_chunks;
+  void* workspace;  // [workspace_words], 32 bits each, 128-byte aligned
+};
+
+// A causal depthwise convolution of the requests of a plan (jax_attn/_ops/short_convolution.py).
+struct ShortConvolutionParams {
+  const void* x;        // [max_tokens, num_channels]
+  const float* weight;  // [num_channels, width]
+  const float* bias;    // [num_channels]
+  void* states;         // [num_layers, num_slots, width - 1, num_channels], in x's type
+  void* y;              // like x
+  StatePlanParams plan;
+  i32 num_channels;
+  i32 tile_rows;  // tokens of a chunk that one thread takes
+};
+
 }  // namespace jax_attn

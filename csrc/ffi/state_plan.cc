@@ -6,8 +6,8 @@
 namespace jax_attn {
 namespace {
 
-// Words of the header.
-constexpr int64_t kNumTokens = 1, kNumChunks = 2, kFault = 3, kHeaderWords = 8;
+constexpr int64_t kNumTokens = kStatePlanTokens, kNumChunks = kStatePlanChunks,
+                  kFault = kStatePlanFault, kHeaderWords = kStatePlanHeaderWords;
 constexpr int64_t kChunkWords = sizeof(StateChunk) / 4;
 
 }  // namespace

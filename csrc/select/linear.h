@@ -1,0 +1,34 @@
+// Chooses the kernel of linear attention on devices, and the size of its launch.
+#pragma once
+
+#include <cstdint>
+
+#include "jit/kernel_source.h"
+
+namespace jax_attn {
+
+// What selects a kernel, and the capacities of a call.
+struct LinearAttentionProblem {
+  // tile_columns and main_loop are chosen; the caller sets the others.
+  LinearAttentionKernel kernel;
+  int64_t num_processors = 0;  // multiprocessors of the target; 0: those of the most common part
+  int64_t num_qk_heads = 0, num_v_heads = 0;
+  int64_t max_tokens = 0;  // of the call
+  int64_t max_qo_len = 0;  // most tokens of a request
+  int64_t max_chunks = 0;  // rows of the plan's chunks
+};
+
+// The loop for a call: the recurrence for a few tokens a request, else chunks where there is a
+// kernel for them.
+LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem);
+
+LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem);
+
+struct LinearAttentionLaunch {
+  int64_t num_ctas = 0;
+  int64_t segment_chunks = 0;  // see LinearAttentionParams
+  int64_t workspace_words = 0, num_zero_words = 0;
+};
+LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem);
+
+}  // namespace jax_attn
