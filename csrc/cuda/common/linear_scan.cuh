@@ -1,0 +1,639 @@
+// Chunked linear attention from chunk to chunk, for products by mma.sync or wgmma.
+//
+// Everything is transposed. A warp has 16 columns of v, and its part of the state, S^T [16, dim_k],
+// in registers; with x (.) columns for factors of tokens, a chunk is
+//   V'^T = (V^T - (S^T K^T) (.) since_k) solve^T
+//   o^T  = (S^T Q^T) (.) since_q + V'^T qk^T
+//   S^T <- decay S^T + (V'^T (.) until_k) K
+// Results of one product are operand a of the next without leaving their registers, and warps never
+// wait for each other but for tiles. Operands are rounded to 16 bits; sums, and S from chunk to
+// chunk, are f32.
+//
+// Requests of more than segment_chunks chunks are split. A segment maps the state before it to
+// M S + B; both are found from its last chunk to its first, with M = I and B = 0 behind the last:
+//   Y = (M (K (.) until_k)^T) solve,  B += Y V,  M <- decay M - (Y (.) since_k) K
+// Whoever computes a segment's outputs folds the maps of those before it. Where M has become 0,
+// which decays do soon, nothing before matters: neither chunks of the segment nor earlier segments.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/linear_tiles.cuh"
+#include "cuda/common/state_plan.cuh"
+
+namespace jax_attn {
+
+// Shapes of both phases. kRows: rows that the warps have in registers.
+template <class Traits, int kTheRows, int kTheColumns>
+struct LinearScanShape {
+  static constexpr int kDimK = Traits::kHeadDimK, kDimV = Traits::kHeadDimV;
+  static constexpr int kK = CeilDiv(kDimK, 64) * 64;
+  static constexpr int kColumns = kTheColumns;  // of v
+  static constexpr int kColumnTiles = CeilDiv(kDimV, kColumns);
+  static constexpr int kV = kColumnTiles * kColumns;
+  static constexpr int kNumThreads = kTheRows / 16 * kWarpSize;
+  static constexpr int kTermsVectors =
+      static_cast<int>(sizeof(LinearTerms) - 2 * kPartBytes) / 16;  // factors
+
+  struct Stage {
+    alignas(1024) unsigned char k[kK / 64 * kPartBytes];
+    alignas(1024) unsigned char q[kK / 64 * kPartBytes];  // not for maps
+    alignas(1024) unsigned char v[kColumns / 64 * kPartBytes];
+    alignas(1024) unsigned char solve[kPartBytes];
+    alignas(1024) unsigned char qk[kPartBytes];  // not for maps
+    alignas(128) float since_k[kLinearTokens];
+    float since_q[kLinearTokens];
+    float until_k[kLinearTokens];
+    float decay[32];
+  };
+  static constexpr int kStages =
+      2 * static_cast<int>(sizeof(Stage)) <= CtaSmemBudget(Traits::kArch, 1) ? 2 : 1;
+};
+
+// What the phases share: items of a segment, a v head and a tile of columns, and their tiles.
+template <class Traits, class Shape>
+class LinearScan {
+ protected:
+  using Params = LinearAttentionParams;
+  using Stage = typename Shape::Stage;
+  static constexpr int kDtype = Traits::kDtype;
+
+  __device__ __forceinline__ LinearScan(const Params& p, Stage* stages)
+      : p_(p),
+        plan_(p.plan),
+        at_(p.plan.max_chunks, p.num_v_heads, Shape::kK, Shape::kV, p.segment_chunks),
+        stages_(stages),
+        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize) {}
+
+  struct Item {
+    LinearSegment segment;
+    int head, column;
+  };
+  __device__ __forceinline__ int NumItems() const {
+    if (plan_.num_chunks == 0) return 0;
+    return LoadConstant(At<i32>(at_.num_segments)) * p_.num_v_heads * Shape::kColumnTiles;
+  }
+  // Heads of one segment, and with them those that share K, are neighbours.
+  __device__ __forceinline__ Item GetItem(int index) const {
+    const int of_segment = p_.num_v_heads * Shape::kColumnTiles;
+    const i32* words = &At<LinearSegment>(at_.segments)[index / of_segment].begin;
+    const int rest = index % of_segment;
+    return {{LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2)},
+            rest / Shape::kColumnTiles,
+            rest % Shape::kColumnTiles * Shape::kColumns};
+  }
+
+  template <class T>
+  __device__ __forceinline__ T* At(i64 offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
+  }
+  // Number of the map of a segment for a head.
+  __device__ __forceinline__ i64 Map(int begin, int head) const {
+    return static_cast<i64>(begin / p_.segment_chunks) * p_.num_v_heads + head;
+  }
+  __device__ __forceinline__ const unsigned char* MapM(i64 map) const {
+    return At<const unsigned char>(at_.m) + map * 4 * Shape::kK * Shape::kK;
+  }
+  __device__ __forceinline__ float* MapB(i64 map) const {
+    return At<float>(at_.b) + map * Shape::kK * Shape::kV;
+  }
+
+  __device__ __forceinline__ float* MapState(i64 map) const {
+    return At<float>(at_.states) + map * Shape::kK * Shape::kV;
+  }
+
+  // Index of an element in the pool.
+  __device__ __forceinline__ i64 StateAt(int slot, int head, int k, int v) const {
+    const i64 number = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head;
+    return (number * Shape::kDimK + k) * Shape::kDimV + v;
+  }
+  __device__ __forceinline__ float LoadState(i64 at) const {
+    if constexpr (Traits::kHasBf16States) {
+      return HalfOf<kElementBf16>(static_cast<const u16*>(p_.states)[at], 0);
+    } else {
+      return static_cast<const float*>(p_.states)[at];
+    }
+  }
+
+  // Starts the copies of a chunk, which the caller commits.
+  template <bool kHasQueries>
+  __device__ __forceinline__ void LoadChunk(Stage& to, int chunk, const StateChunk& rows, int head,
+                                            int column) const {
+    constexpr int kNumThreads = Shape::kNumThreads, kDimK = Shape::kDimK;
+    const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
+    const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
+    LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.k), p_.k, rows.begin, rows.length, pitch,
+                                     qk_head * kDimK, kDimK);
+    LoadTile<Shape::kColumns, kNumThreads>(
+        SharedAddress(to.v), p_.v, rows.begin, rows.length,
+        static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
+        static_cast<i64>(head) * Shape::kDimV + column, Shape::kDimV - column);
+    const LinearTerms& terms =
+        At<const LinearTerms>(at_.terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
+    if constexpr (Traits::kHasDeltaRule) {
+      LoadLowerTile<kNumThreads>(SharedAddress(to.solve), terms.solve);
+    }
+    if constexpr (kHasQueries) {
+      LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.q), p_.q, rows.begin, rows.length, pitch,
+                                       qk_head * kDimK, kDimK);
+      LoadLowerTile<kNumThreads>(SharedAddress(to.qk), terms.qk);
+    }
+    const int vector = static_cast<int>(threadIdx.x);
+    if (vector < Shape::kTermsVectors) {
+      CopyAsync16(SharedAddress(to.since_k) + vector * 16,
+                  reinterpret_cast<const char*>(terms.since_k) + vector * 16, true);
+    }
+  }
+
+  // x[:, token] *= factors[token]
+  __device__ __forceinline__ void ScaleTokens(float (&x)[8][4], const float* factors) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(&factors[8 * j + lane_ % 4 * 2]);
+      x[j][0] *= f.x;
+      x[j][1] *= f.y;
+      x[j][2] *= f.x;
+      x[j][3] *= f.y;
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ static void Scale(float (&x)[kTiles][4], float factor) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[j][c] *= factor;
+    }
+  }
+
+  const Params& p_;
+  const StatePlanView plan_;
+  const LinearWorkspace at_;
+  Stage* const stages_;
+  const int warp_, lane_;
+};
+
+// The maps of segments that others follow; warps have rows of M and B.
+template <class Traits, class Products>
+class LinearMapsPhase
+    : LinearScan<Traits, LinearScanShape<Traits, CeilDiv(Traits::kHeadDimK, 64) * 64,
+                                         Traits::kTileColumns>> {
+  using Shape = LinearScanShape<Traits, CeilDiv(Traits::kHeadDimK, 64) * 64, Traits::kTileColumns>;
+  using Base = LinearScan<Traits, Shape>;
+  using typename Base::Item;
+  using typename Base::Stage;
+  using Base::kDtype;
+  using Base::p_, Base::plan_, Base::at_, Base::stages_, Base::warp_, Base::lane_;
+  using E = Element<kDtype>;
+
+ public:
+  using Params = LinearAttentionParams;
+  static constexpr int kNumThreads = Shape::kNumThreads;
+  static constexpr int kSmemBytes = Shape::kStages * static_cast<int>(sizeof(Stage));
+  static constexpr int kMinCtasPerSm = 1;
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    LinearMapsPhase(p, reinterpret_cast<Stage*>(smem)).Run();
+  }
+
+ private:
+  static constexpr int kK = Shape::kK, kColumns = Shape::kColumns;
+
+  __device__ __forceinline__ LinearMapsPhase(const Params& p, Stage* stages) : Base(p, stages) {}
+
+  __device__ __forceinline__ void Run() {
+    const int num_items = this->NumItems();
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
+      const Item item = this->GetItem(i);
+      if (!item.segment.is_followed) continue;
+      if (item.segment.begin == item.segment.first) CopyState(item);
+      RunItem(item);
+    }
+  }
+
+  // Columns of the state before a request that is split.
+  __device__ __forceinline__ void CopyState(const Item& item) {
+    const int slot = plan_.Chunk(item.segment.begin).read_slot;
+    float* const to = this->MapState(this->Map(item.segment.begin, item.head)) + item.column;
+    for (int i = static_cast<int>(threadIdx.x); i < Shape::kDimK * kColumns; i += kNumThreads) {
+      const int k = i / kColumns, v = i % kColumns;
+      if (item.column + v >= Shape::kDimV) continue;
+      to[static_cast<i64>(k) * Shape::kV + v] =
+          slot < 0 ? 0.0f : this->LoadState(this->StateAt(slot, item.head, k, item.column + v));
+    }
+  }
+
+  __device__ __forceinline__ void RunItem(const Item& item) {
+    constexpr int kStages = Shape::kStages;
+    float m[kK / 8][4], b[kColumns / 8][4];
+    SetZero(b);
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int row = 16 * warp_ + lane_ / 4 + c / 2 * 8, column = 8 * j + lane_ % 4 * 2 + c % 2;
+        m[j][c] = row == column ? 1.0f : 0.0f;
+      }
+    }
+    int chunk = item.segment.begin + p_.segment_chunks - 1;
+    StateChunk rows = plan_.Chunk(chunk);
+    const auto load = [&](int stage) {
+      if (chunk >= item.segment.begin) {
+        this->template LoadChunk<false>(stages_[stage], chunk, rows, item.head, item.column);
+        rows = plan_.Chunk(Max(chunk - 1, 0));
+      }
+      CommitCopies();
+      --chunk;
+    };
+    bool is_zero = false;
+    load(0);
+    for (int step = 0; step < p_.segment_chunks; ++step) {
+      if constexpr (kStages == 1) {
+        if (step > 0) load(0);
+      }
+      WaitCopies<0>();
+      Products::FenceTiles();
+      // Of the threads that wait here all have computed the step before.
+      is_zero = step > 0 && !__syncthreads_or(!is_zero);
+      if (step == 0) __syncthreads();
+      if (is_zero) break;
+      if constexpr (kStages == 2) load((step + 1) % 2);
+      is_zero = Step(stages_[kStages == 2 ? step % 2 : 0], m, b);
+      if constexpr (kStages == 1) __syncthreads();
+    }
+    is_zero = !__syncthreads_or(!is_zero);
+    WriteMap(item, is_zero, m, b);
+  }
+
+  // Goes back over a chunk. Returns whether the lane's part of M is 0.
+  __device__ __forceinline__ bool Step(const Stage& stage, float (&m)[kK / 8][4],
+                                       float (&b)[kColumns / 8][4]) {
+    float x[8][4], y[8][4];
+    u32 of_x[4][4], of_y[4][4];
+    SetZero(x);
+    SetZero(y);
+    {
+      u32 of_m[kK / 16][4];
+      ToFragments<kDtype, kK / 16>(m, of_m);
+      Products::Pin(of_m);
+      Products::Pin(x);
+      Products::Start();
+      Products::template Rows<false>(x, of_m, SharedAddress(stage.k));
+      Products::Finish();
+      Products::Pin(x);
+    }
+    this->ScaleTokens(x, stage.until_k);
+    ToFragments<kDtype, 4>(x, of_x);
+    Products::Pin(of_x);
+    Products::Pin(y);
+    Products::Start();
+    Products::template Columns<true>(y, of_x, SharedAddress(stage.solve));
+    Products::Finish();
+    Products::Pin(y);
+    ToFragments<kDtype, 4>(y, of_y);
+    this->ScaleTokens(y, stage.since_k);
+    this->Scale(y, -1.0f);
+    ToFragments<kDtype, 4>(y, of_x);
+    this->Scale(m, stage.decay[0]);
+    Products::Pin(of_x);
+    Products::Pin(of_y);
+    Products::Pin(m);
+    Products::Pin(b);
+    Products::Start();
+    Products::template Columns<false>(m, of_x, SharedAddress(stage.k));
+    Products::template Columns<false>(b, of_y, SharedAddress(stage.v));
+    Products::Finish();
+    Products::Pin(m);
+    Products::Pin(b);
+    // Subnormal numbers count as 0, so that a product of decays becomes 0. NaN does not.
+    bool is_zero = true;
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (fabsf(m[j][c]) < kSmallestNormal) m[j][c] = 0.0f;
+        is_zero = is_zero && m[j][c] == 0.0f;
+      }
+    }
+    return is_zero;
+  }
+
+  __device__ __forceinline__ void WriteMap(const Item& item, bool is_zero,
+                                           const float (&m)[kK / 8][4],
+                                           const float (&b)[kColumns / 8][4]) {
+    const i64 map = this->Map(item.segment.begin, item.head);
+    const int row = 16 * warp_ + lane_ / 4;
+    float* const to_b = this->MapB(map) + item.column;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const to = to_b + static_cast<i64>(row + 8 * half) * Shape::kV + 8 * j + lane_ % 4 * 2;
+        *reinterpret_cast<float2*>(to) = make_float2(b[j][2 * half], b[j][2 * half + 1]);
+      }
+    }
+    if (item.column != 0) return;
+    if (threadIdx.x == 0) this->template At<i32>(at_.is_zero)[map] = is_zero;
+    if (is_zero) return;
+    unsigned char* const to_m = const_cast<unsigned char*>(this->MapM(map));
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + 8 * half;
+        const int at = r / 64 * (kK / 64 * kPartBytes) +
+                       SwizzledByte(r % 64, 8 * j + lane_ % 4 * 2);
+        const u32 high = PackBf16(m[j][2 * half], m[j][2 * half + 1]);
+        *reinterpret_cast<u32*>(to_m + at) = high;
+        *reinterpret_cast<u32*>(to_m + kK * kK * 2 + at) =
+            PackBf16(m[j][2 * half] - HalfOf<kElementBf16>(high, 0),
+                     m[j][2 * half + 1] - HalfOf<kElementBf16>(high, 1));
+      }
+    }
+  }
+
+  static constexpr float kSmallestNormal = 1.17549435e-38f;
+};
+
+// Outputs, and the states behind chunks; warps have columns of v.
+template <class Traits, class Products>
+class LinearOutputsPhase
+    : LinearScan<Traits, LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>> {
+  using Shape = LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>;
+  using Base = LinearScan<Traits, Shape>;
+  using typename Base::Item;
+  using typename Base::Stage;
+  using Base::kDtype;
+  using Base::p_, Base::plan_, Base::at_, Base::stages_, Base::warp_, Base::lane_;
+  using E = Element<kDtype>;
+  static constexpr int kK = Shape::kK;
+
+ public:
+  using Params = LinearAttentionParams;
+  static constexpr int kNumThreads = Shape::kNumThreads;
+  static constexpr int kMapBytes = 4 * kK * kK;
+  static constexpr int kSmemBytes =
+      Max(Shape::kStages * static_cast<int>(sizeof(Stage)), kMapBytes);
+  static constexpr int kMinCtasPerSm = 1;
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    LinearOutputsPhase(p, reinterpret_cast<Stage*>(smem)).Run();
+  }
+
+ private:
+  __device__ __forceinline__ LinearOutputsPhase(const Params& p, Stage* stages) : Base(p, stages) {}
+
+  __device__ __forceinline__ void Run() {
+    FillPadding();
+    const int num_items = this->NumItems();
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
+      RunItem(this->GetItem(i));
+      __syncthreads();
+    }
+  }
+
+  // Rows behind the tokens become 0, all rows NaN with a fault.
+  __device__ __forceinline__ void FillPadding() {
+    const i64 row = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
+    const i64 end = p_.plan.max_tokens * row / 8;
+    const u32 word = plan_.is_faulty ? E::Pack(Infinity() - Infinity(), Infinity() - Infinity()) : 0;
+    for (i64 i = plan_.num_tokens * row / 8 + blockIdx.x * kNumThreads + threadIdx.x; i < end;
+         i += static_cast<i64>(gridDim.x) * kNumThreads) {
+      StoreVector(static_cast<u16*>(p_.o) + i * 8, make_uint4(word, word, word, word));
+    }
+  }
+
+  __device__ __forceinline__ void RunItem(const Item& item) {
+    constexpr int kStages = Shape::kStages;
+    int chunk = item.segment.begin;
+    const int end = p_.segment_chunks > 0 ? Min(plan_.num_chunks, chunk + p_.segment_chunks)
+                                          : plan_.num_chunks;
+    float s[kK / 8][4];
+    int to_load = chunk;
+    StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
+    BeginState(item, next, s);
+    const auto load = [&](int stage) {
+      if (to_load < end && (to_load == item.segment.begin || next.is_first != 1)) {
+        this->template LoadChunk<true>(stages_[stage], to_load, next, item.head, item.column);
+        ++to_load;
+      }
+      CommitCopies();
+    };
+    load(0);
+    for (int step = 0; chunk < to_load; ++step) {
+      rows = next;
+      next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+      WaitCopies<0>();
+      Products::FenceTiles();
+      __syncthreads();  // all have computed the step before
+      if constexpr (kStages == 2) load((step + 1) % 2);
+      Step(item, rows, stages_[kStages == 2 ? step % 2 : 0], s);
+      if (rows.write_slot >= 0) WriteState(item, rows.write_slot, s);
+      if constexpr (kStages == 1) {
+        __syncthreads();
+        load(0);
+      }
+      ++chunk;
+    }
+    WaitCopies<0>();
+  }
+
+  // --- states ---
+
+  // Calls fn(S^T element, row of k, column of v) for the lane's elements within the dims.
+  template <class Fn>
+  __device__ __forceinline__ void ForState(const Item& item, float (&s)[kK / 8][4], const Fn& fn) {
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int k = 8 * j + lane_ % 4 * 2 + c % 2;
+        const int v = item.column + 16 * warp_ + lane_ / 4 + c / 2 * 8;
+        if (k < Shape::kDimK && v < Shape::kDimV) fn(s[j][c], k, v);
+      }
+    }
+  }
+
+  // The state before the first chunk of a segment: that of the request through the maps of the
+  // segments before.
+  __device__ __forceinline__ void BeginState(const Item& item, const StateChunk& rows,
+                                             float (&s)[kK / 8][4]) {
+    const LinearSegment segment = item.segment;
+    const int length = p_.segment_chunks;
+    SetZero(s);
+    if (segment.begin == segment.first && !segment.is_followed) {
+      if (rows.read_slot < 0) return;
+      return ForState(item, s, [&](float& x, int k, int v) {
+        x = this->LoadState(this->StateAt(rows.read_slot, item.head, k, v));
+      });
+    }
+    // Back to the last map that does not depend on the state before it.
+    int from = segment.begin - length;
+    const auto is_zero = [&](int i) {
+      return LoadConstant(this->template At<i32>(at_.is_zero) + this->Map(i, item.head)) != 0;
+    };
+    while (from >= segment.first && !is_zero(from)) from -= length;
+    Add(item,
+        from < segment.first ? this->MapState(this->Map(segment.first, item.head))
+                             : this->MapB(this->Map(from, item.head)),
+        s);
+    for (int i = from + length; i < segment.begin; i += length) {
+      Fold(item, this->Map(i, item.head), s);
+    }
+  }
+
+  __device__ __forceinline__ void Add(const Item& item, const float* b, float (&s)[kK / 8][4]) {
+    ForState(item, s, [&](float& x, int k, int v) { x += b[static_cast<i64>(k) * Shape::kV + v]; });
+  }
+
+  // S^T <- S^T M^T + B^T, with S and M as pairs of bf16.
+  __device__ __forceinline__ void Fold(const Item& item, i64 map, float (&s)[kK / 8][4]) {
+    using Pairs = MmaProducts<kElementBf16>;
+    const u32 tiles = SharedAddress(stages_);
+    const unsigned char* const m = this->MapM(map);
+    for (int i = static_cast<int>(threadIdx.x); i < kMapBytes / 16; i += kNumThreads) {
+      CopyAsync16(tiles + i * 16, m + i * 16, true);
+    }
+    CommitCopies();
+    u32 high[kK / 16][4], low[kK / 16][4];
+    ToFragments<kElementBf16, kK / 16>(s, high);
+    RestFragments<kElementBf16, kK / 16>(s, high, low);
+    SetZero(s);
+    Add(item, this->MapB(map), s);
+    WaitCopies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int rows = 0; rows < kK / 64; ++rows) {
+      float (&part)[8][4] = reinterpret_cast<float (&)[8][4]>(s[8 * rows]);
+      const u32 tile = tiles + rows * (kK / 64 * kPartBytes);
+      Pairs::template Rows<false>(part, low, tile);
+      Pairs::template Rows<false>(part, high, tile + kK * kK * 2);
+      Pairs::template Rows<false>(part, high, tile);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void WriteState(const Item& item, int slot, float (&s)[kK / 8][4]) {
+    ForState(item, s, [&](float& x, int k, int v) {
+      const i64 at = this->StateAt(slot, item.head, k, v);
+      if constexpr (Traits::kHasBf16States) {
+        static_cast<u16*>(p_.states)[at] = static_cast<u16>(PackBf16(x, 0.0f));
+      } else {
+        static_cast<float*>(p_.states)[at] = x;
+      }
+    });
+  }
+
+  // --- one chunk ---
+
+  __device__ __forceinline__ void Step(const Item& item, const StateChunk& rows, Stage& stage,
+                                       float (&s)[kK / 8][4]) {
+    float x[8][4], o[8][4];
+    u32 fragments[4][4];
+    SetZero(x);
+    SetZero(o);
+    {
+      u32 of_s[kK / 16][4];
+      ToFragments<kDtype, kK / 16>(s, of_s);
+      Products::Pin(of_s);
+      Products::Pin(x);
+      Products::Pin(o);
+      Products::Start();
+      if constexpr (Traits::kHasDeltaRule) {
+        Products::template Rows<false>(x, of_s, SharedAddress(stage.k));
+      }
+      Products::template Rows<false>(o, of_s, SharedAddress(stage.q));
+      Products::Finish();
+      Products::Pin(x);
+      Products::Pin(o);
+    }
+    TakeValues(stage, x);
+    if constexpr (Traits::kHasDeltaRule) {
+      ToFragments<kDtype, 4>(x, fragments);
+      SetZero(x);
+      Products::Pin(fragments);
+      Products::Pin(x);
+      Products::Start();
+      Products::template Rows<true>(x, fragments, SharedAddress(stage.solve));
+      Products::Finish();
+      Products::Pin(x);
+    }
+    // x is V'^T.
+    u32 kept[4][4];
+    ToFragments<kDtype, 4>(x, fragments);
+    this->ScaleTokens(x, stage.until_k);
+    ToFragments<kDtype, 4>(x, kept);
+    this->ScaleTokens(o, stage.since_q);
+    this->Scale(s, stage.decay[0]);
+    Products::Pin(fragments);
+    Products::Pin(kept);
+    Products::Pin(o);
+    Products::Pin(s);
+    Products::Start();
+    Products::template Rows<true>(o, fragments, SharedAddress(stage.qk));
+    Products::template Columns<false>(s, kept, SharedAddress(stage.k));
+    Products::Finish();
+    Products::Pin(o);
+    Products::Pin(s);
+    WriteOutputs(item, rows, stage, o);
+  }
+
+  // x <- V^T - x (.) since_k, or V^T (.) beta.
+  __device__ __forceinline__ void TakeValues(const Stage& stage, float (&x)[8][4]) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      // Two blocks of 8 tokens, each with 8 and 8 columns.
+      u32 v[4];
+      LoadMatrix4Transposed(v, SharedAddress(stage.v) +
+                                   SwizzledByte(8 * j + lane_ / 16 * 8 + lane_ % 8,
+                                                16 * warp_ + lane_ / 8 % 2 * 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int tile = j + i / 2, half = i % 2;
+        const float2 f =
+            *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane_ % 4 * 2]);
+        float (&to)[4] = x[tile];
+        const float v0 = HalfOf<kDtype>(v[i], 0), v1 = HalfOf<kDtype>(v[i], 1);
+        if constexpr (Traits::kHasDeltaRule) {
+          to[2 * half] = fmaf(-f.x, to[2 * half], v0);
+          to[2 * half + 1] = fmaf(-f.y, to[2 * half + 1], v1);
+        } else {
+          to[2 * half] = f.x * v0;
+          to[2 * half + 1] = f.y * v1;
+        }
+      }
+    }
+  }
+
+  // Through the tile of V, of which the warp alone reads and writes its columns.
+  __device__ __forceinline__ void WriteOutputs(const Item& item, const StateChunk& rows,
+                                               Stage& stage, const float (&o)[8][4]) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 pair = E::Pack(o[j][2 * half], o[j][2 * half + 1]);
+        const int token = 8 * j + lane_ % 4 * 2, column = 16 * warp_ + lane_ / 4 + 8 * half;
+        *reinterpret_cast<u16*>(stage.v + SwizzledByte(token, column)) = static_cast<u16>(pair);
+        *reinterpret_cast<u16*>(stage.v + SwizzledByte(token + 1, column)) =
+            static_cast<u16>(pair >> 16);
+      }
+    }
+    __syncwarp();
+    const int vector = 2 * warp_ + lane_ % 2, column = item.column + vector * 8;
+    u16* const to = static_cast<u16*>(p_.o) + static_cast<i64>(item.head) * Shape::kDimV + column;
+    const i64 pitch = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * i + lane_ / 2;
+      if (token >= rows.length || column >= Shape::kDimV) continue;
+      StoreVector(to + (rows.begin + token) * pitch,
+                  *reinterpret_cast<const uint4*>(stage.v + SwizzledByte(token, vector * 8)));
+    }
+  }
+};
+
+}  // namespace jax_attn
