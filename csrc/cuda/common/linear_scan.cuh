@@ -102,17 +102,15 @@ class LinearScan {
     return At<float>(at_.states) + map * Shape::kK * Shape::kV;
   }
 
-  // Index of an element in the pool.
-  __device__ __forceinline__ i64 StateAt(int slot, int head, int k, int v) const {
+  using State = typename Conditional<Traits::kHasBf16States, u16, float>::Type;
+  // [kDimK, kDimV] of a head, in the pool.
+  __device__ __forceinline__ State* StateOf(int slot, int head) const {
     const i64 number = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head;
-    return (number * Shape::kDimK + k) * Shape::kDimV + v;
+    return static_cast<State*>(p_.states) + number * (Shape::kDimK * Shape::kDimV);
   }
-  __device__ __forceinline__ float LoadState(i64 at) const {
-    if constexpr (Traits::kHasBf16States) {
-      return HalfOf<kElementBf16>(static_cast<const u16*>(p_.states)[at], 0);
-    } else {
-      return static_cast<const float*>(p_.states)[at];
-    }
+  __device__ __forceinline__ static float ToFloat(State x) {
+    if constexpr (Traits::kHasBf16States) return HalfOf<kElementBf16>(x, 0);
+    return x;
   }
 
   // Starts the copies of a chunk, which the caller commits.
@@ -220,7 +218,8 @@ class LinearMapsPhase
       const int k = i / kColumns, v = i % kColumns;
       if (item.column + v >= Shape::kDimV) continue;
       to[static_cast<i64>(k) * Shape::kV + v] =
-          slot < 0 ? 0.0f : this->LoadState(this->StateAt(slot, item.head, k, item.column + v));
+          slot < 0 ? 0.0f
+                   : this->ToFloat(this->StateOf(slot, item.head)[k * Shape::kDimV + item.column + v]);
     }
   }
 
@@ -366,6 +365,7 @@ class LinearOutputsPhase
   using typename Base::Stage;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::at_, Base::stages_, Base::warp_, Base::lane_;
+  using typename Base::State;
   using E = Element<kDtype>;
   static constexpr int kK = Shape::kK;
 
@@ -373,6 +373,7 @@ class LinearOutputsPhase
   using Params = LinearAttentionParams;
   static constexpr int kNumThreads = Shape::kNumThreads;
   static constexpr int kMapBytes = 4 * kK * kK;
+  static_assert(kDtype == kElementBf16, "the products of Fold are of bf16");
   static constexpr int kSmemBytes =
       Max(Shape::kStages * static_cast<int>(sizeof(Stage)), kMapBytes);
   static constexpr int kMinCtasPerSm = 1;
@@ -442,16 +443,22 @@ class LinearOutputsPhase
 
   // --- states ---
 
-  // Calls fn(S^T element, row of k, column of v) for the lane's elements within the dims.
-  template <class Fn>
-  __device__ __forceinline__ void ForState(const Item& item, float (&s)[kK / 8][4], const Fn& fn) {
+  // Calls fn(x, element) for the lane's elements x of S^T and where they are in an array [kDimK or
+  // more, kPitch] of this head, from the item's columns on.
+  template <int kPitch, class T, class Fn>
+  __device__ __forceinline__ void ForState(const Item& item, T* array, float (&s)[kK / 8][4],
+                                           const Fn& fn) {
+    const int lane = Opaque(lane_), row = lane % 4 * 2, column = 16 * warp_ + lane / 4;
+    T* const first = array + row * kPitch + item.column + column;
 #pragma unroll
     for (int j = 0; j < kK / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int k = 8 * j + lane_ % 4 * 2 + c % 2;
-        const int v = item.column + 16 * warp_ + lane_ / 4 + c / 2 * 8;
-        if (k < Shape::kDimK && v < Shape::kDimV) fn(s[j][c], k, v);
+        const int k = 8 * j + c % 2, v = c / 2 * 8;
+        const bool is_element = (Shape::kDimK == kK || row + k < Shape::kDimK) &&
+                                (Shape::kDimV == Shape::kV ||
+                                 item.column + column + v < Shape::kDimV);
+        if (is_element) fn(s[j][c], first[k * kPitch + v]);
       }
     }
   }
@@ -465,9 +472,8 @@ class LinearOutputsPhase
     SetZero(s);
     if (segment.begin == segment.first && !segment.is_followed) {
       if (rows.read_slot < 0) return;
-      return ForState(item, s, [&](float& x, int k, int v) {
-        x = this->LoadState(this->StateAt(rows.read_slot, item.head, k, v));
-      });
+      return ForState<Shape::kDimV>(item, this->StateOf(rows.read_slot, item.head), s,
+                                    [&](float& x, const State& from) { x = this->ToFloat(from); });
     }
     // Back to the last map that does not depend on the state before it.
     int from = segment.begin - length;
@@ -485,12 +491,11 @@ class LinearOutputsPhase
   }
 
   __device__ __forceinline__ void Add(const Item& item, const float* b, float (&s)[kK / 8][4]) {
-    ForState(item, s, [&](float& x, int k, int v) { x += b[static_cast<i64>(k) * Shape::kV + v]; });
+    ForState<Shape::kV>(item, b, s, [&](float& x, const float& from) { x += from; });
   }
 
   // S^T <- S^T M^T + B^T, with S and M as pairs of bf16.
   __device__ __forceinline__ void Fold(const Item& item, i64 map, float (&s)[kK / 8][4]) {
-    using Pairs = MmaProducts<kElementBf16>;
     const u32 tiles = SharedAddress(stages_);
     const unsigned char* const m = this->MapM(map);
     for (int i = static_cast<int>(threadIdx.x); i < kMapBytes / 16; i += kNumThreads) {
@@ -501,27 +506,33 @@ class LinearOutputsPhase
     ToFragments<kElementBf16, kK / 16>(s, high);
     RestFragments<kElementBf16, kK / 16>(s, high, low);
     SetZero(s);
-    Add(item, this->MapB(map), s);
     WaitCopies<0>();
+    Products::FenceTiles();
     __syncthreads();
+    Products::Pin(s);
+    Products::Pin(high);
+    Products::Pin(low);
+    Products::Start();
 #pragma unroll
     for (int rows = 0; rows < kK / 64; ++rows) {
       float (&part)[8][4] = reinterpret_cast<float (&)[8][4]>(s[8 * rows]);
       const u32 tile = tiles + rows * (kK / 64 * kPartBytes);
-      Pairs::template Rows<false>(part, low, tile);
-      Pairs::template Rows<false>(part, high, tile + kK * kK * 2);
-      Pairs::template Rows<false>(part, high, tile);
+      Products::template Rows<false>(part, low, tile);
+      Products::template Rows<false>(part, high, tile + kK * kK * 2);
+      Products::template Rows<false>(part, high, tile);
     }
+    Products::Finish();
+    Products::Pin(s);
+    Add(item, this->MapB(map), s);
     __syncthreads();
   }
 
   __device__ __forceinline__ void WriteState(const Item& item, int slot, float (&s)[kK / 8][4]) {
-    ForState(item, s, [&](float& x, int k, int v) {
-      const i64 at = this->StateAt(slot, item.head, k, v);
+    ForState<Shape::kDimV>(item, this->StateOf(slot, item.head), s, [&](float& x, State& to) {
       if constexpr (Traits::kHasBf16States) {
-        static_cast<u16*>(p_.states)[at] = static_cast<u16>(PackBf16(x, 0.0f));
+        to = static_cast<u16>(PackBf16(x, 0.0f));
       } else {
-        static_cast<float*>(p_.states)[at] = x;
+        to = x;
       }
     });
   }

@@ -22,15 +22,20 @@ constexpr __host__ __device__ int SwizzledByte(int row, int column) {
 template <int kColumns, int kNumThreads>
 __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first, int length,
                                          i64 pitch, i64 column, int columns) {
-  constexpr int kVectors = kColumns / 8;
-  const u16* rows = static_cast<const u16*>(array) + first * pitch + column;
+  constexpr int kVectors = kColumns / 8, kRows = kNumThreads / kVectors;  // of one pass
+  static_assert(kNumThreads % kVectors == 0 && kRows % 8 == 0, "passes have the same places");
+  const int thread = Opaque(static_cast<int>(threadIdx.x));
+  const int vector = thread % kVectors;
+  int row = thread / kVectors;
+  const u16* from = static_cast<const u16*>(array) + (first + row) * pitch + column + vector * 8;
+  u32 to = tile + SwizzledByte(row, vector * 8);
 #pragma unroll
-  for (int i = 0; i < kLinearTokens * kVectors / kNumThreads; ++i) {
-    const int at = i * kNumThreads + static_cast<int>(threadIdx.x);
-    const int row = at / kVectors, vector = at % kVectors;
+  for (int i = 0; i < kLinearTokens / kRows; ++i) {
     const bool valid = row < length && vector * 8 < columns;
-    CopyAsync16(tile + SwizzledByte(row, vector * 8), valid ? rows + row * pitch + vector * 8 : rows,
-                valid);
+    CopyAsync16(to, valid ? static_cast<const void*>(from) : array, valid);
+    row += kRows;
+    from += kRows * pitch;
+    to += kRows * 128;
   }
 }
 
@@ -38,9 +43,10 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
 // above the diagonal become 0.
 template <int kNumThreads>
 __device__ __forceinline__ void LoadLowerTile(u32 tile, const void* array) {
+  const int thread = Opaque(static_cast<int>(threadIdx.x));
 #pragma unroll
   for (int i = 0; i < CeilDiv(kLinearTokens * 8, kNumThreads); ++i) {
-    const int at = i * kNumThreads + static_cast<int>(threadIdx.x);
+    const int at = i * kNumThreads + thread;
     const int row = at / 8, place = at % 8;
     CopyAsync16(tile + at * 16, static_cast<const char*>(array) + at * 16,
                 ((place ^ row) & 7) / 2 <= row / 16);

@@ -39,7 +39,7 @@ class LinearTermsPhase {
     float norms[2][kLinearTokens];                // of k and q
   };
   static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = kK <= 128 ? 4 : 2;
+  static constexpr int kMinCtasPerSm = kK <= 128 ? 3 : 2;
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
