@@ -160,66 +160,80 @@ struct LinearRecurrenceBody {
 
   // --- tokens ---
 
-  // q, k, v, g and beta of `num` tokens, one token a warp at a time.
+  // q, k, v, g and beta of `num` tokens: a warp has the channels of a token, or its columns.
   __device__ __forceinline__ void Prepare(int first, int num) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    for (int t = static_cast<int>(threadIdx.x) / kWarpSize; t < num; t += kNumWarps) {
-      const i64 token = first + t;
-      const i64 of_head = token * p_.num_v_heads + head_;
-      const int group = p_.num_v_heads / p_.num_qk_heads;
-      const i64 at = (token * p_.num_qk_heads + head_ / group) * kDimK;
-      constexpr int kChannels = CeilDiv(kPaddedDimK, kWarpSize);  // of a lane
-      float q[kChannels], k[kChannels], decay[kChannels], v[kColumns / kWarpSize];
-      float of_channels = 1.0f;
-      if constexpr (Traits::kDecay == kHeadDecay) of_channels = Decay(p_.g + of_head);
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        const int d = i * kWarpSize + lane;
-        const bool is_channel = d < kDimK;
-        q[i] = is_channel ? LoadElement<kDtype>(p_.q, at + d) : 0.0f;
-        k[i] = is_channel ? LoadElement<kDtype>(p_.k, at + d) : 0.0f;
-        decay[i] = of_channels;
-        if constexpr (Traits::kDecay == kChannelDecay) {
-          decay[i] = is_channel ? Decay(p_.g + of_head * kDimK + d) : 1.0f;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kColumns / kWarpSize; ++i) {
-        const int column = first_column_ + i * kWarpSize + lane;
-        v[i] = column < kDimV ? LoadElement<kDtype>(p_.v, of_head * kDimV + column) : 0.0f;
-      }
-      const float beta =
-          p_.beta != nullptr ? __uint_as_float(LoadOperand32(p_.beta + of_head)) : 1.0f;
-      float q_factor = p_.scale, k_factor = 1.0f;
-      if constexpr (Traits::kHasL2Norm) {
-        float q_squares = 0.0f, k_squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-          q_squares = fmaf(q[i], q[i], q_squares);
-          k_squares = fmaf(k[i], k[i], k_squares);
-        }
-        q_factor *= ReciprocalRoot(WarpSumOf(q_squares) + kNormEpsilon);
-        k_factor = ReciprocalRoot(WarpSumOf(k_squares) + kNormEpsilon);
-      }
-      float qk = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        q[i] *= q_factor;
-        k[i] *= k_factor;
-        qk = fmaf(q[i], k[i], qk);
-        const int d = i * kWarpSize + lane;
-        if (d < kPaddedDimK) {
-          s_.channels[t][d] = make_float4(decay[i] * k[i], decay[i] * q[i], k[i], decay[i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kColumns / kWarpSize; ++i) s_.v[t][i * kWarpSize + lane] = v[i];
-      qk = WarpSumOf(qk);
-      if (lane == 0) {
-        s_.beta[t] = beta;
-        s_.qk[t] = qk;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+#pragma unroll 1
+    for (int i = warp; i < 2 * num; i += kNumWarps) {
+      const i64 token = first + i / 2;
+      if (i % 2 == 0) {
+        PrepareChannels(token, i / 2);
+      } else {
+        PrepareColumns(token * p_.num_v_heads + head_, i / 2);
       }
     }
+  }
+
+  __device__ __forceinline__ void PrepareChannels(i64 token, int t) {
+    constexpr int kChannels = CeilDiv(kPaddedDimK, kWarpSize);  // of a lane
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int group = p_.num_v_heads / p_.num_qk_heads;
+    const i64 at = (token * p_.num_qk_heads + head_ / group) * kDimK;
+    const i64 of_head = token * p_.num_v_heads + head_;
+    float q[kChannels], k[kChannels], decay[kChannels];
+    float of_channels = 1.0f;
+    if constexpr (Traits::kDecay == kHeadDecay) of_channels = Decay(p_.g + of_head);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int d = i * kWarpSize + lane;
+      const bool is_channel = d < kDimK;
+      q[i] = is_channel ? LoadElement<kDtype>(p_.q, at + d) : 0.0f;
+      k[i] = is_channel ? LoadElement<kDtype>(p_.k, at + d) : 0.0f;
+      decay[i] = of_channels;
+      if constexpr (Traits::kDecay == kChannelDecay) {
+        decay[i] = is_channel ? Decay(p_.g + of_head * kDimK + d) : 1.0f;
+      }
+    }
+    float q_factor = p_.scale, k_factor = 1.0f;
+    if constexpr (Traits::kHasL2Norm) {
+      float q_squares = 0.0f, k_squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        q_squares = fmaf(q[i], q[i], q_squares);
+        k_squares = fmaf(k[i], k[i], k_squares);
+      }
+      q_factor *= ReciprocalRoot(WarpSumOf(q_squares) + kNormEpsilon);
+      k_factor = ReciprocalRoot(WarpSumOf(k_squares) + kNormEpsilon);
+    }
+    float qk = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      q[i] *= q_factor;
+      k[i] *= k_factor;
+      qk = fmaf(q[i], k[i], qk);
+      const int d = i * kWarpSize + lane;
+      if (d < kPaddedDimK) {
+        s_.channels[t][d] = make_float4(decay[i] * k[i], decay[i] * q[i], k[i], decay[i]);
+      }
+    }
+    qk = WarpSumOf(qk);
+    if (lane == 0) s_.qk[t] = qk;
+  }
+
+  // of_head: the token's number times heads, and the head.
+  __device__ __forceinline__ void PrepareColumns(i64 of_head, int t) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const float beta =
+        p_.beta != nullptr ? __uint_as_float(LoadOperand32(p_.beta + of_head)) : 1.0f;
+    float v[kColumns / kWarpSize];
+#pragma unroll
+    for (int i = 0; i < kColumns / kWarpSize; ++i) {
+      const int column = first_column_ + i * kWarpSize + lane;
+      v[i] = column < kDimV ? LoadElement<kDtype>(p_.v, of_head * kDimV + column) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns / kWarpSize; ++i) s_.v[t][i * kWarpSize + lane] = v[i];
+    if (lane == 0) s_.beta[t] = beta;
   }
 
   // exp(g); NaN stays NaN.
