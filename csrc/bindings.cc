@@ -261,8 +261,16 @@ nb::dict StatsDict() {
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
   dict["quantized_product_launches"] = stats.quantized_product_launches;
+  dict["linear_attention_launches"] = stats.linear_attention_launches;
+  dict["short_convolution_launches"] = stats.short_convolution_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
+}
+
+LinearAttentionProblem ReadLinear(const std::vector<int64_t>& words) {
+  LinearAttentionProblem problem;
+  ThrowIfError(ReadLinearProblem(words.data(), static_cast<int64_t>(words.size()), &problem));
+  return problem;
 }
 
 }  // namespace
@@ -404,6 +412,15 @@ NB_MODULE(_core, m) {
                                        int64_t tile_rows, int64_t tile_columns,
                                        int64_t scale_rows) {
     return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
+  });
+  m.def("linear_attention_source", [](const std::vector<int64_t>& words) {
+    return LinearAttentionKernelSource(SelectLinearAttention(ReadLinear(words)));
+  });
+  m.def("linear_attention_workspace_words", [](const std::vector<int64_t>& words) {
+    return SizeLinearAttention(ReadLinear(words)).workspace_words;
+  });
+  m.def("short_convolution_source", [](int64_t arch, int64_t dtype, int64_t width, bool silu) {
+    return ShortConvolutionKernelSource({arch, dtype, width, silu});
   });
 }
 

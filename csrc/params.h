@@ -649,7 +649,8 @@ struct QuantizedProductParams {
 // Rows that a thread of merge has at a time.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 
-// ---- recurrent states (jax_attn/_spec/state_spec.py has the recurrence) --------------------------
+// ---- recurrent states (jax_attn/_spec/state_spec.py has the recurrence)
+// --------------------------
 
 // A row of a plan's chunks (jax_attn/_plan/state_plan.py).
 struct StateChunk {
@@ -684,9 +685,9 @@ enum LinearDecay : i32 { kNoDecay = 0, kHeadDecay, kChannelDecay };
 
 // The loops of linear attention on devices.
 enum LinearLoop : i32 {
-  kRecurrence = 0,   // cuda/any/linear_attention.cuh: token by token, the state in registers
-  kPortableChunks,   // cuda/sm80/linear_attention.cuh: chunks, by mma.sync
-  kHopperChunks,     // cuda/sm90/linear_attention.cuh: chunks, by wgmma
+  kRecurrence = 0,  // cuda/any/linear_attention.cuh: token by token, the state in registers
+  kPortableChunks,  // cuda/sm80/linear_attention.cuh: chunks, by mma.sync
+  kHopperChunks,    // cuda/sm90/linear_attention.cuh: chunks, by wgmma
   kNumLinearLoops
 };
 
@@ -776,7 +777,15 @@ struct ShortConvolutionParams {
   void* y;              // like x
   StatePlanParams plan;
   i32 num_channels;
-  i32 tile_rows;  // tokens of a chunk that one thread takes
+  i32 tile_rows;  // tokens of a chunk that one thread takes together
+  i32 row_tiles;  // threads that share the tokens of a chunk
 };
+
+// Neighbouring channels of a thread: 16 bytes, or 8 where the taps of so many channels do not fit
+// the registers, or 1 if rows are no multiple of these.
+constexpr i32 ConvolutionVector(i64 dtype, i64 width, i64 num_channels) {
+  const i32 channels = dtype != 2 && width <= 4 ? 8 : 4;  // 2: f32
+  return num_channels % channels == 0 ? channels : 1;
+}
 
 }  // namespace jax_attn

@@ -1,26 +1,64 @@
 #include "select/linear.h"
 
 #include <algorithm>
-
-#include "select/select.h"
+#include <string>
 
 namespace jax_attn {
 namespace {
 
 // The recurrence's columns of one CTA. Eight warps have the states of 64 x 64 elements; a wider
 // tile shares the preparation of q and k among more columns.
-constexpr int64_t kMostTileColumns = 128, kFewestTileColumns = 32;
+constexpr int64_t kTileColumns = 128;
+constexpr int64_t kMostLinearHeadDim = 256;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
+
+Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentionProblem* problem) {
+  const auto refuse = [](const char* what, const std::string& expected, int64_t got) {
+    return Status::Error(std::string("linear_attention: ") + what + ": expected " + expected +
+                         ", got " + std::to_string(got) + ".");
+  };
+  if (num_words != kLinearProblemWords) {
+    return refuse("attribute problem", std::to_string(kLinearProblemWords) + " words", num_words);
+  }
+  LinearAttentionProblem& p = *problem;
+  LinearAttentionKernel& k = p.kernel;
+  int64_t flags[3];
+  int64_t* const fields[kLinearProblemWords] = {
+      &k.arch,       &p.num_processors, &k.dtype,      &p.num_qk_heads, &p.num_v_heads,
+      &k.head_dim_k, &k.head_dim_v,     &k.decay,      &flags[0],       &flags[1],
+      &flags[2],     &p.max_tokens,     &p.max_qo_len, &p.max_chunks};
+  for (int64_t i = 0; i < kLinearProblemWords; ++i) {
+    if (words[i] < 0 || words[i] >= int64_t{1} << 31) {
+      return refuse("attribute problem", "words of 0 to 2^31 - 1", words[i]);
+    }
+    *fields[i] = words[i];
+  }
+  k.delta_rule = flags[0] != 0;
+  k.l2_norm = flags[1] != 0;
+  k.bf16_states = flags[2] != 0;
+  if (k.dtype > kF32) return refuse("dtype", "0 to 2", k.dtype);
+  if (k.decay > kChannelDecay) return refuse("decay", "0 to 2", k.decay);
+  for (const int64_t dim : {k.head_dim_k, k.head_dim_v}) {
+    if (dim < 8 || dim > kMostLinearHeadDim || dim % 8 != 0) {
+      return refuse("head_dim", "multiples of 8 up to 256", dim);
+    }
+  }
+  if (p.num_qk_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_qk_heads != 0) {
+    return refuse("v", "a multiple of q's " + std::to_string(p.num_qk_heads) + " heads",
+                  p.num_v_heads);
+  }
+  return Status::Ok();
+}
 
 LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) { return kRecurrence; }
 
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns = kMostTileColumns;
+  kernel.tile_columns = kTileColumns;
   return kernel;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "jit/kernel_source.h"
+#include "status.h"
 
 namespace jax_attn {
 
@@ -17,6 +18,12 @@ struct LinearAttentionProblem {
   int64_t max_qo_len = 0;  // most tokens of a request
   int64_t max_chunks = 0;  // rows of the plan's chunks
 };
+
+// Words of a problem, in the order of the attribute "problem" of calls (jax_attn/_xla/ffi.py).
+inline constexpr int64_t kLinearProblemWords = 14;
+
+// Decodes and checks them.
+Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentionProblem* problem);
 
 // The loop for a call: the recurrence for a few tokens a request, else chunks where there is a
 // kernel for them.

@@ -1,4 +1,7 @@
-"""Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere."""
+"""Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere.
+
+Kernels: forward on CPUs and CUDA, gradients on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_attn._ops.operands import with_default_promotion
 from jax_attn._plan.state_plan import words_of_sequences
 from jax_attn._spec.state_spec import LinearAttentionSpec
+from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
 from jax_attn._xla.transforms import Axes, partitioned, varying_alike
 
@@ -55,7 +59,7 @@ class LinearCall:
         return jax.tree.structure((operands, *((0, 0) if self.rows == "t" else ())))
 
 
-def _axes(call: LinearCall, has_beta: bool, *, is_backward: bool) -> Axes:
+def _axes(call: LinearCall, has_beta: bool, *target: Any, is_backward: bool) -> Axes:
     """Heads are independent, and so are sequences that have a state each."""
     group = call.spec.num_v_heads // call.spec.num_qk_heads
     rows, keys, heads, sizes = call.rows, "h", "(h g)", {"g": group}
@@ -82,9 +86,10 @@ class _Packed(NamedTuple):
 
 
 def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -> _Packed:
-    spec, begin = call.spec, call.spec.chunks_begin
+    spec, begin, longest = call.spec, call.spec.chunks_begin, call.spec.max_qo_len
     if not plan:
         batch, seq = operands.q.shape[:2]
+        longest = seq
         words, begin = words_of_sequences(batch, seq)
         plan = [words, jnp.zeros((), jnp.int32)]
         flat: list[Any] = [
@@ -92,15 +97,18 @@ def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "scale": spec.scale}
+    numbers = {"chunks_begin": begin, "max_qo_len": longest, "scale": spec.scale}
     numbers |= {"delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
 
-def _forward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
+def _forward_on_device(
+    call: LinearCall, has_beta: bool, target: tuple[int, int], *arrays: jax.Array
+) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
     packed = _packed(call, operands, plan)
-    o, states = ffi.linear_attention(*packed.operands, *packed.plan, **packed.numbers)
+    given = *packed.operands, *packed.plan
+    o, states = ffi.linear_attention(*given, **packed.numbers, target=target)
     return o.reshape(operands.v.shape), states
 
 
@@ -118,7 +126,7 @@ _partitioned_forward = partitioned(
     "linear_attention",
     _forward_on_device,
     functools.partial(_axes, is_backward=False),
-    num_static=2,
+    num_static=3,
 )
 _partitioned_backward = partitioned(
     "linear_attention: gradients",
@@ -148,10 +156,16 @@ def _one_by_one(run: Callable[..., Any], *arrays: jax.Array) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any:
     arrays, tree = jax.tree.flatten((operands, *plan))
-    by_kernel = functools.partial(_partitioned_forward, call, operands.beta is not None)
+
+
+    def by_kernel(target: tuple[int, int]) -> Callable[..., Any]:
+        run = functools.partial(_partitioned_forward, call, operands.beta is not None, target)
+        return functools.partial(_one_by_one, run)
+
     return jax.lax.platform_dependent(
         *arrays,
-        cpu=functools.partial(_one_by_one, by_kernel),
+        cpu=by_kernel(ffi.CPU),
+        cuda=by_kernel(gpu_target()),
         default=lambda *arrays: call.in_jnp(call, *jax.tree.unflatten(tree, arrays)),
     )
 

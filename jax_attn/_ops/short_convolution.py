@@ -21,6 +21,7 @@ from jax_attn._plan import state_plan
 from jax_attn._plan.state_plan import StatePlan
 from jax_attn._spec.formats import DTYPES
 from jax_attn._spec.state_spec import MAX_CONVOLUTION_WIDTH, StateSpec
+from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
 
 _OP = "short_convolution"
@@ -114,14 +115,26 @@ class _Static(NamedTuple):
 def _convolve(
     static: _Static, operands: _Operands, buffer: jax.Array, layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def by_kernel(operands: _Operands, buffer: jax.Array, layer: jax.Array) -> Any:
-        begin = static.spec.chunks_begin
+    def by_kernel(arch: int, operands: _Operands, buffer: jax.Array, layer: jax.Array) -> Any:
+        spec = static.spec
+        assert spec.max_qo_len is not None
         return ffi.short_convolution(
-            *operands, buffer, layer, chunks_begin=begin, silu=static.has_silu
+            *operands,
+            buffer,
+            layer,
+            chunks_begin=spec.chunks_begin,
+            max_qo_len=spec.max_qo_len,
+            silu=static.has_silu,
+            arch=arch,
         )
 
     return jax.lax.platform_dependent(
-        operands, buffer, layer, cpu=by_kernel, default=functools.partial(_in_jnp, static)
+        operands,
+        buffer,
+        layer,
+        cpu=functools.partial(by_kernel, 0),
+        cuda=functools.partial(by_kernel, gpu_target()[0]),
+        default=functools.partial(_in_jnp, static),
     )
 
 

@@ -22,6 +22,7 @@ _HEADER_WORDS = 8
 # Columns of a chunk. FIRST: 1 if the state before the chunk is that of READ_SLOT, else the one
 # after the chunk before. WRITE_SLOT: where the state after the chunk goes; -1: nowhere.
 BEGIN, LENGTH, FIRST, READ_SLOT, WRITE_SLOT, REQUEST = range(6)
+CHUNK_WORDS = 6
 
 # (argument, what is expected of entry i)
 _FAULTS = (
@@ -164,7 +165,7 @@ def plan_linear_attention(
 def words_of_sequences(batch: int, seq: int) -> tuple[jax.Array, int]:
     """A plan of sequences of one length, each with the slot of its number, and where chunks begin.
 
-    Only the kernels of CPUs read it: a sequence is one chunk, however long. Nothing in it is a
+    Only kernels read it: a sequence is one chunk, however long. Nothing in it is a
     constant of the traced program, since a function that XLA partitions may have none.
     """
     word = jnp.arange(_HEADER_WORDS, dtype=jnp.int32)

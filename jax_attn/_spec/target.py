@@ -29,6 +29,11 @@ def default_target() -> str:
     raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
 
 
+def gpu_target() -> tuple[int, int]:
+    """parse_target of this process's GPU; (0, 0) without one: kernels find it when they run."""
+    return parse_target(default_target()) if jax.default_backend() == "gpu" else (0, 0)
+
+
 @functools.cache
 def parse_target(target: str) -> tuple[int, int]:
     """(compute capability, number of processors) of a target; (0, usable cores) for "cpu".

@@ -1,0 +1,343 @@
+// Linear attention token by token, with the states in registers: decode, drafts, and whatever has
+// no chunked loop. Memory bound for a few tokens a request: each state is read once and written
+// once.
+//
+// A CTA has kTileColumns columns of the state of one v head of a request, from its first token to
+// its last. With the decay D of a token, k' = D k and q' = D q:
+//   change = beta (v - S^T k'),   o = S^T q' + (q . k) change,   S <- D S + k change^T
+// so one pass over S gives both products and a second one updates it. Every sum has one order,
+// whatever else is in the batch.
+#pragma once
+
+#include "cuda/common/state_plan.cuh"
+
+namespace jax_attn {
+
+template <class Traits>
+struct LinearRecurrenceBody {
+  using Params = LinearAttentionParams;
+  static constexpr int kDtype = Traits::kDtype;
+  static constexpr int kDimK = Traits::kHeadDimK, kDimV = Traits::kHeadDimV;
+  static constexpr bool kHasDeltaRule = Traits::kHasDeltaRule;
+  static constexpr bool kHasBf16States = Traits::kHasBf16States;
+
+  // A lane has vectors of 16 bytes of the state. A warp has 8 of them side by side, which are lines
+  // of 128 bytes, in four rows at a time.
+  static constexpr int kVector = kHasBf16States ? 8 : 4;  // elements
+  static constexpr int kColumnLanes = 8, kRowLanes = kWarpSize / kColumnLanes;
+  static constexpr int kWarpColumns = kColumnLanes * kVector;
+  static constexpr int kColumnWarps = CeilDiv(Min(Traits::kTileColumns, kDimV), kWarpColumns);
+  static constexpr int kColumns = kColumnWarps * kWarpColumns;  // the last ones may be behind kDimV
+  // 64 elements a lane: with f32 sums and what changes them they fit 128 registers.
+  static constexpr int kMostRows = 64 / kVector;
+  static constexpr int kRowWarps = CeilDiv(kDimK, kRowLanes* kMostRows);
+  static constexpr int kRows = CeilDiv(kDimK, kRowLanes* kRowWarps);  // of a lane
+  static constexpr int kPaddedDimK = kRowWarps * kRows * kRowLanes;
+  static constexpr int kNumWarps = kColumnWarps * kRowWarps;
+  static constexpr int kNumThreads = kNumWarps * kWarpSize;
+  static constexpr int kMinCtasPerSm = Max(1, 512 / kNumThreads);
+  static constexpr int kTiles = CeilDiv(kDimV, Traits::kTileColumns);
+  static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
+
+  static constexpr int kTokens = 8;  // that are prepared together
+  // A log of a decay below it makes the decay 0 in f32, as on CPUs.
+  static constexpr float kLowestLog = -88.0f;
+  static constexpr float kNormEpsilon = 1e-6f;
+
+  // A channel of a token: decay * k, decay * q, k, decay. q has the scale; both are normalized.
+  struct Smem {
+    float4 channels[kTokens][kPaddedDimK];
+    float v[kTokens][kColumns];
+    float beta[kTokens], qk[kTokens];
+    // S^T k' and S^T q' of the rows of each warp, for every other token.
+    alignas(16) float sums[2][kRowWarps][2][kColumns];
+  };
+  static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    const int tile = static_cast<int>(blockIdx.x) % kTiles;
+    const int rest = static_cast<int>(blockIdx.x) / kTiles;
+    LinearRecurrenceBody(p, *reinterpret_cast<Smem*>(smem), rest % p.num_v_heads, tile)
+        .Run(rest / p.num_v_heads);
+  }
+
+ private:
+  __device__ __forceinline__ LinearRecurrenceBody(const Params& p, Smem& s, int head, int tile)
+      : p_(p), s_(s), plan_(p.plan), head_(head), first_column_(tile * Traits::kTileColumns) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    row_lane_ = lane / kColumnLanes;
+    row_warp_ = warp / kColumnWarps;
+    column_ = warp % kColumnWarps * kWarpColumns + lane % kColumnLanes * kVector;
+  }
+
+  __device__ __forceinline__ void Run(int chunk_index) {
+    // Read before the plan's counts are there, which are one trip to memory.
+    const bool in_plan = chunk_index < p_.plan.max_chunks;
+    StateChunk chunk = {};
+    if (in_plan) chunk = plan_.Chunk(chunk_index);
+    plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
+                                            static_cast<i64>(p_.num_v_heads) * kDimV);
+    if (chunk_index >= plan_.num_chunks || !(chunk_index == 0 || chunk.is_first == 1)) return;
+    Read(chunk.read_slot);
+    bool is_begun = false;
+    int parity = 0;
+    while (true) {
+      for (int done = 0; done < chunk.length; done += kTokens) {
+        const int num = Min(kTokens, chunk.length - done);
+        if (is_begun) __syncthreads();  // the tokens before have been used
+        is_begun = true;
+        Prepare(chunk.begin + done, num);
+        __syncthreads();
+        for (int t = 0; t < num; ++t) {
+          Token(chunk.begin + done + t, t, parity);
+          parity ^= 1;
+        }
+      }
+      if (chunk.write_slot >= 0) Write(chunk.write_slot);
+      ++chunk_index;
+      if (chunk_index >= plan_.num_chunks || plan_.IsFirst(chunk_index)) return;
+      chunk = plan_.Chunk(chunk_index);
+    }
+  }
+
+  // --- the state ---
+
+  __device__ __forceinline__ int Row(int i) const {
+    return (row_warp_ * kRows + i) * kRowLanes + row_lane_;
+  }
+  __device__ __forceinline__ bool HasColumns() const { return first_column_ + column_ < kDimV; }
+  __device__ __forceinline__ bool HasRow(int i) const {
+    return kPaddedDimK == kDimK || Row(i) < kDimK;
+  }
+  // The lane's first vector in the pool.
+  __device__ __forceinline__ char* Place(int slot) const {
+    const i64 state = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head_;
+    const i64 element = (state * kDimK + Row(0)) * kDimV + first_column_ + column_;
+    return static_cast<char*>(p_.states) + element * (kHasBf16States ? 2 : 4);
+  }
+  static constexpr int kStepBytes = kRowLanes * kDimV * (kHasBf16States ? 2 : 4);
+
+  __device__ __forceinline__ void Read(int slot) {
+    const bool loads = slot >= 0 && HasColumns();
+    const char* from = Place(Max(slot, 0));
+    uint4 raw[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) raw[i] = LoadRow16If(loads && HasRow(i), from + i * kStepBytes);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        if constexpr (kHasBf16States) {
+          const u32 word = words[c / 2];
+          state_[i][c] = __uint_as_float(c % 2 == 0 ? word << 16 : word & 0xffff0000u);
+        } else {
+          state_[i][c] = __uint_as_float(words[c]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Write(int slot) const {
+    char* to = Place(slot);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (!HasColumns() || !HasRow(i)) continue;
+      const float (&x)[kVector] = state_[i];
+      uint4 words;
+      if constexpr (kHasBf16States) {
+        words = make_uint4(PackBf16(x[0], x[1]), PackBf16(x[2], x[3]), PackBf16(x[4], x[5]),
+                           PackBf16(x[6], x[7]));
+      } else {
+        words = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                           __float_as_uint(x[3]));
+      }
+      StoreVector(to + i * kStepBytes, words);
+    }
+  }
+
+  // --- tokens ---
+
+  // q, k, v, g and beta of `num` tokens: a warp has the channels of a token, or its columns.
+  __device__ __forceinline__ void Prepare(int first, int num) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+#pragma unroll 1
+    for (int i = warp; i < 2 * num; i += kNumWarps) {
+      const i64 token = first + i / 2;
+      if (i % 2 == 0) {
+        PrepareChannels(token, i / 2);
+      } else {
+        PrepareColumns(token * p_.num_v_heads + head_, i / 2);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void PrepareChannels(i64 token, int t) {
+    constexpr int kChannels = CeilDiv(kPaddedDimK, kWarpSize);  // of a lane
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int group = p_.num_v_heads / p_.num_qk_heads;
+    const i64 at = (token * p_.num_qk_heads + head_ / group) * kDimK;
+    const i64 of_head = token * p_.num_v_heads + head_;
+    float q[kChannels], k[kChannels], decay[kChannels];
+    float of_channels = 1.0f;
+    if constexpr (Traits::kDecay == kHeadDecay) of_channels = Decay(p_.g + of_head);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int d = i * kWarpSize + lane;
+      const bool is_channel = d < kDimK;
+      q[i] = is_channel ? LoadElement<kDtype>(p_.q, at + d) : 0.0f;
+      k[i] = is_channel ? LoadElement<kDtype>(p_.k, at + d) : 0.0f;
+      decay[i] = of_channels;
+      if constexpr (Traits::kDecay == kChannelDecay) {
+        decay[i] = is_channel ? Decay(p_.g + of_head * kDimK + d) : 1.0f;
+      }
+    }
+    float q_factor = p_.scale, k_factor = 1.0f;
+    if constexpr (Traits::kHasL2Norm) {
+      float q_squares = 0.0f, k_squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        q_squares = fmaf(q[i], q[i], q_squares);
+        k_squares = fmaf(k[i], k[i], k_squares);
+      }
+      q_factor *= ReciprocalRoot(WarpSumOf(q_squares) + kNormEpsilon);
+      k_factor = ReciprocalRoot(WarpSumOf(k_squares) + kNormEpsilon);
+    }
+    float qk = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      q[i] *= q_factor;
+      k[i] *= k_factor;
+      qk = fmaf(q[i], k[i], qk);
+      const int d = i * kWarpSize + lane;
+      if (d < kPaddedDimK) {
+        s_.channels[t][d] = make_float4(decay[i] * k[i], decay[i] * q[i], k[i], decay[i]);
+      }
+    }
+    qk = WarpSumOf(qk);
+    if (lane == 0) s_.qk[t] = qk;
+  }
+
+  // of_head: the token's number times heads, and the head.
+  __device__ __forceinline__ void PrepareColumns(i64 of_head, int t) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const float beta =
+        p_.beta != nullptr ? __uint_as_float(LoadOperand32(p_.beta + of_head)) : 1.0f;
+    float v[kColumns / kWarpSize];
+#pragma unroll
+    for (int i = 0; i < kColumns / kWarpSize; ++i) {
+      const int column = first_column_ + i * kWarpSize + lane;
+      v[i] = column < kDimV ? LoadElement<kDtype>(p_.v, of_head * kDimV + column) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns / kWarpSize; ++i) s_.v[t][i * kWarpSize + lane] = v[i];
+    if (lane == 0) s_.beta[t] = beta;
+  }
+
+  // exp(g); NaN stays NaN.
+  __device__ __forceinline__ static float Decay(const float* g) {
+    const float log = __uint_as_float(LoadOperand32(g));
+    return Exp2((log < kLowestLog ? kLowestLog : log) * kLog2E);
+  }
+  __device__ __forceinline__ static float WarpSumOf(float x) {
+#pragma unroll
+    for (int mask = kWarpSize / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+    return x;
+  }
+
+  // Prepared token t, row `token` of o.
+  __device__ __forceinline__ void Token(int token, int t, int parity) {
+    float of_k[kVector] = {}, of_q[kVector] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float4 channel = s_.channels[t][Row(i)];
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        if (kHasDeltaRule) of_k[c] = fmaf(channel.x, state_[i][c], of_k[c]);
+        of_q[c] = fmaf(channel.y, state_[i][c], of_q[c]);
+      }
+    }
+    Share(of_k, of_q, parity);
+    __syncthreads();
+
+    float change[kVector];
+    const bool has_o = row_warp_ == 0 && row_lane_ == 0;
+    const float beta = s_.beta[t];
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) change[c] = s_.v[t][column_ + c];
+    if constexpr (kHasDeltaRule) {
+      Sum(parity, 0, of_k);
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) change[c] -= of_k[c];
+    }
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) change[c] *= beta;
+    if (has_o && HasColumns()) {
+      Sum(parity, 1, of_q);
+      const float qk = s_.qk[t];
+      const i64 at = (static_cast<i64>(token) * p_.num_v_heads + head_) * kDimV + first_column_;
+#pragma unroll
+      for (int c = 0; c < kVector; c += 4) {
+        const float4 o =
+            make_float4(fmaf(qk, change[c], of_q[c]), fmaf(qk, change[c + 1], of_q[c + 1]),
+                        fmaf(qk, change[c + 2], of_q[c + 2]), fmaf(qk, change[c + 3], of_q[c + 3]));
+        Store4<kDtype>(p_.o, at + column_ + c, o);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float4 channel = s_.channels[t][Row(i)];
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        float& x = state_[i][c];
+        if constexpr (Traits::kDecay != kNoDecay) x *= channel.w;
+        x = fmaf(channel.z, change[c], x);
+      }
+    }
+  }
+
+  // Sums over the row lanes of a warp, for the other warps. Each lane keeps half of what it has
+  // twice: first sums of k or of q, then half of the columns.
+  __device__ __forceinline__ void Share(const float (&of_k)[kVector], const float (&of_q)[kVector],
+                                        int parity) {
+    const bool keeps_q = (row_lane_ & 1) != 0, keeps_high = (row_lane_ & 2) != 0;
+    float sums[kVector];
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) {
+      const float gives = keeps_q ? of_k[c] : of_q[c], keeps = keeps_q ? of_q[c] : of_k[c];
+      sums[c] = keeps + __shfl_xor_sync(kFullWarp, gives, kColumnLanes);
+    }
+    float halves[kVector / 2];
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c) {
+      const float high = sums[kVector / 2 + c], low = sums[c];
+      const float gives = keeps_high ? low : high, keeps = keeps_high ? high : low;
+      halves[c] = keeps + __shfl_xor_sync(kFullWarp, gives, 2 * kColumnLanes);
+    }
+    float* to = &s_.sums[parity][row_warp_][keeps_q][column_ + (keeps_high ? kVector / 2 : 0)];
+#pragma unroll
+    for (int c = 0; c < kVector / 2; ++c) to[c] = halves[c];
+  }
+  // Sums over the row warps, for the lane's columns. which: 0 of k, 1 of q.
+  __device__ __forceinline__ void Sum(int parity, int which, float (&sums)[kVector]) const {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) sums[c] = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kRowWarps; ++w) {
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) sums[c] += s_.sums[parity][w][which][column_ + c];
+    }
+  }
+
+  const Params& p_;
+  Smem& s_;
+  const StatePlanView plan_;
+  const int head_, first_column_;
+  int row_lane_, row_warp_;
+  int column_;  // of the tile: the lane's first
+  float state_[kRows][kVector];
+};
+
+}  // namespace jax_attn
