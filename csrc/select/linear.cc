@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "select/linear_chunks.h"
+
 namespace jax_attn {
 namespace {
 
@@ -53,17 +55,33 @@ Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentio
   return Status::Ok();
 }
 
-LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) { return kRecurrence; }
+LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
+  if (!HasLinearChunks(problem)) return kRecurrence;
+  return problem.kernel.arch == 90 ? kHopperChunks : kPortableChunks;
+}
 
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns = kTileColumns;
+  kernel.tile_columns =
+      kernel.main_loop == kRecurrence || kernel.head_dim_v > 64 ? kTileColumns : 64;
   return kernel;
+}
+
+std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionProblem& problem) {
+  std::vector<LinearAttentionKernel> kernels = {SelectLinearAttention(problem)};
+  if (kernels[0].main_loop == kRecurrence) return kernels;
+  for (const LinearPhase phase : {kLinearMaps, kLinearOutputs}) {
+    if (phase == kLinearMaps && SizeLinearChunks(problem, kernels[0]).segment_chunks == 0) continue;
+    kernels.push_back(kernels[0]);
+    kernels.back().phase = phase;
+  }
+  return kernels;
 }
 
 LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem) {
   const LinearAttentionKernel kernel = SelectLinearAttention(problem);
+  if (kernel.main_loop != kRecurrence) return SizeLinearChunks(problem, kernel);
   LinearAttentionLaunch launch;
   // A CTA for each chunk, which leaves at once unless its chunk begins a request. CTAs behind the
   // plan's chunks zero rows behind its tokens.
