@@ -6,6 +6,7 @@
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
 #include "jit/registry.h"
+#include "select/linear_chunks.h"
 #include "select/select.h"
 
 namespace jax_attn {

@@ -4,16 +4,27 @@
 #include <string>
 
 #include "select/linear_chunks.h"
+#include "select/select.h"
 
 namespace jax_attn {
 namespace {
 
-// The recurrence's columns of one CTA. Eight warps have the states of 64 x 64 elements; a wider
-// tile shares the preparation of q and k among more columns.
-constexpr int64_t kTileColumns = 128;
 constexpr int64_t kMostLinearHeadDim = 256;
+// The recurrence's columns of one CTA, which has eight warps for 128 x 128 states. All columns
+// share what is computed from q and k. With more rows than 128 it has half as many columns.
+constexpr int64_t kTileColumns = 128, kTileRows = 128;
+// A decode or drafts: up to so many tokens a request.
+constexpr int64_t kFewTokens = 8;
+// CTAs of the recurrence that a multiprocessor has room for, at 128 registers a thread: two of 256
+// threads; of larger ones the second waits.
+constexpr int64_t kResidentCtas = 2;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t Processors(const LinearAttentionProblem& problem) {
+  if (problem.num_processors > 0) return problem.num_processors;
+  return DefaultProcessors(problem.kernel.arch > 0 ? problem.kernel.arch : 90);
+}
 
 }  // namespace
 
@@ -63,8 +74,9 @@ LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns =
-      kernel.main_loop == kRecurrence || kernel.head_dim_v > 64 ? kTileColumns : 64;
+  kernel.tile_columns = kernel.main_loop != kRecurrence
+                            ? ChunkTileColumns(kernel)
+                            : kernel.head_dim_k > kTileRows ? kTileColumns / 2 : kTileColumns;
   return kernel;
 }
 
@@ -83,10 +95,14 @@ LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem)
   const LinearAttentionKernel kernel = SelectLinearAttention(problem);
   if (kernel.main_loop != kRecurrence) return SizeLinearChunks(problem, kernel);
   LinearAttentionLaunch launch;
-  // A CTA for each chunk, which leaves at once unless its chunk begins a request. CTAs behind the
-  // plan's chunks zero rows behind its tokens.
+  // The CTA of a chunk that begins no request, or is behind the plan's, leaves at once.
   launch.num_ctas = std::max<int64_t>(problem.max_chunks, 1) * problem.num_v_heads *
                     CeilDiv(problem.kernel.head_dim_v, kernel.tile_columns);
+  if (problem.max_qo_len <= kFewTokens) {
+    // Units take about the same time. Half of a decode's chunks are spare, and CTAs for them would
+    // be a fifth of its time (64 requests, 32 heads of 128 x 128, predicted).
+    launch.num_ctas = std::min(launch.num_ctas, kResidentCtas * Processors(problem));
+  }
   return launch;
 }
 

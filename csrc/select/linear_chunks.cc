@@ -53,6 +53,10 @@ bool HasLinearChunks(const LinearAttentionProblem& problem) {
          kernel.head_dim_k <= kMostDimK && problem.max_qo_len >= kFewestChunkTokens;
 }
 
+int64_t ChunkTileColumns(const LinearAttentionKernel& kernel) {
+  return kernel.head_dim_v > 64 ? 128 : 64;  // wgmma has 64 of them
+}
+
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
                                        const LinearAttentionKernel& kernel) {
   LinearAttentionLaunch launch;

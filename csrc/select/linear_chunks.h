@@ -8,6 +8,9 @@ namespace jax_attn {
 // Whether a chunked loop serves a call.
 bool HasLinearChunks(const LinearAttentionProblem& problem);
 
+// Columns of v of one CTA.
+int64_t ChunkTileColumns(const LinearAttentionKernel& kernel);
+
 // kernel: chosen, but for its phase.
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
                                        const LinearAttentionKernel& kernel);

@@ -35,7 +35,8 @@ struct LinearRecurrenceBody {
   static constexpr int kPaddedDimK = kRowWarps * kRows * kRowLanes;
   static constexpr int kNumWarps = kColumnWarps * kRowWarps;
   static constexpr int kNumThreads = kNumWarps * kWarpSize;
-  static constexpr int kMinCtasPerSm = Max(1, 512 / kNumThreads);
+  // With more rows 128 registers are not enough for what q and k of a token take.
+  static constexpr int kMinCtasPerSm = kDimK > 128 ? 1 : Max(1, 512 / kNumThreads);
   static constexpr int kTiles = CeilDiv(kDimV, Traits::kTileColumns);
   static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
 
@@ -49,85 +50,116 @@ struct LinearRecurrenceBody {
     float4 channels[kTokens][kPaddedDimK];
     float v[kTokens][kColumns];
     float beta[kTokens], qk[kTokens];
-    // S^T k' and S^T q' of the rows of each warp, for every other token.
+    // S^T k' and S^T q' of the rows of each warp, for every other token, so that one barrier a
+    // token is enough.
     alignas(16) float sums[2][kRowWarps][2][kColumns];
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(128) unsigned char smem[];
-    const int tile = static_cast<int>(blockIdx.x) % kTiles;
-    const int rest = static_cast<int>(blockIdx.x) / kTiles;
-    LinearRecurrenceBody(p, *reinterpret_cast<Smem*>(smem), rest % p.num_v_heads, tile)
-        .Run(rest / p.num_v_heads);
+    LinearRecurrenceBody(p, *reinterpret_cast<Smem*>(smem)).RunUnits();
   }
 
  private:
-  __device__ __forceinline__ LinearRecurrenceBody(const Params& p, Smem& s, int head, int tile)
-      : p_(p), s_(s), plan_(p.plan), head_(head), first_column_(tile * Traits::kTileColumns) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    row_lane_ = lane / kColumnLanes;
-    row_warp_ = warp / kColumnWarps;
-    column_ = warp % kColumnWarps * kWarpColumns + lane % kColumnLanes * kVector;
-  }
+  __device__ __forceinline__ LinearRecurrenceBody(const Params& p, Smem& s)
+      : p_(p), s_(s), plan_(p.plan) {}
 
-  __device__ __forceinline__ void Run(int chunk_index) {
-    // Read before the plan's counts are there, which are one trip to memory.
-    const bool in_plan = chunk_index < p_.plan.max_chunks;
-    StateChunk chunk = {};
-    if (in_plan) chunk = plan_.Chunk(chunk_index);
+  // A unit is a tile of columns of a head of the request that begins at a chunk; most chunks of
+  // long requests begin none.
+  __device__ __forceinline__ void RunUnits() {
     plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
                                             static_cast<i64>(p_.num_v_heads) * kDimV);
-    if (chunk_index >= plan_.num_chunks || !(chunk_index == 0 || chunk.is_first == 1)) return;
-    Read(chunk.read_slot);
-    bool is_begun = false;
-    int parity = 0;
-    while (true) {
-      for (int done = 0; done < chunk.length; done += kTokens) {
-        const int num = Min(kTokens, chunk.length - done);
-        if (is_begun) __syncthreads();  // the tokens before have been used
-        is_begun = true;
-        Prepare(chunk.begin + done, num);
-        __syncthreads();
-        for (int t = 0; t < num; ++t) {
-          Token(chunk.begin + done + t, t, parity);
-          parity ^= 1;
-        }
-      }
-      if (chunk.write_slot >= 0) Write(chunk.write_slot);
-      ++chunk_index;
-      if (chunk_index >= plan_.num_chunks || plan_.IsFirst(chunk_index)) return;
-      chunk = plan_.Chunk(chunk_index);
+    const u32 of_chunk = static_cast<u32>(p_.num_v_heads * kTiles);
+#pragma unroll 1
+    for (u32 unit = blockIdx.x;; unit += gridDim.x) {
+      const int chunk = static_cast<int>(unit / of_chunk);
+      if (chunk >= plan_.num_chunks) return;
+      const int rest = static_cast<int>(unit % of_chunk);
+      head_ = rest / kTiles;
+      first_column_ = kTiles == 1 ? 0 : rest % kTiles * Traits::kTileColumns;
+      RunUnit(chunk);
     }
   }
 
+  __device__ __forceinline__ void RunUnit(int index) {
+    StateChunk chunk = plan_.Chunk(index);
+    if (index > 0 && chunk.is_first != 1) return;
+    uint4 raw[kRows];
+    Load(chunk.read_slot, raw);
+    // While the state is on its way.
+    bool is_prepared = chunk.length > 0;
+    if (is_prepared) Prepare(chunk.begin, Min(kTokens, chunk.length));
+    Widen(raw);
+#pragma unroll 1
+    while (true) {
+#pragma unroll 1
+      for (int done = 0; done < chunk.length; done += kTokens) {
+        const int num = Min(kTokens, chunk.length - done);
+        if (!is_prepared) Prepare(chunk.begin + done, num);
+        is_prepared = false;
+        __syncthreads();
+#pragma unroll 1
+        for (int t = 0; t < num; ++t) {
+          Token(chunk.begin + done + t, t);
+        }
+        __syncthreads();  // the tokens have been used
+      }
+      if (chunk.write_slot >= 0) Write(chunk.write_slot);
+      ++index;
+      if (index >= plan_.num_chunks || plan_.IsFirst(index)) return;
+      chunk = plan_.Chunk(index);
+    }
+  }
+
+  // The part of a tile that a thread has. It is computed where it is used: the state leaves no
+  // registers to keep it.
+  struct Part {
+    int row_lane, row_warp;
+    int column;  // of the tile: the lane's first
+    __device__ __forceinline__ Part() {
+      const u32 thread = static_cast<u32>(Opaque(static_cast<int>(threadIdx.x)));
+      const u32 lane = thread % kWarpSize, warp = thread / kWarpSize;
+      row_lane = static_cast<int>(lane / kColumnLanes);
+      row_warp = static_cast<int>(warp / kColumnWarps);
+      column = static_cast<int>(warp % kColumnWarps * kWarpColumns + lane % kColumnLanes * kVector);
+    }
+    __device__ __forceinline__ int Row(int i) const {
+      return (row_warp * kRows + i) * kRowLanes + row_lane;
+    }
+    __device__ __forceinline__ bool HasRow(int i) const {
+      return kPaddedDimK == kDimK || Row(i) < kDimK;
+    }
+  };
+
   // --- the state ---
 
-  __device__ __forceinline__ int Row(int i) const {
-    return (row_warp_ * kRows + i) * kRowLanes + row_lane_;
-  }
-  __device__ __forceinline__ bool HasColumns() const { return first_column_ + column_ < kDimV; }
-  __device__ __forceinline__ bool HasRow(int i) const {
-    return kPaddedDimK == kDimK || Row(i) < kDimK;
+  __device__ __forceinline__ bool HasColumns(const Part& part) const {
+    return first_column_ + part.column < kDimV;
   }
   // The lane's first vector in the pool.
-  __device__ __forceinline__ char* Place(int slot) const {
+  __device__ __forceinline__ char* Place(const Part& part, int slot) const {
     const i64 state = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head_;
-    const i64 element = (state * kDimK + Row(0)) * kDimV + first_column_ + column_;
+    const i64 element = (state * kDimK + part.Row(0)) * kDimV + first_column_ + part.column;
     return static_cast<char*>(p_.states) + element * (kHasBf16States ? 2 : 4);
   }
   static constexpr int kStepBytes = kRowLanes * kDimV * (kHasBf16States ? 2 : 4);
 
-  __device__ __forceinline__ void Read(int slot) {
-    const bool loads = slot >= 0 && HasColumns();
-    const char* from = Place(Max(slot, 0));
-    uint4 raw[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) raw[i] = LoadRow16If(loads && HasRow(i), from + i * kStepBytes);
+  __device__ __forceinline__ void Load(int slot, uint4 (&raw)[kRows]) const {
+    const Part part;
+    const bool loads = slot >= 0 && HasColumns(part);
+    const char* from = Place(part, Max(slot, 0));
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+      raw[i] = LoadRow16If(loads && part.HasRow(i), from + i * kStepBytes);
+    }
+  }
+  __device__ __forceinline__ void Widen(const uint4 (&raw)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint4 here =
+          Opaque(raw[i]);  // not widened before, which would take twice the registers
+      const u32 words[4] = {here.x, here.y, here.z, here.w};
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
         if constexpr (kHasBf16States) {
@@ -141,10 +173,11 @@ struct LinearRecurrenceBody {
   }
 
   __device__ __forceinline__ void Write(int slot) const {
-    char* to = Place(slot);
+    const Part part;
+    char* to = Place(part, slot);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (!HasColumns() || !HasRow(i)) continue;
+      if (!HasColumns(part) || !part.HasRow(i)) continue;
       const float (&x)[kVector] = state_[i];
       uint4 words;
       if constexpr (kHasBf16States) {
@@ -248,34 +281,37 @@ struct LinearRecurrenceBody {
   }
 
   // Prepared token t, row `token` of o.
-  __device__ __forceinline__ void Token(int token, int t, int parity) {
+  __device__ __forceinline__ void Token(int token, int t) {
+    const int parity = t % 2;
+    const Part part;
+    const float4* channels = &s_.channels[t][part.Row(0)];
     float of_k[kVector] = {}, of_q[kVector] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float4 channel = s_.channels[t][Row(i)];
+      const float4 channel = channels[i * kRowLanes];
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
         if (kHasDeltaRule) of_k[c] = fmaf(channel.x, state_[i][c], of_k[c]);
         of_q[c] = fmaf(channel.y, state_[i][c], of_q[c]);
       }
     }
-    Share(of_k, of_q, parity);
+    Share(part, of_k, of_q, parity);
     __syncthreads();
 
     float change[kVector];
-    const bool has_o = row_warp_ == 0 && row_lane_ == 0;
+    const bool has_o = part.row_warp == 0 && part.row_lane == 0 && HasColumns(part);
     const float beta = s_.beta[t];
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) change[c] = s_.v[t][column_ + c];
+    for (int c = 0; c < kVector; ++c) change[c] = s_.v[t][part.column + c];
     if constexpr (kHasDeltaRule) {
-      Sum(parity, 0, of_k);
+      Sum(part, parity, 0, of_k);
 #pragma unroll
       for (int c = 0; c < kVector; ++c) change[c] -= of_k[c];
     }
 #pragma unroll
     for (int c = 0; c < kVector; ++c) change[c] *= beta;
-    if (has_o && HasColumns()) {
-      Sum(parity, 1, of_q);
+    if (has_o) {
+      Sum(part, parity, 1, of_q);
       const float qk = s_.qk[t];
       const i64 at = (static_cast<i64>(token) * p_.num_v_heads + head_) * kDimV + first_column_;
 #pragma unroll
@@ -283,12 +319,12 @@ struct LinearRecurrenceBody {
         const float4 o =
             make_float4(fmaf(qk, change[c], of_q[c]), fmaf(qk, change[c + 1], of_q[c + 1]),
                         fmaf(qk, change[c + 2], of_q[c + 2]), fmaf(qk, change[c + 3], of_q[c + 3]));
-        Store4<kDtype>(p_.o, at + column_ + c, o);
+        Store4<kDtype>(p_.o, at + part.column + c, o);
       }
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float4 channel = s_.channels[t][Row(i)];
+      const float4 channel = channels[i * kRowLanes];
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
         float& x = state_[i][c];
@@ -300,9 +336,9 @@ struct LinearRecurrenceBody {
 
   // Sums over the row lanes of a warp, for the other warps. Each lane keeps half of what it has
   // twice: first sums of k or of q, then half of the columns.
-  __device__ __forceinline__ void Share(const float (&of_k)[kVector], const float (&of_q)[kVector],
-                                        int parity) {
-    const bool keeps_q = (row_lane_ & 1) != 0, keeps_high = (row_lane_ & 2) != 0;
+  __device__ __forceinline__ void Share(const Part& part, const float (&of_k)[kVector],
+                                        const float (&of_q)[kVector], int parity) {
+    const bool keeps_q = (part.row_lane & 1) != 0, keeps_high = (part.row_lane & 2) != 0;
     float sums[kVector];
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
@@ -316,27 +352,27 @@ struct LinearRecurrenceBody {
       const float gives = keeps_high ? low : high, keeps = keeps_high ? high : low;
       halves[c] = keeps + __shfl_xor_sync(kFullWarp, gives, 2 * kColumnLanes);
     }
-    float* to = &s_.sums[parity][row_warp_][keeps_q][column_ + (keeps_high ? kVector / 2 : 0)];
+    float* to =
+        &s_.sums[parity][part.row_warp][keeps_q][part.column + (keeps_high ? kVector / 2 : 0)];
 #pragma unroll
     for (int c = 0; c < kVector / 2; ++c) to[c] = halves[c];
   }
   // Sums over the row warps, for the lane's columns. which: 0 of k, 1 of q.
-  __device__ __forceinline__ void Sum(int parity, int which, float (&sums)[kVector]) const {
+  __device__ __forceinline__ void Sum(const Part& part, int parity, int which,
+                                      float (&sums)[kVector]) const {
 #pragma unroll
     for (int c = 0; c < kVector; ++c) sums[c] = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int w = 0; w < kRowWarps; ++w) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) sums[c] += s_.sums[parity][w][which][column_ + c];
+      for (int c = 0; c < kVector; ++c) sums[c] += s_.sums[parity][w][which][part.column + c];
     }
   }
 
   const Params& p_;
   Smem& s_;
   const StatePlanView plan_;
-  const int head_, first_column_;
-  int row_lane_, row_warp_;
-  int column_;  // of the tile: the lane's first
+  int head_, first_column_;  // of the unit
   float state_[kRows][kVector];
 };
 

@@ -17,7 +17,9 @@ void RunTraits(int longest) {
     for (const LinearCase& c : LinearBatches(longest)) {
       if (!TakesCase<Traits>()) continue;
       RunLinearCase<Traits>(c, 2e-5, [&](const LinearAttentionParams& p) {
-        const int ctas = Max(p.plan.max_chunks, 1) * p.num_v_heads * Body::kTiles;
+        // A CTA for each unit, and fewer.
+        const int units = Max(p.plan.max_chunks, 1) * p.num_v_heads * Body::kTiles;
+        const int ctas = p.num_v_heads == 3 ? 5 : units;
         emulation::machine.Launch(ctas, Body::kNumThreads, 1, [&] { Body::Run(p); });
       });
     }
