@@ -60,10 +60,17 @@ class LinearScan {
   __device__ __forceinline__ LinearScan(const Params& p, Stage* stages)
       : p_(p),
         plan_(p.plan),
-        at_(p.plan.max_chunks, p.num_v_heads, Shape::kK, Shape::kV, p.segment_chunks),
         stages_(stages),
-        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize) {}
+        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+
+  // Places are computed where they are used: sums leave no registers to keep them.
+  __device__ __forceinline__ static int Lane() {
+    return Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+  }
+  __device__ __forceinline__ LinearWorkspace Offsets() const {
+    return LinearWorkspace(Opaque(p_.plan.max_chunks), p_.num_v_heads, Shape::kK, Shape::kV,
+                           p_.segment_chunks);
+  }
 
   struct Item {
     LinearSegment segment;
@@ -71,12 +78,12 @@ class LinearScan {
   };
   __device__ __forceinline__ int NumItems() const {
     if (plan_.num_chunks == 0) return 0;
-    return LoadConstant(At<i32>(at_.num_segments)) * p_.num_v_heads * Shape::kColumnTiles;
+    return LoadConstant(At<i32>(this->Offsets().num_segments)) * p_.num_v_heads * Shape::kColumnTiles;
   }
   // Heads of one segment, and with them those that share K, are neighbours.
   __device__ __forceinline__ Item GetItem(int index) const {
     const int of_segment = p_.num_v_heads * Shape::kColumnTiles;
-    const i32* words = &At<LinearSegment>(at_.segments)[index / of_segment].begin;
+    const i32* words = &At<LinearSegment>(Offsets().segments)[index / of_segment].begin;
     const int rest = index % of_segment;
     return {{LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2)},
             rest / Shape::kColumnTiles,
@@ -92,14 +99,14 @@ class LinearScan {
     return static_cast<i64>(begin / p_.segment_chunks) * p_.num_v_heads + head;
   }
   __device__ __forceinline__ const unsigned char* MapM(i64 map) const {
-    return At<const unsigned char>(at_.m) + map * 4 * Shape::kK * Shape::kK;
+    return At<const unsigned char>(Offsets().m) + map * 4 * Shape::kK * Shape::kK;
   }
   __device__ __forceinline__ float* MapB(i64 map) const {
-    return At<float>(at_.b) + map * Shape::kK * Shape::kV;
+    return At<float>(Offsets().b) + map * Shape::kK * Shape::kV;
   }
 
   __device__ __forceinline__ float* MapState(i64 map) const {
-    return At<float>(at_.states) + map * Shape::kK * Shape::kV;
+    return At<float>(Offsets().states) + map * Shape::kK * Shape::kV;
   }
 
   using State = typename Conditional<Traits::kHasBf16States, u16, float>::Type;
@@ -127,7 +134,7 @@ class LinearScan {
         static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
         static_cast<i64>(head) * Shape::kDimV + column, Shape::kDimV - column);
     const LinearTerms& terms =
-        At<const LinearTerms>(at_.terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
+        At<const LinearTerms>(Offsets().terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
     if constexpr (Traits::kHasDeltaRule) {
       LoadLowerTile<kNumThreads>(SharedAddress(to.solve), terms.solve);
     }
@@ -145,9 +152,10 @@ class LinearScan {
 
   // x[:, token] *= factors[token]
   __device__ __forceinline__ void ScaleTokens(float (&x)[8][4], const float* factors) const {
+    const int lane = Lane();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 f = *reinterpret_cast<const float2*>(&factors[8 * j + lane_ % 4 * 2]);
+      const float2 f = *reinterpret_cast<const float2*>(&factors[8 * j + lane % 4 * 2]);
       x[j][0] *= f.x;
       x[j][1] *= f.y;
       x[j][2] *= f.x;
@@ -166,9 +174,8 @@ class LinearScan {
 
   const Params& p_;
   const StatePlanView plan_;
-  const LinearWorkspace at_;
   Stage* const stages_;
-  const int warp_, lane_;
+  const int warp_;
 };
 
 // The maps of segments that others follow; warps have rows of M and B.
@@ -181,7 +188,7 @@ class LinearMapsPhase
   using typename Base::Item;
   using typename Base::Stage;
   using Base::kDtype;
-  using Base::p_, Base::plan_, Base::at_, Base::stages_, Base::warp_, Base::lane_;
+  using Base::p_, Base::plan_, Base::stages_, Base::warp_;
   using E = Element<kDtype>;
 
  public:
@@ -225,13 +232,14 @@ class LinearMapsPhase
 
   __device__ __forceinline__ void RunItem(const Item& item) {
     constexpr int kStages = Shape::kStages;
+    const int lane = Base::Lane();
     float m[kK / 8][4], b[kColumns / 8][4];
     SetZero(b);
 #pragma unroll
     for (int j = 0; j < kK / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int row = 16 * warp_ + lane_ / 4 + c / 2 * 8, column = 8 * j + lane_ % 4 * 2 + c % 2;
+        const int row = 16 * warp_ + lane / 4 + c / 2 * 8, column = 8 * j + lane % 4 * 2 + c % 2;
         m[j][c] = row == column ? 1.0f : 0.0f;
       }
     }
@@ -321,19 +329,20 @@ class LinearMapsPhase
   __device__ __forceinline__ void WriteMap(const Item& item, bool is_zero,
                                            const float (&m)[kK / 8][4],
                                            const float (&b)[kColumns / 8][4]) {
+    const int lane = Base::Lane();
     const i64 map = this->Map(item.segment.begin, item.head);
-    const int row = 16 * warp_ + lane_ / 4;
+    const int row = 16 * warp_ + lane / 4;
     float* const to_b = this->MapB(map) + item.column;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float* const to = to_b + static_cast<i64>(row + 8 * half) * Shape::kV + 8 * j + lane_ % 4 * 2;
+        float* const to = to_b + static_cast<i64>(row + 8 * half) * Shape::kV + 8 * j + lane % 4 * 2;
         *reinterpret_cast<float2*>(to) = make_float2(b[j][2 * half], b[j][2 * half + 1]);
       }
     }
     if (item.column != 0) return;
-    if (threadIdx.x == 0) this->template At<i32>(at_.is_zero)[map] = is_zero;
+    if (threadIdx.x == 0) this->template At<i32>(this->Offsets().is_zero)[map] = is_zero;
     if (is_zero) return;
     unsigned char* const to_m = const_cast<unsigned char*>(this->MapM(map));
 #pragma unroll
@@ -342,7 +351,7 @@ class LinearMapsPhase
       for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half;
         const int at = r / 64 * (kK / 64 * kPartBytes) +
-                       SwizzledByte(r % 64, 8 * j + lane_ % 4 * 2);
+                       SwizzledByte(r % 64, 8 * j + lane % 4 * 2);
         const u32 high = PackBf16(m[j][2 * half], m[j][2 * half + 1]);
         *reinterpret_cast<u32*>(to_m + at) = high;
         *reinterpret_cast<u32*>(to_m + kK * kK * 2 + at) =
@@ -364,7 +373,7 @@ class LinearOutputsPhase
   using typename Base::Item;
   using typename Base::Stage;
   using Base::kDtype;
-  using Base::p_, Base::plan_, Base::at_, Base::stages_, Base::warp_, Base::lane_;
+  using Base::p_, Base::plan_, Base::stages_, Base::warp_;
   using typename Base::State;
   using E = Element<kDtype>;
   static constexpr int kK = Shape::kK;
@@ -448,7 +457,7 @@ class LinearOutputsPhase
   template <int kPitch, class T, class Fn>
   __device__ __forceinline__ void ForState(const Item& item, T* array, float (&s)[kK / 8][4],
                                            const Fn& fn) {
-    const int lane = Opaque(lane_), row = lane % 4 * 2, column = 16 * warp_ + lane / 4;
+    const int lane = Base::Lane(), row = lane % 4 * 2, column = 16 * warp_ + lane / 4;
     T* const first = array + row * kPitch + item.column + column;
 #pragma unroll
     for (int j = 0; j < kK / 8; ++j) {
@@ -478,7 +487,7 @@ class LinearOutputsPhase
     // Back to the last map that does not depend on the state before it.
     int from = segment.begin - length;
     const auto is_zero = [&](int i) {
-      return LoadConstant(this->template At<i32>(at_.is_zero) + this->Map(i, item.head)) != 0;
+      return LoadConstant(this->template At<i32>(this->Offsets().is_zero) + this->Map(i, item.head)) != 0;
     };
     while (from >= segment.first && !is_zero(from)) from -= length;
     Add(item,
@@ -593,18 +602,19 @@ class LinearOutputsPhase
 
   // x <- V^T - x (.) since_k, or V^T (.) beta.
   __device__ __forceinline__ void TakeValues(const Stage& stage, float (&x)[8][4]) {
+    const int lane = Base::Lane();
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       // Two blocks of 8 tokens, each with 8 and 8 columns.
       u32 v[4];
       LoadMatrix4Transposed(v, SharedAddress(stage.v) +
-                                   SwizzledByte(8 * j + lane_ / 16 * 8 + lane_ % 8,
-                                                16 * warp_ + lane_ / 8 % 2 * 8));
+                                   SwizzledByte(8 * j + lane / 16 * 8 + lane % 8,
+                                                16 * warp_ + lane / 8 % 2 * 8));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int tile = j + i / 2, half = i % 2;
         const float2 f =
-            *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane_ % 4 * 2]);
+            *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane % 4 * 2]);
         float (&to)[4] = x[tile];
         const float v0 = HalfOf<kDtype>(v[i], 0), v1 = HalfOf<kDtype>(v[i], 1);
         if constexpr (Traits::kHasDeltaRule) {
@@ -621,25 +631,26 @@ class LinearOutputsPhase
   // Through the tile of V, of which the warp alone reads and writes its columns.
   __device__ __forceinline__ void WriteOutputs(const Item& item, const StateChunk& rows,
                                                Stage& stage, const float (&o)[8][4]) {
+    const int lane = Base::Lane();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32 pair = E::Pack(o[j][2 * half], o[j][2 * half + 1]);
-        const int token = 8 * j + lane_ % 4 * 2, column = 16 * warp_ + lane_ / 4 + 8 * half;
+        const int token = 8 * j + lane % 4 * 2, column = 16 * warp_ + lane / 4 + 8 * half;
         *reinterpret_cast<u16*>(stage.v + SwizzledByte(token, column)) = static_cast<u16>(pair);
         *reinterpret_cast<u16*>(stage.v + SwizzledByte(token + 1, column)) =
             static_cast<u16>(pair >> 16);
       }
     }
     __syncwarp();
-    const int vector = 2 * warp_ + lane_ % 2, column = item.column + vector * 8;
+    const int vector = 2 * warp_ + lane % 2, column = item.column + vector * 8;
     u16* const to = static_cast<u16*>(p_.o) + static_cast<i64>(item.head) * Shape::kDimV + column;
     const i64 pitch = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = 16 * i + lane_ / 2;
+      const int token = 16 * i + lane / 2;
       if (token >= rows.length || column >= Shape::kDimV) continue;
       StoreVector(to + (rows.begin + token) * pitch,
                   *reinterpret_cast<const uint4*>(stage.v + SwizzledByte(token, vector * 8)));

@@ -91,18 +91,18 @@ __device__ __forceinline__ void RestFragments(const float (&x)[2 * kSteps][4],
 
 // A block of 16 x 16 elements of a tile as operand a of mma.
 __device__ __forceinline__ void LoadA(u32 (&a)[4], u32 tile, int row, int column) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
   LoadMatrix4(a, tile + SwizzledByte(row + lane % 16, column + lane / 16 * 8));
 }
 // A block of 16 x 16 elements, of which rows are the columns of operand b: b[0], b[1] are those of
 // the first 8 rows.
 __device__ __forceinline__ void LoadRowsB(u32 (&b)[4], u32 tile, int row, int column) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
   LoadMatrix4(b, tile + SwizzledByte(row + lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8));
 }
 // The same where rows are the rows of operand b: b[0], b[1] are the first 8 columns.
 __device__ __forceinline__ void LoadColumnsB(u32 (&b)[4], u32 tile, int row, int column) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
   LoadMatrix4Transposed(b, tile + SwizzledByte(row + lane % 16, column + lane / 16 * 8));
 }
 

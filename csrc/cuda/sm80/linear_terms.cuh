@@ -50,8 +50,12 @@ class LinearTermsPhase {
   __device__ __forceinline__ LinearTermsPhase(const Params& p, Shared& shared)
       : p_(p),
         shared_(shared),
-        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)),
-        lane_(static_cast<int>(threadIdx.x) % kWarpSize) {}
+        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+
+  // Places are computed where they are used: products leave no registers to keep them.
+  __device__ __forceinline__ static int Lane() {
+    return Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+  }
 
   __device__ __forceinline__ void Run() {
     const StatePlanView plan(p_.plan);
@@ -76,6 +80,7 @@ class LinearTermsPhase {
     float kk[8][4], qk[8][4];
     MultiplyRows(kk, qk);
     __syncthreads();  // norms
+#pragma unroll 1
     for (int h = head; h < head + num_heads; ++h) {
       if (h > head) __syncthreads();  // blocks of the head before are read
       LoadHead(rows, h);
@@ -96,13 +101,14 @@ class LinearTermsPhase {
 
   // Lists the segment that begins with this chunk, if one does.
   __device__ __forceinline__ void ListSegment(const StatePlanView& plan, int chunk) {
+    const int lane = Lane();
     // The last chunk up to this one that begins a request.
     int first = -1;
     for (int end = chunk; end >= 0; end -= kNumThreads) {
       const int i = end - static_cast<int>(threadIdx.x);
       const bool is_first = i >= 0 && plan.IsFirst(i);
       const u32 found = WarpMax(is_first ? static_cast<u32>(i) + 1 : 0);
-      if (lane_ == 0) shared_.diagonal[warp_][0][0] = __uint_as_float(found);
+      if (lane == 0) shared_.diagonal[warp_][0][0] = __uint_as_float(found);
       __syncthreads();
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
@@ -178,10 +184,11 @@ class LinearTermsPhase {
 
   // Sums of log decays and beta of the chunk's tokens. Each warp has its own copies.
   __device__ __forceinline__ void LoadHead(const StateChunk& rows, int head) {
+    const int lane = Lane();
     float total = 0.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = half * kWarpSize + lane_;
+      const int token = half * kWarpSize + lane;
       const bool is_token = token < rows.length;
       const i64 at = static_cast<i64>(rows.begin + token) * p_.num_v_heads + head;
       float sum = 0.0f;
@@ -194,7 +201,7 @@ class LinearTermsPhase {
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
           const float before = __shfl_up_sync(kFullWarp, sum, distance);
-          if (lane_ >= distance) sum += before;
+          if (lane >= distance) sum += before;
         }
         sum += total;
         total = __shfl_sync(kFullWarp, sum, kWarpSize - 1);
@@ -206,25 +213,27 @@ class LinearTermsPhase {
   }
 
   __device__ __forceinline__ void WriteFactors(LinearTerms& terms) {
+    const int lane = Lane();
     if (warp_ != 0) return;
     const float total = shared_.sums[0][kLinearTokens - 1];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = half * kWarpSize + lane_;
+      const int token = half * kWarpSize + lane;
       const float sum = shared_.sums[0][token], since = Exp2(sum);
       const float k = shared_.norms[0][token];
       terms.since_k[token] = Traits::kHasDeltaRule ? since * k : shared_.beta[0][token];
       terms.since_q[token] = p_.scale * since * shared_.norms[1][token];
       terms.until_k[token] = Exp2(total - sum) * k;
     }
-    terms.decay[lane_] = Exp2(total);
+    terms.decay[lane] = Exp2(total);
   }
 
   // Writes the warp's rows of q k^T, and of A: below the diagonal as pairs, blocks on it as f32.
   __device__ __forceinline__ void SplitProducts(const float (&kk)[8][4], const float (&qk)[8][4],
                                                 LinearTerms& terms) {
+    const int lane = Lane();
     const float (&sums)[kLinearTokens] = shared_.sums[warp_];
-    const int first_row = 16 * warp_ + lane_ / 4;
+    const int first_row = 16 * warp_ + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 8 * half;
@@ -236,12 +245,12 @@ class LinearTermsPhase {
         float a[2], of_q[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int column = 8 * j + lane_ % 4 * 2 + c;
+          const int column = 8 * j + lane % 4 * 2 + c;
           const float decay = Exp2(of_row - sums[column]) * shared_.norms[0][column];
           a[c] = row > column ? kk[j][2 * half + c] * (k_row * decay) : 0.0f;
           of_q[c] = row >= column ? qk[j][2 * half + c] * (q_row * decay) : 0.0f;
         }
-        const int column = 8 * j + lane_ % 4 * 2, at = SwizzledByte(row, column);
+        const int column = 8 * j + lane % 4 * 2, at = SwizzledByte(row, column);
         *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) =
             E::Pack(of_q[0], of_q[1]);
         if constexpr (!Traits::kHasDeltaRule) continue;
@@ -261,9 +270,10 @@ class LinearTermsPhase {
   // Writes the inverse of the warp's block of I + A on the diagonal. Lanes l and l + 16 have column
   // l.
   __device__ __forceinline__ void InvertDiagonal() {
+    const int lane = Lane();
     __syncwarp();
     const float (&a)[16][16] = shared_.diagonal[warp_];
-    const int column = lane_ % 16;
+    const int column = lane % 16;
     float x[16];
 #pragma unroll
     for (int row = 0; row < 16; ++row) {
@@ -272,13 +282,13 @@ class LinearTermsPhase {
       for (int i = 0; i < row; ++i) sum = fmaf(-a[row][i], x[i], sum);
       x[row] = sum;
     }
-    unsigned char* const tile = lane_ < 16 ? shared_.high : shared_.low;
+    unsigned char* const tile = lane < 16 ? shared_.high : shared_.low;
 #pragma unroll
     for (int row = 0; row < 16; ++row) {
       const u32 high = PackBf16(x[row], 0.0f) & 0xffff;
       const u32 low = PackBf16(x[row] - HalfOf<kElementBf16>(high, 0), 0.0f);
       *reinterpret_cast<u16*>(tile + SwizzledByte(16 * warp_ + row, 16 * warp_ + column)) =
-          static_cast<u16>(lane_ < 16 ? high : low);
+          static_cast<u16>(lane < 16 ? high : low);
     }
   }
 
@@ -344,10 +354,11 @@ class LinearTermsPhase {
   }
 
   __device__ __forceinline__ void WriteBlock(LinearTerms& terms, int block, const float (&t)[2][4]) {
+    const int lane = Lane();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = 16 * warp_ + lane_ / 4 + i % 2 * 8;
-      const int column = 16 * block + i / 2 * 8 + lane_ % 4 * 2;
+      const int row = 16 * warp_ + lane / 4 + i % 2 * 8;
+      const int column = 16 * block + i / 2 * 8 + lane % 4 * 2;
       const float (&beta)[kLinearTokens] = shared_.beta[warp_];
       *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.solve) + SwizzledByte(row, column)) =
           E::Pack(t[i / 2][i % 2 * 2] * beta[column], t[i / 2][i % 2 * 2 + 1] * beta[column + 1]);
@@ -356,7 +367,7 @@ class LinearTermsPhase {
 
   const Params& p_;
   Shared& shared_;
-  const int warp_, lane_;
+  const int warp_;
 };
 
 }  // namespace jax_attn
