@@ -86,10 +86,11 @@ class _Packed(NamedTuple):
 
 
 def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -> _Packed:
-    spec, begin, longest = call.spec, call.spec.chunks_begin, call.spec.max_qo_len
+    spec, begin = call.spec, call.spec.chunks_begin
+    chunks, longest = spec.max_chunks, spec.max_qo_len
     if not plan:
         batch, seq = operands.q.shape[:2]
-        longest = seq
+        chunks, longest = batch, seq
         words, begin = words_of_sequences(batch, seq)
         plan = [words, jnp.zeros((), jnp.int32)]
         flat: list[Any] = [
@@ -97,8 +98,8 @@ def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "max_qo_len": longest, "scale": spec.scale}
-    numbers |= {"delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
+    numbers = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
+    numbers |= {"scale": spec.scale, "delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
 

@@ -22,7 +22,6 @@ _HEADER_WORDS = 8
 # Columns of a chunk. FIRST: 1 if the state before the chunk is that of READ_SLOT, else the one
 # after the chunk before. WRITE_SLOT: where the state after the chunk goes; -1: nowhere.
 BEGIN, LENGTH, FIRST, READ_SLOT, WRITE_SLOT, REQUEST = range(6)
-CHUNK_WORDS = 6
 
 # (argument, what is expected of entry i)
 _FAULTS = (
