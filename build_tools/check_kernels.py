@@ -626,6 +626,26 @@ QUANTIZED_PRODUCTS = (
 )  # fmt: skip
 
 
+# Words of a problem behind its target (csrc/select/linear.cc): dtype, heads of q and of v, dims of k
+# and of v, decay, delta rule, l2 norm, bf16 states, tokens, tokens a request, chunks.
+LINEAR_ATTENTIONS = [
+    (*kernel, tokens, qo_len, chunks)
+    for tokens, qo_len, chunks in ((64, 1, 129), (4096, 4096, 66))
+    for kernel in (
+        (0, 16, 32, 128, 128, 1, 1, 1, 1),
+        (0, 16, 32, 128, 128, 1, 1, 1, 0),
+        (1, 32, 32, 128, 128, 2, 1, 1, 0),
+        (0, 1, 24, 128, 64, 1, 0, 0, 0),
+        (2, 1, 2, 256, 256, 2, 1, 1, 0),
+        (0, 1, 8, 256, 64, 1, 0, 0, 1),
+        (2, 2, 4, 72, 136, 0, 0, 1, 1),
+        (1, 1, 1, 8, 8, 0, 1, 0, 0),
+    )
+]
+# dtype, width, silu
+SHORT_CONVOLUTIONS = ((0, 4, True), (1, 8, True), (2, 4, False), (2, 8, True), (0, 1, False))
+
+
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Yields sources, with the CTAs per multiprocessor that launches need (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
@@ -651,6 +671,11 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.merge_source(arch, dtype), 0
     for case in QUANTIZED_PRODUCTS:
         yield _core.quantized_product_source(arch, *case), 0
+    for linear in LINEAR_ATTENTIONS:
+        for source in _core.linear_attention_sources([arch, 0, *linear]):
+            yield source, 0
+    for convolution in SHORT_CONVOLUTIONS:
+        yield _core.short_convolution_source(arch, *convolution), 0
 
 
 # --- reading cubins ---

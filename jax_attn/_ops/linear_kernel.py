@@ -88,20 +88,20 @@ class _Packed(NamedTuple):
 def _packed(
     call: LinearCall, operands: LinearOperands, plan: list[jax.Array], target: tuple[int, int]
 ) -> _Packed:
-    spec, begin, longest = call.spec, call.spec.chunks_begin, call.spec.max_qo_len
+    spec, begin = call.spec, call.spec.chunks_begin
+    chunks, longest = spec.max_chunks, spec.max_qo_len
     if not plan:
         batch, seq = operands.q.shape[:2]
         longest = seq
-        chunk = seq if target == ffi.CPU else CHUNK
-        words, begin = words_of_sequences(batch, seq, chunk)
+        words, begin, chunks = words_of_sequences(batch, seq, seq if target == ffi.CPU else CHUNK)
         plan = [words, jnp.zeros((), jnp.int32)]
         flat: list[Any] = [
             None if x is None else x.reshape(batch * seq, *x.shape[2:]) for x in operands[:-1]
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "max_qo_len": longest, "scale": spec.scale}
-    numbers |= {"delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
+    numbers = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
+    numbers |= {"scale": spec.scale, "delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
 

@@ -22,7 +22,6 @@ _HEADER_WORDS = 8
 # Columns of a chunk. FIRST: 1 if the state before the chunk is that of READ_SLOT, else the one
 # after the chunk before. WRITE_SLOT: where the state after the chunk goes; -1: nowhere.
 BEGIN, LENGTH, FIRST, READ_SLOT, WRITE_SLOT, REQUEST = range(6)
-CHUNK_WORDS = 6
 
 # (argument, what is expected of entry i)
 _FAULTS = (
@@ -162,8 +161,9 @@ def plan_linear_attention(
     return StatePlan(_pack(xp, spec, batch, code, at), spec)
 
 
-def words_of_sequences(batch: int, seq: int, chunk: int) -> tuple[jax.Array, int]:
-    """A plan of sequences of one length, each with the slot of its number, and where chunks begin.
+def words_of_sequences(batch: int, seq: int, chunk: int) -> tuple[jax.Array, int, int]:
+    """A plan of sequences of one length, each with the slot of its number, where its chunks begin,
+    and how many they are.
 
     chunk: tokens of a chunk. Kernels of CPUs, and those that go token by token, take chunks of any
     length. Nothing in the plan is a constant of the traced program, since a function that XLA
@@ -184,7 +184,8 @@ def words_of_sequences(batch: int, seq: int, chunk: int) -> tuple[jax.Array, int
         jnp.where(is_last, number, -1),
         number,
     )
-    return jnp.concatenate([header, jnp.stack(columns, axis=1).reshape(-1)]), _HEADER_WORDS
+    words = jnp.concatenate([header, jnp.stack(columns, axis=1).reshape(-1)])
+    return words, _HEADER_WORDS, batch * num
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
-from jax_attn._plan import state_plan
 from jax_attn._spec.spec import AttentionSpec, dtype_code
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
@@ -281,6 +280,7 @@ def linear_attention(
     layer: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
     max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
@@ -289,14 +289,14 @@ def linear_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """o and the states, in the memory of `states` (csrc/params.h, LinearAttentionParams).
 
-    chunks_begin: the word of the plan's buffer where chunks begin. max_qo_len: most tokens of a
-    request. target: as parse_target has it; (0, 0): not known yet. Heads and dims are those of the
-    arrays; the other arguments are as in ja.linear_attention.
+    chunks_begin: the word of the plan's buffer where its max_chunks chunks begin. max_qo_len: most
+    tokens of a request. target: as parse_target has it; (0, 0): not known yet. Heads and dims are
+    those of the arrays; the other arguments are as in ja.linear_attention.
     """
     words = _linear_problem(
-        q, k, v, g, states, plan_buffer,
-        chunks_begin=chunks_begin, max_qo_len=max_qo_len, delta_rule=delta_rule, l2_norm=l2_norm,
-        target=target,
+        q, v, g, states,
+        target=target, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
     )  # fmt: skip
     num_words = _core.linear_attention_workspace_words(words) if target != CPU else 0
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)]
@@ -316,24 +316,21 @@ def linear_attention(
 
 def _linear_problem(
     q: jax.Array,
-    k: jax.Array,
     v: jax.Array,
     g: jax.Array | None,
     states: jax.Array,
-    plan_buffer: jax.Array,
     *,
-    chunks_begin: int,
+    target: tuple[int, int],
     max_qo_len: int,
+    max_chunks: int,
     delta_rule: bool,
     l2_norm: bool,
-    target: tuple[int, int],
 ) -> list[int]:
     """The words of ReadLinearProblem in csrc/select/linear.cc."""
     decay = 0 if g is None else g.ndim - 1
     heads = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
     flags = int(delta_rule), int(l2_norm), int(states.dtype == jnp.bfloat16)
-    chunks = (plan_buffer.shape[0] - chunks_begin) // state_plan.CHUNK_WORDS
-    of_call = len(q), max_qo_len, chunks
+    of_call = len(q), max_qo_len, max_chunks
     return [*target, dtype_code(q.dtype.name), *heads, decay, *flags, *of_call]
 
 
@@ -350,6 +347,7 @@ def linear_attention_backward(
     d_states: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
     max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
@@ -362,9 +360,9 @@ def linear_attention_backward(
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
     words = _linear_problem(
-        q, k, v, g, states, plan_buffer,
-        chunks_begin=chunks_begin, max_qo_len=max_qo_len, delta_rule=delta_rule, l2_norm=l2_norm,
-        target=CPU,
+        q, v, g, states,
+        target=CPU, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
     )  # fmt: skip
     return _call(
         "jax_attn_linear_attention_backward",

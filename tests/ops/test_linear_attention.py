@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_attn as ja
-from helpers.backends import on_every_isa
+from helpers.backends import on_every_backend, on_every_isa, on_every_platform
 from helpers.linear_cases import CASES, LinearCase
 from jax_attn._ops import linear_attention
 from jax_attn._ops.linear_kernel import LinearCall, LinearOperands
@@ -29,7 +29,7 @@ def assert_near(found, expected, tolerance, what=""):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * size, err_msg=what)
 
 
-@on_every_isa
+@on_every_backend
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_recurrence(name, backend):
     case = CASES[name]
@@ -54,7 +54,8 @@ def test_plan_inside_jit_has_the_same_bits(name):
     np.testing.assert_array_equal(case.plan().buffer, traced)
 
 
-def test_layers_of_a_stacked_pool_in_a_scan():
+@on_every_platform
+def test_layers_of_a_stacked_pool_in_a_scan(backend):
     case = CASES["mixed"]
     arrays, plan = case.arrays(), case.plan()
     pool = jnp.stack([arrays["states"], arrays["states"] * 2, arrays["states"] * 3])
@@ -71,7 +72,8 @@ def test_layers_of_a_stacked_pool_in_a_scan():
         np.testing.assert_allclose(pool[layer], expected[1], atol=1e-5)
 
 
-def test_decodes_in_a_while_loop_plan_inside():
+@on_every_platform
+def test_decodes_in_a_while_loop_plan_inside(backend):
     case = LinearCase((1, 1), (0, 1), (0, 1), padding=0, max_qo_len=1)
     arrays = case.arrays()
 
@@ -92,7 +94,8 @@ def test_decodes_in_a_while_loop_plan_inside():
     assert_near(found, states, 1e-5)
 
 
-def test_nan_stays_in_its_request():
+@on_every_platform
+def test_nan_stays_in_its_request(backend):
     case = CASES["mixed"]
     arrays = case.arrays()
     clean, clean_states = run(arrays, case.plan())
@@ -105,7 +108,8 @@ def test_nan_stays_in_its_request():
         assert np.isnan(np.asarray(o[2])).any()
 
 
-def test_chunks_of_a_prompt_are_a_prompt():
+@on_every_platform
+def test_chunks_of_a_prompt_are_a_prompt(backend):
     whole = LinearCase((90,), (-1,), (0,), padding=0)
     arrays = whole.arrays()
     expected, expected_states = run(arrays, whole.plan())
@@ -120,7 +124,8 @@ def test_chunks_of_a_prompt_are_a_prompt():
     np.testing.assert_allclose(states[0], expected_states[0], atol=2e-5)
 
 
-def test_a_request_alone_has_the_same_bits():
+@on_every_platform
+def test_a_request_alone_has_the_same_bits(backend):
     case = CASES["mixed"]
     arrays, spec = case.arrays(), case.spec
     o, _ = run(arrays, case.plan())
@@ -170,7 +175,8 @@ def test_bad_plans(small, name):
     assert "qo_indptr" in change and len(change["qo_indptr"]) == 4 or error.value.args
 
 
-def test_bad_plan_inside_jit_writes_nothing(small):
+@on_every_platform
+def test_bad_plan_inside_jit_writes_nothing(small, backend):
     arrays = {n: np.ones((8, 1, 8), np.float32) for n in ("q", "k", "v")}
     arrays |= {n: np.zeros((8, 1), np.float32) for n in ("g", "beta")}
     arrays["states"] = np.ones((4, 1, 8, 8), np.float32)
