@@ -26,7 +26,6 @@ int64_t ItemsOfSegment(const LinearAttentionProblem& problem, const LinearAttent
 // Chunks of a segment; 0: requests are not split. The capacities alone decide, so a request has the
 // same bits in every batch.
 int64_t SegmentChunks(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel) {
-  if (!kernel.delta_rule) return 0;  // maps of states without it are not written yet
   const int64_t processors = problem.num_processors > 0 ? problem.num_processors : kUsualProcessors;
   const int64_t chunks = CeilDiv(problem.max_tokens, kLinearTokens);
   // n segments take chunks / n chunks twice, and n - 1 folds at most.

@@ -12,6 +12,8 @@
 // Requests of more than segment_chunks chunks are split. A segment maps the state before it to
 // M S + B; both are found from its last chunk to its first, with M = I and B = 0 behind the last:
 //   Y = (M (K (.) until_k)^T) solve,  B += Y V,  M <- decay M - (Y (.) since_k) K
+// Without the delta rule V' is beta V, and M is the product of the decays:
+//   B += M (K (.) until_k)^T V',  M <- decay M
 // Whoever computes a segment's outputs folds the maps of those before it. Where M has become 0,
 // which decays do soon, nothing before matters: neither chunks of the segment nor earlier segments.
 #pragma once
@@ -232,17 +234,10 @@ class LinearMapsPhase
 
   __device__ __forceinline__ void RunItem(const Item& item) {
     constexpr int kStages = Shape::kStages;
-    const int lane = Base::Lane();
-    float m[kK / 8][4], b[kColumns / 8][4];
+    M m;
+    float b[kColumns / 8][4];
+    m.SetIdentity(16 * warp_);
     SetZero(b);
-#pragma unroll
-    for (int j = 0; j < kK / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int row = 16 * warp_ + lane / 4 + c / 2 * 8, column = 8 * j + lane % 4 * 2 + c % 2;
-        m[j][c] = row == column ? 1.0f : 0.0f;
-      }
-    }
     int chunk = item.segment.begin + p_.segment_chunks - 1;
     StateChunk rows = plan_.Chunk(chunk);
     const auto load = [&](int stage) {
@@ -266,15 +261,60 @@ class LinearMapsPhase
       if (step == 0) __syncthreads();
       if (is_zero) break;
       if constexpr (kStages == 2) load((step + 1) % 2);
-      is_zero = Step(stages_[kStages == 2 ? step % 2 : 0], m, b);
+      const Stage& stage = stages_[kStages == 2 ? step % 2 : 0];
+      if constexpr (Traits::kHasDeltaRule) {
+        Step(stage, m.x, b);
+      } else {
+        StepOfSums(stage, m.x[0], b);
+      }
+      is_zero = m.Flush();
       if constexpr (kStages == 1) __syncthreads();
     }
     is_zero = !__syncthreads_or(!is_zero);
     WriteMap(item, is_zero, m, b);
   }
 
-  // Goes back over a chunk. Returns whether the lane's part of M is 0.
-  __device__ __forceinline__ bool Step(const Stage& stage, float (&m)[kK / 8][4],
+  // The warp's rows of M, or the number that it is a multiple of I by.
+  struct Matrix {
+    float x[kK / 8][4];
+    __device__ __forceinline__ void SetIdentity(int first_row) {
+      const int lane = Base::Lane();
+#pragma unroll
+      for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int row = first_row + lane / 4 + c / 2 * 8, column = 8 * j + lane % 4 * 2 + c % 2;
+          x[j][c] = row == column ? 1.0f : 0.0f;
+        }
+      }
+    }
+    // Subnormal numbers count as 0, so that a product of decays becomes 0. NaN does not. Returns
+    // whether all of the lane's are 0.
+    __device__ __forceinline__ bool Flush() {
+      bool is_zero = true;
+#pragma unroll
+      for (int j = 0; j < kK / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (fabsf(x[j][c]) < kSmallestNormal) x[j][c] = 0.0f;
+          is_zero = is_zero && x[j][c] == 0.0f;
+        }
+      }
+      return is_zero;
+    }
+  };
+  struct Multiple {
+    float x[1];
+    __device__ __forceinline__ void SetIdentity(int) { x[0] = 1.0f; }
+    __device__ __forceinline__ bool Flush() {
+      if (fabsf(x[0]) < kSmallestNormal) x[0] = 0.0f;
+      return x[0] == 0.0f;
+    }
+  };
+  using M = typename Conditional<Traits::kHasDeltaRule, Matrix, Multiple>::Type;
+
+  // Goes back over a chunk.
+  __device__ __forceinline__ void Step(const Stage& stage, float (&m)[kK / 8][4],
                                        float (&b)[kColumns / 8][4]) {
     float x[8][4], y[8][4];
     u32 of_x[4][4], of_y[4][4];
@@ -313,22 +353,39 @@ class LinearMapsPhase
     Products::Finish();
     Products::Pin(m);
     Products::Pin(b);
-    // Subnormal numbers count as 0, so that a product of decays becomes 0. NaN does not.
-    bool is_zero = true;
+  }
+
+  // The same without the delta rule.
+  __device__ __forceinline__ void StepOfSums(const Stage& stage, float& m,
+                                             float (&b)[kColumns / 8][4]) {
+    const int lane = Base::Lane();
+    u32 k[4][4];
 #pragma unroll
-    for (int j = 0; j < kK / 8; ++j) {
+    for (int step = 0; step < 4; ++step) {
+      // K^T: rows are columns of the tile.
+      LoadMatrix4Transposed(k[step], SharedAddress(stage.k) +
+                                         SwizzledByte(16 * step + lane / 16 * 8 + lane % 8,
+                                                      16 * warp_ + lane / 8 % 2 * 8));
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (fabsf(m[j][c]) < kSmallestNormal) m[j][c] = 0.0f;
-        is_zero = is_zero && m[j][c] == 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        const int token = 16 * step + i / 2 * 8 + lane % 4 * 2;
+        const float2 until = *reinterpret_cast<const float2*>(&stage.until_k[token]);
+        const float2 beta = *reinterpret_cast<const float2*>(&stage.since_k[token]);
+        k[step][i] = E::Pack(HalfOf<kDtype>(k[step][i], 0) * (m * until.x * beta.x),
+                             HalfOf<kDtype>(k[step][i], 1) * (m * until.y * beta.y));
       }
     }
-    return is_zero;
+    Products::Pin(k);
+    Products::Pin(b);
+    Products::Start();
+    Products::template Columns<false>(b, k, SharedAddress(stage.v));
+    Products::Finish();
+    Products::Pin(b);
+    m *= stage.decay[0];
   }
 
   __device__ __forceinline__ void WriteMap(const Item& item, bool is_zero,
-                                           const float (&m)[kK / 8][4],
-                                           const float (&b)[kColumns / 8][4]) {
+                                           const M& m, const float (&b)[kColumns / 8][4]) {
     const int lane = Base::Lane();
     const i64 map = this->Map(item.segment.begin, item.head);
     const int row = 16 * warp_ + lane / 4;
@@ -345,6 +402,17 @@ class LinearMapsPhase
     if (threadIdx.x == 0) this->template At<i32>(this->Offsets().is_zero)[map] = is_zero;
     if (is_zero) return;
     unsigned char* const to_m = const_cast<unsigned char*>(this->MapM(map));
+    if constexpr (!Traits::kHasDeltaRule) {
+      if (threadIdx.x == 0) *reinterpret_cast<float*>(to_m) = m.x[0];
+      return;
+    } else {
+      WriteM(m.x, to_m);
+    }
+  }
+
+  // As pairs of bf16, in tiles.
+  __device__ __forceinline__ void WriteM(const float (&m)[kK / 8][4], unsigned char* to_m) {
+    const int lane = Base::Lane(), row = 16 * warp_ + lane / 4;
 #pragma unroll
     for (int j = 0; j < kK / 8; ++j) {
 #pragma unroll
@@ -505,6 +573,10 @@ class LinearOutputsPhase
 
   // S^T <- S^T M^T + B^T, with S and M as pairs of bf16.
   __device__ __forceinline__ void Fold(const Item& item, i64 map, float (&s)[kK / 8][4]) {
+    if constexpr (!Traits::kHasDeltaRule) {
+      this->Scale(s, *reinterpret_cast<const float*>(this->MapM(map)));
+      return Add(item, this->MapB(map), s);
+    }
     const u32 tiles = SharedAddress(stages_);
     const unsigned char* const m = this->MapM(map);
     for (int i = static_cast<int>(threadIdx.x); i < kMapBytes / 16; i += kNumThreads) {

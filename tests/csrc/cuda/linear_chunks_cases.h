@@ -235,6 +235,8 @@ void RunLinearCases() {
   RunLinearCase<Wide, BodyOf>("wide", {{140}, 1, 1, 1, -0.02f});
   using Ssd = LinearShape<128, 64, 64, false, false, false, kHeadDecay>;
   RunLinearCase<Ssd, BodyOf>("no delta rule", {{100, 0, 3}, 1, 2, 0, -0.2f, true});
+  RunLinearCase<Ssd, BodyOf>("sums", {{290}, 1, 2, 2, -0.01f});
+  RunLinearCase<Ssd, BodyOf>("sums, fast decays", {{290}, 1, 2, 1, -3.0f});
 }
 
 }  // namespace
