@@ -10,6 +10,7 @@
 // by mma of bf16 pairs, high + low, whose products have an error of some 2^-16.
 #pragma once
 
+#include "cuda/common/budget.cuh"
 #include "cuda/common/linear_tiles.cuh"
 #include "cuda/common/state_plan.cuh"
 
@@ -27,9 +28,16 @@ class LinearTermsPhase {
   static constexpr int kWarps = kNumThreads / kWarpSize, kBlocks = kLinearTokens / 16;
   static_assert(kWarps == kBlocks, "a warp has a row of blocks");
 
-  struct Shared {
+  struct Tiles {
     alignas(1024) unsigned char k[kK / 64 * kPartBytes];
     alignas(1024) unsigned char q[kK / 64 * kPartBytes];
+  };
+  struct Shared {
+    union {
+      Tiles tiles;
+      // K K^T and Q K^T, each thread's own accumulators: registers are for more CTAs.
+      float products[2][8][4][kNumThreads];
+    };
     // A below the diagonal, and on it blocks of T, high + low.
     alignas(1024) unsigned char high[kPartBytes];
     alignas(1024) unsigned char low[kPartBytes];
@@ -39,7 +47,7 @@ class LinearTermsPhase {
     float norms[2][kLinearTokens];                // of k and q
   };
   static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = kK <= 128 ? 3 : 2;
+  static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 4) >= kSmemBytes ? 4 : 2;
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -68,27 +76,28 @@ class LinearTermsPhase {
     const int num_heads = p_.num_v_heads / parts, head = part * num_heads;
     const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
-    LoadTile<kK, kNumThreads>(SharedAddress(shared_.k), p_.k, rows.begin, rows.length, pitch,
+    LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.k), p_.k, rows.begin, rows.length, pitch,
                               qk_head * kDimK, kDimK);
-    LoadTile<kK, kNumThreads>(SharedAddress(shared_.q), p_.q, rows.begin, rows.length, pitch,
+    LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.q), p_.q, rows.begin, rows.length, pitch,
                               qk_head * kDimK, kDimK);
     CommitCopies();
     if (part == 0) ListSegment(plan, chunk);
     WaitCopies<0>();
     __syncthreads();
     FindNorms();
-    float kk[8][4], qk[8][4];
-    MultiplyRows(kk, qk);
+    MultiplyRows();
     __syncthreads();  // norms
+    HeadTokens tokens(p_, rows, head);
 #pragma unroll 1
     for (int h = head; h < head + num_heads; ++h) {
       if (h > head) __syncthreads();  // blocks of the head before are read
-      LoadHead(rows, h);
+      SumDecays(tokens);
+      if (h + 1 < head + num_heads) tokens = HeadTokens(p_, rows, h + 1);
       const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, p_.segment_chunks);
       LinearTerms& terms = reinterpret_cast<LinearTerms*>(
           static_cast<char*>(p_.workspace) + at.terms)[static_cast<i64>(chunk) * p_.num_v_heads + h];
       WriteFactors(terms);
-      SplitProducts(kk, qk, terms);
+      SplitProducts(terms);
       if constexpr (Traits::kHasDeltaRule) {
         InvertDiagonal();
         __syncthreads();
@@ -138,7 +147,7 @@ class LinearTermsPhase {
     const int row = static_cast<int>(threadIdx.x) % kLinearTokens;
     const int which = static_cast<int>(threadIdx.x) / kLinearTokens;
     if constexpr (Traits::kHasL2Norm) {
-      const unsigned char* tile = which == 0 ? shared_.k : shared_.q;
+      const unsigned char* tile = which == 0 ? shared_.tiles.k : shared_.tiles.q;
       float sum = 0.0f;
 #pragma unroll
       for (int vector = 0; vector < kK / 8; ++vector) {
@@ -157,8 +166,9 @@ class LinearTermsPhase {
   }
 
   // The warp's rows of K K^T and Q K^T, up to the diagonal.
-  __device__ __forceinline__ void MultiplyRows(float (&kk)[8][4], float (&qk)[8][4]) {
-    const u32 k_tile = SharedAddress(shared_.k), q_tile = SharedAddress(shared_.q);
+  __device__ __forceinline__ void MultiplyRows() {
+    float kk[8][4], qk[8][4];
+    const u32 k_tile = SharedAddress(shared_.tiles.k), q_tile = SharedAddress(shared_.tiles.q);
     SetZero(kk);
     SetZero(qk);
 #pragma unroll 2
@@ -178,26 +188,47 @@ class LinearTermsPhase {
         }
       }
     }
+    __syncthreads();  // tiles are read
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if constexpr (Traits::kHasDeltaRule) shared_.products[0][j][c][threadIdx.x] = kk[j][c];
+        shared_.products[1][j][c][threadIdx.x] = qk[j][c];
+      }
+    }
   }
 
   // --- a head ---
 
-  // Sums of log decays and beta of the chunk's tokens. Each warp has its own copies.
-  __device__ __forceinline__ void LoadHead(const StateChunk& rows, int head) {
+  // The log decays and beta of two of the chunk's tokens, which the lane loads a head ahead.
+  struct HeadTokens {
+    float g[2], beta[2];
+    __device__ __forceinline__ HeadTokens(const Params& p, const StateChunk& rows, int head) {
+      const int lane = Lane();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = half * kWarpSize + lane;
+        const i64 at = static_cast<i64>(rows.begin + token) * p.num_v_heads + head;
+        g[half] = beta[half] = 0.0f;
+        if (token >= rows.length) continue;
+        if constexpr (Traits::kDecay != kNoDecay) g[half] = p.g[at];
+        beta[half] = p.beta ? p.beta[at] : 1.0f;
+      }
+    }
+  };
+
+  // Sums of log decays of the chunk's tokens. Each warp has its own copies.
+  __device__ __forceinline__ void SumDecays(const HeadTokens& tokens) {
     const int lane = Lane();
     float total = 0.0f;
+    __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = half * kWarpSize + lane;
-      const bool is_token = token < rows.length;
-      const i64 at = static_cast<i64>(rows.begin + token) * p_.num_v_heads + head;
       float sum = 0.0f;
       if constexpr (Traits::kDecay != kNoDecay) {
         // A log below -88 makes the decay 0 in f32; sums of larger ones keep their precision.
-        if (is_token) {
-          const float g = p_.g[at];
-          sum = (g < -88.0f ? -88.0f : g) * kLog2E;
-        }
+        sum = (tokens.g[half] < -88.0f ? -88.0f : tokens.g[half]) * kLog2E;
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
           const float before = __shfl_up_sync(kFullWarp, sum, distance);
@@ -206,8 +237,8 @@ class LinearTermsPhase {
         sum += total;
         total = __shfl_sync(kFullWarp, sum, kWarpSize - 1);
       }
-      shared_.sums[warp_][token] = sum;
-      shared_.beta[warp_][token] = !is_token ? 0.0f : p_.beta ? p_.beta[at] : 1.0f;
+      shared_.sums[warp_][half * kWarpSize + lane] = sum;
+      shared_.beta[warp_][half * kWarpSize + lane] = tokens.beta[half];
     }
     __syncwarp();
   }
@@ -229,8 +260,7 @@ class LinearTermsPhase {
   }
 
   // Writes the warp's rows of q k^T, and of A: below the diagonal as pairs, blocks on it as f32.
-  __device__ __forceinline__ void SplitProducts(const float (&kk)[8][4], const float (&qk)[8][4],
-                                                LinearTerms& terms) {
+  __device__ __forceinline__ void SplitProducts(LinearTerms& terms) {
     const int lane = Lane();
     const float (&sums)[kLinearTokens] = shared_.sums[warp_];
     const int first_row = 16 * warp_ + lane / 4;
@@ -247,8 +277,14 @@ class LinearTermsPhase {
         for (int c = 0; c < 2; ++c) {
           const int column = 8 * j + lane % 4 * 2 + c;
           const float decay = Exp2(of_row - sums[column]) * shared_.norms[0][column];
-          a[c] = row > column ? kk[j][2 * half + c] * (k_row * decay) : 0.0f;
-          of_q[c] = row >= column ? qk[j][2 * half + c] * (q_row * decay) : 0.0f;
+          const auto product = [&](int which) {
+            return shared_.products[which][j][2 * half + c][threadIdx.x];
+          };
+          a[c] = 0.0f;
+          if constexpr (Traits::kHasDeltaRule) {
+            if (row > column) a[c] = product(0) * (k_row * decay);
+          }
+          of_q[c] = row >= column ? product(1) * (q_row * decay) : 0.0f;
         }
         const int column = 8 * j + lane % 4 * 2, at = SwizzledByte(row, column);
         *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) =
