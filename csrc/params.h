@@ -714,6 +714,7 @@ struct LinearAttentionParams {
 enum LinearPhase : i32 {
   kLinearTerms = 0,  // what each chunk computes without a state
   kLinearMaps,       // the map of states of each segment that another one follows
+  kLinearStarts,     // the states before these others
   kLinearOutputs     // o, and the states behind chunks
 };
 
@@ -749,7 +750,7 @@ struct LinearWorkspace {
   // one may overwrite it in the pool while others read it.
   i64 is_zero;  // i32[max_maps][num_v_heads]: M is 0
   i64 m;        // u16[max_maps][num_v_heads][2][dim_k][dim_k]: M = [0] + [1], in tiles
-  i64 b;        // f32[max_maps][num_v_heads][dim_k][dim_v]
+  i64 b;        // f32[max_maps][num_v_heads][dim_k][dim_v]; then the state behind the segment
   i64 states;   // like b
   i64 size;
 

@@ -218,7 +218,10 @@ const char* LoopName(int64_t main_loop) {
 }
 
 const char* PhaseName(int64_t phase) {
-  return phase == kLinearTerms ? "terms" : phase == kLinearMaps ? "maps" : "outputs";
+  return phase == kLinearTerms    ? "terms"
+         : phase == kLinearMaps   ? "maps"
+         : phase == kLinearStarts ? "starts"
+                                  : "outputs";
 }
 
 template <typename Visitor>

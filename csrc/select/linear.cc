@@ -83,8 +83,9 @@ LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& proble
 std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionProblem& problem) {
   std::vector<LinearAttentionKernel> kernels = {SelectLinearAttention(problem)};
   if (kernels[0].main_loop == kRecurrence) return kernels;
-  for (const LinearPhase phase : {kLinearMaps, kLinearOutputs}) {
-    if (phase == kLinearMaps && SizeLinearChunks(problem, kernels[0]).segment_chunks == 0) continue;
+  const bool has_segments = SizeLinearChunks(problem, kernels[0]).segment_chunks > 0;
+  for (const LinearPhase phase : {kLinearMaps, kLinearStarts, kLinearOutputs}) {
+    if (phase != kLinearOutputs && !has_segments) continue;
     kernels.push_back(kernels[0]);
     kernels.back().phase = phase;
   }

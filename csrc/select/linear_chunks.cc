@@ -12,8 +12,11 @@ constexpr int64_t kFewestChunkTokens = 17;
 constexpr int64_t kMostDimK = 128;
 // Of the device on which most will run, where the target does not say it.
 constexpr int64_t kUsualProcessors = 132;
-// Times, predicted, of a chunk in kLinearMaps and kLinearOutputs together over that of folding a map.
-constexpr double kChunkOverFold = 2.6;
+// Times, predicted, of a chunk in kLinearMaps and kLinearOutputs together over that of a map in
+// kLinearStarts.
+constexpr double kChunkOverMap = 3.5;
+// Columns of v of an item of kLinearStarts.
+constexpr int64_t kStartColumns = 16;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
@@ -28,8 +31,8 @@ int64_t ItemsOfSegment(const LinearAttentionProblem& problem, const LinearAttent
 int64_t SegmentChunks(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel) {
   const int64_t processors = problem.num_processors > 0 ? problem.num_processors : kUsualProcessors;
   const int64_t chunks = CeilDiv(problem.max_tokens, kLinearTokens);
-  // n segments take chunks / n chunks twice, and n - 1 folds at most.
-  const int64_t cheapest = std::llround(std::sqrt(kChunkOverFold * static_cast<double>(chunks)));
+  // n segments take chunks / n chunks in two launches, and n - 1 maps in one.
+  const int64_t cheapest = std::llround(std::sqrt(kChunkOverMap * static_cast<double>(chunks)));
   const int64_t segments = std::min(processors / ItemsOfSegment(problem, kernel), cheapest);
   const int64_t length = segments <= 1 ? 0 : CeilDiv(chunks, segments);
   return problem.max_qo_len <= length * kLinearTokens ? 0 : length;
@@ -74,7 +77,9 @@ int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAtten
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
   if (kernel.phase == kLinearTerms) return chunks * PartsOfChunk(problem, num_processors);
   // One CTA on each multiprocessor takes items in turn.
-  return std::min(num_processors, chunks * ItemsOfSegment(problem, kernel));
+  int64_t items = chunks * ItemsOfSegment(problem, kernel);
+  if (kernel.phase == kLinearStarts) items *= kernel.tile_columns / kStartColumns;
+  return std::min(num_processors, items);
 }
 
 }  // namespace jax_attn

@@ -14,8 +14,8 @@
 //   Y = (M (K (.) until_k)^T) solve,  B += Y V,  M <- decay M - (Y (.) since_k) K
 // Without the delta rule V' is beta V, and M is the product of the decays:
 //   B += M (K (.) until_k)^T V',  M <- decay M
-// Whoever computes a segment's outputs folds the maps of those before it. Where M has become 0,
-// which decays do soon, nothing before matters: neither chunks of the segment nor earlier segments.
+// sm80/linear_starts.cuh then goes from segment to segment. Where M has become 0, which decays do
+// soon, nothing before matters: neither chunks of the segment nor earlier segments.
 #pragma once
 
 #include "cuda/common/budget.cuh"
@@ -449,10 +449,7 @@ class LinearOutputsPhase
  public:
   using Params = LinearAttentionParams;
   static constexpr int kNumThreads = Shape::kNumThreads;
-  static constexpr int kMapBytes = 4 * kK * kK;
-  static_assert(kDtype == kElementBf16, "the products of Fold are of bf16");
-  static constexpr int kSmemBytes =
-      Max(Shape::kStages * static_cast<int>(sizeof(Stage)), kMapBytes);
+  static constexpr int kSmemBytes = Shape::kStages * static_cast<int>(sizeof(Stage));
   static constexpr int kMinCtasPerSm = 1;
 
   __device__ __forceinline__ static void Run(const Params& p) {
@@ -491,7 +488,6 @@ class LinearOutputsPhase
     float s[kK / 8][4];
     int to_load = chunk;
     StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
-    BeginState(item, next, s);
     const auto load = [&](int stage) {
       if (to_load < end && (to_load == item.segment.begin || next.is_first != 1)) {
         this->template LoadChunk<true>(stages_[stage], to_load, next, item.head, item.column);
@@ -500,6 +496,7 @@ class LinearOutputsPhase
       CommitCopies();
     };
     load(0);
+    BeginState(item, next, s);
     for (int step = 0; chunk < to_load; ++step) {
       rows = next;
       next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
@@ -540,72 +537,25 @@ class LinearOutputsPhase
     }
   }
 
-  // The state before the first chunk of a segment: that of the request through the maps of the
-  // segments before.
+  // The state before the first chunk of a segment.
   __device__ __forceinline__ void BeginState(const Item& item, const StateChunk& rows,
                                              float (&s)[kK / 8][4]) {
     const LinearSegment segment = item.segment;
-    const int length = p_.segment_chunks;
     SetZero(s);
     if (segment.begin == segment.first && !segment.is_followed) {
       if (rows.read_slot < 0) return;
       return ForState<Shape::kDimV>(item, this->StateOf(rows.read_slot, item.head), s,
                                     [&](float& x, const State& from) { x = this->ToFloat(from); });
     }
-    // Back to the last map that does not depend on the state before it.
-    int from = segment.begin - length;
-    const auto is_zero = [&](int i) {
-      return LoadConstant(this->template At<i32>(this->Offsets().is_zero) + this->Map(i, item.head)) != 0;
-    };
-    while (from >= segment.first && !is_zero(from)) from -= length;
     Add(item,
-        from < segment.first ? this->MapState(this->Map(segment.first, item.head))
-                             : this->MapB(this->Map(from, item.head)),
+        segment.begin == segment.first
+            ? this->MapState(this->Map(segment.first, item.head))
+            : this->MapB(this->Map(segment.begin - p_.segment_chunks, item.head)),
         s);
-    for (int i = from + length; i < segment.begin; i += length) {
-      Fold(item, this->Map(i, item.head), s);
-    }
   }
 
   __device__ __forceinline__ void Add(const Item& item, const float* b, float (&s)[kK / 8][4]) {
     ForState<Shape::kV>(item, b, s, [&](float& x, const float& from) { x += from; });
-  }
-
-  // S^T <- S^T M^T + B^T, with S and M as pairs of bf16.
-  __device__ __forceinline__ void Fold(const Item& item, i64 map, float (&s)[kK / 8][4]) {
-    if constexpr (!Traits::kHasDeltaRule) {
-      this->Scale(s, *reinterpret_cast<const float*>(this->MapM(map)));
-      return Add(item, this->MapB(map), s);
-    }
-    const u32 tiles = SharedAddress(stages_);
-    const unsigned char* const m = this->MapM(map);
-    for (int i = static_cast<int>(threadIdx.x); i < kMapBytes / 16; i += kNumThreads) {
-      CopyAsync16(tiles + i * 16, m + i * 16, true);
-    }
-    CommitCopies();
-    u32 high[kK / 16][4], low[kK / 16][4];
-    ToFragments<kElementBf16, kK / 16>(s, high);
-    RestFragments<kElementBf16, kK / 16>(s, high, low);
-    SetZero(s);
-    WaitCopies<0>();
-    Products::FenceTiles();
-    __syncthreads();
-    Products::Pin(s);
-    Products::Pin(high);
-    Products::Pin(low);
-    Products::Start();
-#pragma unroll
-    for (int rows = 0; rows < kK / 64; ++rows) {
-      float (&part)[8][4] = reinterpret_cast<float (&)[8][4]>(s[8 * rows]);
-      const u32 tile = tiles + rows * (kK / 64 * kPartBytes);
-      Products::template Rows<false>(part, low, tile);
-      Products::template Rows<false>(part, high, tile + kK * kK * 2);
-      Products::template Rows<false>(part, high, tile);
-    }
-    Products::Finish();
-    Products::Pin(s);
-    Add(item, this->MapB(map), s);
-    __syncthreads();
   }
 
   __device__ __forceinline__ void WriteState(const Item& item, int slot, float (&s)[kK / 8][4]) {

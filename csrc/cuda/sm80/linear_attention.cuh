@@ -1,8 +1,9 @@
 // Chunked linear attention on every architecture from sm_80 on: mma.sync, ldmatrix, cp.async.
-// Three launches, see linear_terms.cuh and common/linear_scan.cuh.
+// Up to four launches, see LinearPhase.
 #pragma once
 
 #include "cuda/common/linear_scan.cuh"
+#include "cuda/sm80/linear_starts.cuh"
 #include "cuda/sm80/linear_terms.cuh"
 
 namespace jax_attn {
@@ -10,8 +11,10 @@ namespace jax_attn {
 template <class Traits, class Products>
 using LinearPhaseBody = typename Conditional<
     Traits::kPhase == kLinearTerms, LinearTermsPhase<Traits>,
-    typename Conditional<Traits::kPhase == kLinearMaps, LinearMapsPhase<Traits, Products>,
-                         LinearOutputsPhase<Traits, Products>>::Type>::Type;
+    typename Conditional<
+        Traits::kPhase == kLinearMaps, LinearMapsPhase<Traits, Products>,
+        typename Conditional<Traits::kPhase == kLinearStarts, LinearStartsPhase<Traits>,
+                             LinearOutputsPhase<Traits, Products>>::Type>::Type>::Type;
 
 template <class Traits>
 using LinearChunksBody = LinearPhaseBody<Traits, MmaProducts<Traits::kDtype>>;

@@ -1,4 +1,4 @@
-// Chunked linear attention without a GPU: its three launches in emulation against the recurrence in
+// Chunked linear attention without a GPU: its launches in emulation against the recurrence in
 // f64. Requests of odd lengths, empty ones, splits into segments, checkpoints inside of requests,
 // slots that nobody names, padding, faulty plans. Include the emulation first.
 #pragma once
@@ -128,6 +128,7 @@ void RunLinearCase(const char* what, const LinearCase& c) {
       max_chunks * (c.parts ? c.parts : c.qk_heads), p, 1);
   if (c.segment_chunks > 0) {
     LaunchLinear<BodyOf<LinearTraits<Shape, kLinearMaps>>>(3, p, 2);
+    LaunchLinear<BodyOf<LinearTraits<Shape, kLinearStarts>>>(3, p, 4);
   }
   LaunchLinear<Outputs>(3, p, 3);
 
