@@ -101,9 +101,7 @@ def arrays(row: Row) -> list[jax.Array]:
 
 def plan_of(row: Row) -> ja.StatePlan:
     slots = np.arange(row.batch)
-    return ja.plan_linear_attention(
-        row.spec, row.qo_len * np.arange(row.batch + 1), slots, slots
-    )
+    return ja.plan_linear_attention(row.spec, row.qo_len * np.arange(row.batch + 1), slots, slots)
 
 
 def time_steps(row: Row, step: Callable[..., Any], pool: jax.Array, given: Any) -> float:

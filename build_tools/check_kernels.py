@@ -626,8 +626,8 @@ QUANTIZED_PRODUCTS = (
 )  # fmt: skip
 
 
-# Words of a problem behind its target (csrc/select/linear.cc): dtype, heads of q and of v, dims of k
-# and of v, decay, delta rule, l2 norm, bf16 states, tokens, tokens a request, chunks.
+# Words of a problem behind its target (csrc/select/linear.cc): dtype, heads of q and of v, dims of
+# k and of v, decay, delta rule, l2 norm, bf16 states, tokens, tokens a request, chunks.
 LINEAR_ATTENTIONS = [
     (*kernel, tokens, qo_len, chunks)
     for tokens, qo_len, chunks in ((64, 1, 129), (4096, 4096, 66))
@@ -671,9 +671,13 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.merge_source(arch, dtype), 0
     for case in QUANTIZED_PRODUCTS:
         yield _core.quantized_product_source(arch, *case), 0
-    for linear in LINEAR_ATTENTIONS:
-        for source in _core.linear_attention_sources([arch, 0, *linear]):
-            yield source, 0
+    linear = {
+        source.name: source
+        for words in LINEAR_ATTENTIONS
+        for source in _core.linear_attention_sources([arch, 0, *words])
+    }
+    for source in linear.values():
+        yield source, 0
     for convolution in SHORT_CONVOLUTIONS:
         yield _core.short_convolution_source(arch, *convolution), 0
 

@@ -15,6 +15,7 @@
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/state_plan.h"
 #include "select/select.h"
 #include "select/tuning.h"
 #include "variant/words.h"
@@ -412,6 +413,13 @@ NB_MODULE(_core, m) {
                                        int64_t tile_rows, int64_t tile_columns,
                                        int64_t scale_rows) {
     return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
+  });
+  m.def("check_state_plan", [](const std::string& op, nb::handle buffer, int64_t begin,
+                               int64_t max_tokens, int64_t num_slots) {
+    const Int32Array words(buffer, 1);
+    StatePlan plan;
+    ThrowIfError(
+        ReadStatePlan(op, words.data(), words.shape(0), begin, max_tokens, num_slots, &plan));
   });
   m.def("linear_attention_sources", [](const std::vector<int64_t>& words) {
     std::vector<KernelSource> sources;

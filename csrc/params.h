@@ -691,6 +691,30 @@ enum LinearLoop : i32 {
   kNumLinearLoops
 };
 
+// The part of a state that a CTA of the recurrence has. A lane has vectors of 16 bytes of it. A
+// warp has 8 of them side by side, which are lines of 128 bytes, in four rows at a time.
+struct RecurrenceTile {
+  i32 vector;  // elements
+  i32 column_warps, row_warps;
+  i32 rows;  // of a lane
+  constexpr i32 num_threads() const { return column_warps * row_warps * 32; }
+};
+inline constexpr i32 kRecurrenceColumnLanes = 8, kRecurrenceRowLanes = 4;
+// Registers of a lane that hold the state: with f32 sums and what changes them they fit 128, so
+// that 512 threads share a multiprocessor.
+inline constexpr i32 kRecurrenceElements = 64, kRecurrenceResidentThreads = 512;
+constexpr RecurrenceTile RecurrenceTileOf(i64 dim_k, i64 dim_v, bool has_bf16_states,
+                                          i64 tile_columns) {
+  const auto ceil = [](i64 a, i64 b) { return static_cast<i32>((a + b - 1) / b); };
+  RecurrenceTile tile = {};
+  tile.vector = has_bf16_states ? 8 : 4;
+  const i64 columns = dim_v < tile_columns ? dim_v : tile_columns;
+  tile.column_warps = ceil(columns, kRecurrenceColumnLanes * tile.vector);
+  tile.row_warps = ceil(dim_k, kRecurrenceRowLanes * (kRecurrenceElements / tile.vector));
+  tile.rows = ceil(dim_k, kRecurrenceRowLanes * tile.row_warps);
+  return tile;
+}
+
 // Arrays are contiguous and aligned to 16 bytes. Head dims, types and the kind of the decay are
 // Traits of a kernel.
 struct LinearAttentionParams {

@@ -15,9 +15,6 @@ constexpr int64_t kMostLinearHeadDim = 256;
 constexpr int64_t kTileColumns = 128, kTileRows = 128;
 // A decode or drafts: up to so many tokens a request.
 constexpr int64_t kFewTokens = 8;
-// CTAs of the recurrence that a multiprocessor has room for, at 128 registers a thread: two of 256
-// threads; of larger ones the second waits.
-constexpr int64_t kResidentCtas = 2;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -102,7 +99,10 @@ LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem)
   if (problem.max_qo_len <= kFewTokens) {
     // Units take about the same time. Half of a decode's chunks are spare, and CTAs for them would
     // be a fifth of its time (64 requests, 32 heads of 128 x 128, predicted).
-    launch.num_ctas = std::min(launch.num_ctas, kResidentCtas * Processors(problem));
+    const RecurrenceTile tile = RecurrenceTileOf(kernel.head_dim_k, kernel.head_dim_v,
+                                                 kernel.bf16_states, kernel.tile_columns);
+    const int64_t resident = std::max(1, kRecurrenceResidentThreads / tile.num_threads());
+    launch.num_ctas = std::min(launch.num_ctas, resident * Processors(problem));
   }
   return launch;
 }

@@ -160,7 +160,6 @@ def _one_by_one(run: Callable[..., Any], *arrays: jax.Array) -> Any:
 def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any:
     arrays, tree = jax.tree.flatten((operands, *plan))
 
-
     def by_kernel(target: tuple[int, int]) -> Callable[..., Any]:
         run = functools.partial(_partitioned_forward, call, operands.beta is not None, target)
         return functools.partial(_one_by_one, run)

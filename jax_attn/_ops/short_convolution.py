@@ -89,7 +89,7 @@ def short_convolution(
         raise ValueError(f'{_OP}: activation: expected "silu" or None, got {activation!r}.')
     past = weight.shape[1] - 1
     shape = (spec.num_slots, past, channels)
-    states, index = check_pool(_OP, states, layer, shape, x.dtype.name)
+    states, index = check_pool(_OP, states, layer, shape, x.dtype.name, plan)
     static = _Static(spec, activation == "silu", layer is not None)
     operands = _Operands(x, weight, bias, states)
     y, states = _convolve(static, operands, jnp.asarray(plan.buffer), index)

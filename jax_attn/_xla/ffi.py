@@ -21,7 +21,6 @@ from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import refusing, varying_alike
 from jax_attn.masks import BlockMap
 
-
 CPU = (0, 0)  # a target without a GPU
 
 
@@ -418,7 +417,8 @@ def short_convolution(
 ) -> tuple[jax.Array, jax.Array]:
     """y and the states, in the memory of `states` (csrc/params.h, ShortConvolutionParams).
 
-    chunks_begin, max_qo_len: as in linear_attention. arch: 0 on CPUs, or if not known yet. The other arguments are as in ja.short_convolution.
+    chunks_begin, max_qo_len: as in linear_attention. arch: 0 on CPUs, or if not known yet. The
+    other arguments are as in ja.short_convolution.
     """
     bias = jnp.zeros(len(weight)) if bias is None else bias
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, states)]

@@ -1,5 +1,6 @@
 """linear_attention against the token-by-token recurrence in float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import jax_attn as ja
 from helpers.backends import on_every_backend, on_every_isa, on_every_platform
 from helpers.linear_cases import CASES, LinearCase
+from jax_attn import _environment
 from jax_attn._ops import linear_attention
 from jax_attn._ops.linear_kernel import LinearCall, LinearOperands
 
@@ -191,6 +193,33 @@ def test_bad_plan_inside_jit_writes_nothing(small, backend):
     assert np.isnan(o).all() and (states == 1).all()
     plan, (o, states) = planned(jnp.array([1, 2]), arrays)
     assert plan.fault() == "" and np.isfinite(o).all() and not (states == 1).all()
+
+
+@on_every_platform
+def test_check_looks_at_data_on_every_device(small, backend, monkeypatch):
+    monkeypatch.setattr(_environment, "check", True)
+    few = np.ones((8, 1), np.float32)
+    arrays = [*[np.ones((8, 1, 8), np.float32)] * 3, few, few, np.ones((2, 4, 1, 8, 8), np.float32)]
+
+    @jax.jit
+    def call(buffer, layer):
+        plan = ja.plan_linear_attention(small, **GOOD)
+        plan = dataclasses.replace(plan, buffer=buffer)
+        return ja.linear_attention(*arrays, plan, layer=layer)
+
+    good = ja.plan_linear_attention(small, **GOOD).buffer
+    jax.block_until_ready(call(good, 1))
+    wrong, faulty = good.copy(), good.copy()
+    wrong[small.chunks_begin + 3] = 4
+    faulty[3:5] = 5, 1
+    for buffer, layer, words in (
+        (good, 2, "layer: expected an index"),
+        (wrong, 0, "plan: expected chunk 0 to name rows and slots"),
+        (faulty, 0, r"write_slots\[1\]: expected a slot"),
+    ):
+        with pytest.raises(Exception, match=f"linear_attention: .*{words}"):
+            jax.block_until_ready(call(buffer, layer))
+            jax.effects_barrier()
 
 
 def test_bad_arrays(small):

@@ -21,22 +21,20 @@ struct LinearRecurrenceBody {
   static constexpr bool kHasDeltaRule = Traits::kHasDeltaRule;
   static constexpr bool kHasBf16States = Traits::kHasBf16States;
 
-  // A lane has vectors of 16 bytes of the state. A warp has 8 of them side by side, which are lines
-  // of 128 bytes, in four rows at a time.
-  static constexpr int kVector = kHasBf16States ? 8 : 4;  // elements
-  static constexpr int kColumnLanes = 8, kRowLanes = kWarpSize / kColumnLanes;
+  static constexpr RecurrenceTile kTile =
+      RecurrenceTileOf(kDimK, kDimV, kHasBf16States, Traits::kTileColumns);
+  static constexpr int kVector = kTile.vector;
+  static constexpr int kColumnLanes = kRecurrenceColumnLanes, kRowLanes = kRecurrenceRowLanes;
   static constexpr int kWarpColumns = kColumnLanes * kVector;
-  static constexpr int kColumnWarps = CeilDiv(Min(Traits::kTileColumns, kDimV), kWarpColumns);
+  static constexpr int kColumnWarps = kTile.column_warps, kRowWarps = kTile.row_warps;
   static constexpr int kColumns = kColumnWarps * kWarpColumns;  // the last ones may be behind kDimV
-  // 64 elements a lane: with f32 sums and what changes them they fit 128 registers.
-  static constexpr int kMostRows = 64 / kVector;
-  static constexpr int kRowWarps = CeilDiv(kDimK, kRowLanes* kMostRows);
-  static constexpr int kRows = CeilDiv(kDimK, kRowLanes* kRowWarps);  // of a lane
+  static constexpr int kRows = kTile.rows;                      // of a lane
   static constexpr int kPaddedDimK = kRowWarps * kRows * kRowLanes;
   static constexpr int kNumWarps = kColumnWarps * kRowWarps;
-  static constexpr int kNumThreads = kNumWarps * kWarpSize;
+  static constexpr int kNumThreads = kTile.num_threads();
   // With more rows 128 registers are not enough for what q and k of a token take.
-  static constexpr int kMinCtasPerSm = kDimK > 128 ? 1 : Max(1, 512 / kNumThreads);
+  static constexpr int kMinCtasPerSm =
+      kDimK > 128 ? 1 : Max(1, kRecurrenceResidentThreads / kNumThreads);
   static constexpr int kTiles = CeilDiv(kDimV, Traits::kTileColumns);
   static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
 

@@ -18,14 +18,17 @@ struct ShortConvolutionBody {
   static constexpr int kWidth = Traits::kWidth, kPast = kWidth - 1;
   static constexpr int kBytes = Element<kDtype>::kBytes;
   static constexpr int kNumThreads = 128;
-  static constexpr int kMinCtasPerSm = 4;
+  static constexpr int kMinCtasPerSm = kWidth > 4 ? 3 : 4;
   static constexpr int kNumWarps = kNumThreads / kWarpSize;
   static constexpr int kVector = ConvolutionVector(kDtype, kWidth, 0);  // channels of a thread
-  static constexpr int kRowsAhead = 4;  // loads in flight before the first is used
+  static constexpr int kRowsAhead = kWidth > 4 ? 4 : 8;  // loads in flight before the first is used
 
-  // A bit for each of kNumThreads chunks: whether it writes a state, and whether it is of another
-  // request.
   struct Smem {
+    // Of the channels of each thread. The padding keeps threads that read theirs out of each
+    // other's banks.
+    float taps[kNumThreads][kVector * kWidth + 1];
+    // A bit for each of kNumThreads chunks: whether it writes a state, and whether it is of another
+    // request.
     u32 writes[kNumWarps], others[kNumWarps];
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
@@ -96,10 +99,13 @@ struct ShortConvolutionBody {
                                                                      p_.num_channels);
     if (index >= plan_.num_chunks) return;
     const StateChunk chunk = plan_.Chunk(index);
-    const int channel = (column * kNumThreads + static_cast<int>(threadIdx.x)) * kChannels;
-    Columns<kChannels> of(p_, channel);
     const bool is_first = index == 0 || chunk.is_first == 1;
-    if (is_first && tile == 0) Begin(of, index, chunk);
+    const bool begins = is_first && tile == 0;
+    if (!begins && tile * p_.tile_rows >= chunk.length) return;
+    LoadTaps<kChannels>(column * kNumThreads * kChannels);
+    __syncthreads();
+    const Columns<kChannels> of(p_, s_, column);
+    if (begins) Begin(of, index, chunk);
     // Tokens whose window has no state.
     const int first = is_first ? chunk.begin : FirstRow(index, chunk);
     const int end = chunk.begin + chunk.length;
@@ -118,24 +124,36 @@ struct ShortConvolutionBody {
     return row;
   }
 
+  // The taps of kNumThreads * kChannels channels from `first` on, which are neighbours in memory.
+  template <int kChannels>
+  __device__ __forceinline__ void LoadTaps(int first) {
+    constexpr int kOfThread = kChannels * kWidth;
+    const float* from = p_.weight + static_cast<i64>(first) * kWidth;
+    const int num = Min(kNumThreads * kChannels, p_.num_channels - first) * kWidth;
+#pragma unroll 8
+    for (int i = 0; i < kOfThread; ++i) {
+      const int at = i * kNumThreads + static_cast<int>(threadIdx.x);
+      const float tap = at < num ? __uint_as_float(LoadOperand32(from + at)) : 0.0f;
+      s_.taps[at / kOfThread][at % kOfThread] = tap;
+    }
+  }
+
   // The taps of a thread's channels.
   template <int kChannels>
   struct Columns {
-    bool is_valid;
     int channel;
+    bool is_valid;
     float taps[kWidth][kChannels], bias[kChannels];
 
-    __device__ __forceinline__ Columns(const Params& p, int first)
-        : is_valid(first < p.num_channels), channel(first) {
-      const int from = is_valid ? first : 0;
+    __device__ __forceinline__ Columns(const Params& p, const Smem& s, int column) {
+      const int thread = static_cast<int>(threadIdx.x);
+      channel = (column * kNumThreads + thread) * kChannels;
+      is_valid = channel < p.num_channels;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        bias[c] = __uint_as_float(LoadOperand32(p.bias + from + c));
+        bias[c] = is_valid ? __uint_as_float(LoadOperand32(p.bias + channel + c)) : 0.0f;
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const i64 at = static_cast<i64>(from + c) * kWidth + i;
-          taps[i][c] = __uint_as_float(LoadOperand32(p.weight + at));
-        }
+        for (int i = 0; i < kWidth; ++i) taps[i][c] = s.taps[thread][c * kWidth + i];
       }
     }
   };

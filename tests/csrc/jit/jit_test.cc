@@ -1108,6 +1108,50 @@ void TestQuantizedProduct() {
   CHECK(GetJitStats().quantized_product_launches == 5);
 }
 
+void TestShortConvolution() {
+  ShortConvolutionParams convolution = {};
+  convolution.plan.max_chunks = 10;
+  fake_driver.param_bytes = sizeof(convolution);
+  const ShortConvolutionKernel kernel = {90, kBF16, 4, true};
+  CHECK_OK(PrepareShortConvolution(kernel));
+  CHECK_OK(LoadShortConvolution(kernel, 1));
+  struct Case {
+    i32 channels;
+    int64_t max_qo_len;
+    unsigned grid;
+  };
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
+  for (const auto& [channels, max_qo_len, grid] :
+       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+    convolution.num_channels = channels;
+    CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == (grid > 0) && (grid == 0 || calls[0].grid == grid));
+  }
+  convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
+  CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
+              "short_convolution: plan: expected at most 2^31 - 1 CTAs");
+  CHECK(GetJitStats().short_convolution_launches == 7);
+}
+
+// The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
+// for a decode.
+void TestRecurrenceGrid() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kF32, 128, 128, kHeadDecay, true, true, true};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 16, problem.num_v_heads = 32;
+  problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
+  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  problem.max_chunks = 3;
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  problem.kernel.decay = kChannelDecay;
+  problem.kernel.head_dim_v = 256;
+  problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+}
+
 void TestPlan() {
   PlanParams plan = {};
   plan.header = reinterpret_cast<PlanHeader*>(0x4000);
@@ -1192,6 +1236,8 @@ int main() {
   TestLoadFailures();
   TestAppendAndMerge();
   TestQuantizedProduct();
+  TestShortConvolution();
+  TestRecurrenceGrid();
   TestPlan();
   TestConcurrentDevices();
   TestFork();
