@@ -746,15 +746,17 @@ enum LinearPhase : i32 {
 inline constexpr i32 kLinearTokens = 64;
 
 // What kLinearTerms computes of a chunk for one v head. G is the sum of log decays from the start
-// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. [i, j] is in the place of SwizzledByte;
-// blocks of 16 x 16 above the diagonal are not written.
+// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. [i, j] is in the place of
+// SwizzledByte; blocks of 16 x 16 above the diagonal are not written.
 struct LinearTerms {
-  unsigned short solve[kLinearTokens][kLinearTokens];  // (I + A)^-1 diag(beta); not without delta rule
-  unsigned short qk[kLinearTokens][kLinearTokens];     // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
-  float since_k[kLinearTokens];             // exp(G_j) n(k_j); without delta rule beta_j
-  float since_q[kLinearTokens];             // scale exp(G_j) n(q_j)
-  float until_k[kLinearTokens];             // exp(G_last - G_j) n(k_j)
-  float decay[32];                          // [0]: exp(G_last)
+  unsigned short solve[kLinearTokens]
+                      [kLinearTokens];  // (I + A)^-1 diag(beta); not without delta rule
+  unsigned short qk[kLinearTokens]
+                   [kLinearTokens];  // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
+  float since_k[kLinearTokens];      // exp(G_j) n(k_j); without delta rule beta_j
+  float since_q[kLinearTokens];      // scale exp(G_j) n(q_j)
+  float until_k[kLinearTokens];      // exp(G_last - G_j) n(k_j)
+  float decay[32];                   // [0]: exp(G_last)
 };
 
 // Segments of a call, in an order that does not matter.
@@ -769,9 +771,9 @@ struct LinearWorkspace {
   i64 num_segments;  // one word, 0 before the launch
   i64 segments;      // LinearSegment[max_chunks]
   i64 terms;         // LinearTerms[max_chunks][num_v_heads]
-  // A segment that another one follows is number begin / segment_chunks of these. It maps the state S
-  // before it to M S + B. The state before the first segment of a request is copied, since the last
-  // one may overwrite it in the pool while others read it.
+  // A segment that another one follows is number begin / segment_chunks of these. It maps the state
+  // S before it to M S + B. The state before the first segment of a request is copied, since the
+  // last one may overwrite it in the pool while others read it.
   i64 is_zero;  // i32[max_maps][num_v_heads]: M is 0
   i64 m;        // u16[max_maps][num_v_heads][2][dim_k][dim_k]: M = [0] + [1], in tiles
   i64 b;        // f32[max_maps][num_v_heads][dim_k][dim_v]; then the state behind the segment

@@ -44,7 +44,7 @@ int64_t PartsOfChunk(const LinearAttentionProblem& problem, int64_t num_processo
   const int64_t chunks = CeilDiv(problem.max_tokens, kLinearTokens);
   constexpr int64_t kCtasOfProcessor = 3;
   return chunks * problem.num_qk_heads < kCtasOfProcessor * num_processors ? problem.num_v_heads
-                                                                         : problem.num_qk_heads;
+                                                                           : problem.num_qk_heads;
 }
 
 }  // namespace
@@ -64,10 +64,9 @@ LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
   LinearAttentionLaunch launch;
   launch.segment_chunks = SegmentChunks(problem, kernel);
   launch.num_zero_words = 1;
-  const LinearWorkspace workspace(problem.max_chunks, problem.num_v_heads,
-                                  RoundUp(kernel.head_dim_k, 64),
-                                  RoundUp(kernel.head_dim_v, kernel.tile_columns),
-                                  launch.segment_chunks);
+  const LinearWorkspace workspace(
+      problem.max_chunks, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
+      RoundUp(kernel.head_dim_v, kernel.tile_columns), launch.segment_chunks);
   launch.workspace_words = workspace.size / 4;
   return launch;
 }

@@ -80,7 +80,8 @@ class LinearScan {
   };
   __device__ __forceinline__ int NumItems() const {
     if (plan_.num_chunks == 0) return 0;
-    return LoadConstant(At<i32>(this->Offsets().num_segments)) * p_.num_v_heads * Shape::kColumnTiles;
+    return LoadConstant(At<i32>(this->Offsets().num_segments)) * p_.num_v_heads *
+           Shape::kColumnTiles;
   }
   // Heads of one segment, and with them those that share K, are neighbours.
   __device__ __forceinline__ Item GetItem(int index) const {
@@ -131,10 +132,10 @@ class LinearScan {
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
     LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.k), p_.k, rows.begin, rows.length, pitch,
                                      qk_head * kDimK, kDimK);
-    LoadTile<Shape::kColumns, kNumThreads>(
-        SharedAddress(to.v), p_.v, rows.begin, rows.length,
-        static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
-        static_cast<i64>(head) * Shape::kDimV + column, Shape::kDimV - column);
+    LoadTile<Shape::kColumns, kNumThreads>(SharedAddress(to.v), p_.v, rows.begin, rows.length,
+                                           static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
+                                           static_cast<i64>(head) * Shape::kDimV + column,
+                                           Shape::kDimV - column);
     const LinearTerms& terms =
         At<const LinearTerms>(Offsets().terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
     if constexpr (Traits::kHasDeltaRule) {
@@ -187,10 +188,10 @@ class LinearMapsPhase
                                          Traits::kTileColumns>> {
   using Shape = LinearScanShape<Traits, CeilDiv(Traits::kHeadDimK, 64) * 64, Traits::kTileColumns>;
   using Base = LinearScan<Traits, Shape>;
-  using typename Base::Item;
-  using typename Base::Stage;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::stages_, Base::warp_;
+  using typename Base::Item;
+  using typename Base::Stage;
   using E = Element<kDtype>;
 
  public:
@@ -227,8 +228,9 @@ class LinearMapsPhase
       const int k = i / kColumns, v = i % kColumns;
       if (item.column + v >= Shape::kDimV) continue;
       to[static_cast<i64>(k) * Shape::kV + v] =
-          slot < 0 ? 0.0f
-                   : this->ToFloat(this->StateOf(slot, item.head)[k * Shape::kDimV + item.column + v]);
+          slot < 0
+              ? 0.0f
+              : this->ToFloat(this->StateOf(slot, item.head)[k * Shape::kDimV + item.column + v]);
     }
   }
 
@@ -363,9 +365,9 @@ class LinearMapsPhase
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       // K^T: rows are columns of the tile.
-      LoadMatrix4Transposed(k[step], SharedAddress(stage.k) +
-                                         SwizzledByte(16 * step + lane / 16 * 8 + lane % 8,
-                                                      16 * warp_ + lane / 8 % 2 * 8));
+      LoadMatrix4Transposed(
+          k[step], SharedAddress(stage.k) + SwizzledByte(16 * step + lane / 16 * 8 + lane % 8,
+                                                         16 * warp_ + lane / 8 % 2 * 8));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 16 * step + i / 2 * 8 + lane % 4 * 2;
@@ -384,8 +386,8 @@ class LinearMapsPhase
     m *= stage.decay[0];
   }
 
-  __device__ __forceinline__ void WriteMap(const Item& item, bool is_zero,
-                                           const M& m, const float (&b)[kColumns / 8][4]) {
+  __device__ __forceinline__ void WriteMap(const Item& item, bool is_zero, const M& m,
+                                           const float (&b)[kColumns / 8][4]) {
     const int lane = Base::Lane();
     const i64 map = this->Map(item.segment.begin, item.head);
     const int row = 16 * warp_ + lane / 4;
@@ -394,7 +396,8 @@ class LinearMapsPhase
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float* const to = to_b + static_cast<i64>(row + 8 * half) * Shape::kV + 8 * j + lane % 4 * 2;
+        float* const to =
+            to_b + static_cast<i64>(row + 8 * half) * Shape::kV + 8 * j + lane % 4 * 2;
         *reinterpret_cast<float2*>(to) = make_float2(b[j][2 * half], b[j][2 * half + 1]);
       }
     }
@@ -418,8 +421,7 @@ class LinearMapsPhase
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half;
-        const int at = r / 64 * (kK / 64 * kPartBytes) +
-                       SwizzledByte(r % 64, 8 * j + lane % 4 * 2);
+        const int at = r / 64 * (kK / 64 * kPartBytes) + SwizzledByte(r % 64, 8 * j + lane % 4 * 2);
         const u32 high = PackBf16(m[j][2 * half], m[j][2 * half + 1]);
         *reinterpret_cast<u32*>(to_m + at) = high;
         *reinterpret_cast<u32*>(to_m + kK * kK * 2 + at) =
@@ -438,10 +440,10 @@ class LinearOutputsPhase
     : LinearScan<Traits, LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>> {
   using Shape = LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>;
   using Base = LinearScan<Traits, Shape>;
-  using typename Base::Item;
-  using typename Base::Stage;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::stages_, Base::warp_;
+  using typename Base::Item;
+  using typename Base::Stage;
   using typename Base::State;
   using E = Element<kDtype>;
   static constexpr int kK = Shape::kK;
@@ -473,7 +475,8 @@ class LinearOutputsPhase
   __device__ __forceinline__ void FillPadding() {
     const i64 row = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
     const i64 end = p_.plan.max_tokens * row / 8;
-    const u32 word = plan_.is_faulty ? E::Pack(Infinity() - Infinity(), Infinity() - Infinity()) : 0;
+    const u32 word =
+        plan_.is_faulty ? E::Pack(Infinity() - Infinity(), Infinity() - Infinity()) : 0;
     for (i64 i = plan_.num_tokens * row / 8 + blockIdx.x * kNumThreads + threadIdx.x; i < end;
          i += static_cast<i64>(gridDim.x) * kNumThreads) {
       StoreVector(static_cast<u16*>(p_.o) + i * 8, make_uint4(word, word, word, word));
@@ -483,8 +486,8 @@ class LinearOutputsPhase
   __device__ __forceinline__ void RunItem(const Item& item) {
     constexpr int kStages = Shape::kStages;
     int chunk = item.segment.begin;
-    const int end = p_.segment_chunks > 0 ? Min(plan_.num_chunks, chunk + p_.segment_chunks)
-                                          : plan_.num_chunks;
+    const int end =
+        p_.segment_chunks > 0 ? Min(plan_.num_chunks, chunk + p_.segment_chunks) : plan_.num_chunks;
     float s[kK / 8][4];
     int to_load = chunk;
     StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
@@ -529,9 +532,9 @@ class LinearOutputsPhase
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int k = 8 * j + c % 2, v = c / 2 * 8;
-        const bool is_element = (Shape::kDimK == kK || row + k < Shape::kDimK) &&
-                                (Shape::kDimV == Shape::kV ||
-                                 item.column + column + v < Shape::kDimV);
+        const bool is_element =
+            (Shape::kDimK == kK || row + k < Shape::kDimK) &&
+            (Shape::kDimV == Shape::kV || item.column + column + v < Shape::kDimV);
         if (is_element) fn(s[j][c], first[k * kPitch + v]);
       }
     }
@@ -629,14 +632,13 @@ class LinearOutputsPhase
     for (int j = 0; j < 8; j += 2) {
       // Two blocks of 8 tokens, each with 8 and 8 columns.
       u32 v[4];
-      LoadMatrix4Transposed(v, SharedAddress(stage.v) +
-                                   SwizzledByte(8 * j + lane / 16 * 8 + lane % 8,
-                                                16 * warp_ + lane / 8 % 2 * 8));
+      LoadMatrix4Transposed(
+          v, SharedAddress(stage.v) +
+                 SwizzledByte(8 * j + lane / 16 * 8 + lane % 8, 16 * warp_ + lane / 8 % 2 * 8));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int tile = j + i / 2, half = i % 2;
-        const float2 f =
-            *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane % 4 * 2]);
+        const float2 f = *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane % 4 * 2]);
         float (&to)[4] = x[tile];
         const float v0 = HalfOf<kDtype>(v[i], 0), v1 = HalfOf<kDtype>(v[i], 1);
         if constexpr (Traits::kHasDeltaRule) {

@@ -1,8 +1,8 @@
 // Tiles of chunked linear attention in shared memory, and products of registers with them.
 //
-// A tile has 64 rows, tokens or channels, of bf16 or f16. Its columns are in parts of 64, whose rows
-// have 128 bytes, in the swizzle that wgmma reads: 16-byte vector c of row r is in place c ^ r % 8.
-// So ldmatrix, which reads 8 rows at once, meets no bank twice either.
+// A tile has 64 rows, tokens or channels, of bf16 or f16. Its columns are in parts of 64, whose
+// rows have 128 bytes, in the swizzle that wgmma reads: 16-byte vector c of row r is in place c ^ r
+// % 8. So ldmatrix, which reads 8 rows at once, meets no bank twice either.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -39,8 +39,8 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
   }
 }
 
-// Copies the lower triangle of a tile of 64 columns that is in its swizzle already. Blocks of 16 x 16
-// above the diagonal become 0.
+// Copies the lower triangle of a tile of 64 columns that is in its swizzle already. Blocks of 16 x
+// 16 above the diagonal become 0.
 template <int kNumThreads>
 __device__ __forceinline__ void LoadLowerTile(u32 tile, const void* array) {
   const int thread = Opaque(static_cast<int>(threadIdx.x));
@@ -61,8 +61,7 @@ __device__ __forceinline__ void ToFragments(const float (&x)[2 * kSteps][4], u32
   for (int i = 0; i < 2 * kSteps; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      a[i / 2][i % 2 * 2 + half] =
-          Element<kDtype>::Pack(x[i][2 * half], x[i][2 * half + 1]);
+      a[i / 2][i % 2 * 2 + half] = Element<kDtype>::Pack(x[i][2 * half], x[i][2 * half + 1]);
     }
   }
 }
@@ -82,9 +81,8 @@ __device__ __forceinline__ void RestFragments(const float (&x)[2 * kSteps][4],
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u32 pair = high[i / 2][i % 2 * 2 + half];
-      low[i / 2][i % 2 * 2 + half] =
-          Element<kDtype>::Pack(x[i][2 * half] - HalfOf<kDtype>(pair, 0),
-                                x[i][2 * half + 1] - HalfOf<kDtype>(pair, 1));
+      low[i / 2][i % 2 * 2 + half] = Element<kDtype>::Pack(
+          x[i][2 * half] - HalfOf<kDtype>(pair, 0), x[i][2 * half + 1] - HalfOf<kDtype>(pair, 1));
     }
   }
 }
@@ -121,8 +119,8 @@ struct MmaProducts {
   __device__ __forceinline__ static void Finish() {}
   __device__ __forceinline__ static void FenceTiles() {}
 
-  // x[16, 64] += a[16, 16 kSteps] tile[64, 16 kSteps]^T. kLower: of a tile of 64 columns, those above
-  // its diagonal are 0.
+  // x[16, 64] += a[16, 16 kSteps] tile[64, 16 kSteps]^T. kLower: of a tile of 64 columns, those
+  // above its diagonal are 0.
   template <bool kLower, int kSteps>
   __device__ __forceinline__ static void Rows(float (&x)[8][4], const u32 (&a)[kSteps][4],
                                               u32 tile) {

@@ -1,8 +1,8 @@
 // The states before segments of linear attention, from one to the next: S <- M S + B. They replace
 // the B of the segment that they follow.
 //
-// A CTA has 16 columns of v of a head of a request, as S^T, and goes through the maps; the next M is
-// on its way meanwhile. S and M are pairs of bf16, high + low, so products have an error of some
+// A CTA has 16 columns of v of a head of a request, as S^T, and goes through the maps; the next M
+// is on its way meanwhile. S and M are pairs of bf16, high + low, so products have an error of some
 // 2^-16: a start is as good as a state that was never split.
 #pragma once
 
@@ -132,7 +132,8 @@ class LinearStartsPhase {
     const auto load = [&](int i) {
       const unsigned char* from = M(map(i));
       const u32 to = SharedAddress(&shared_.m[i % kBuffers]);
-      for (int at = static_cast<int>(threadIdx.x) * 16; at < 2 * kHalfBytes; at += kNumThreads * 16) {
+      for (int at = static_cast<int>(threadIdx.x) * 16; at < 2 * kHalfBytes;
+           at += kNumThreads * 16) {
         CopyAsync16(to + at, from + at, true);
       }
     };
@@ -232,7 +233,8 @@ class LinearStartsPhase {
 
   // --- M is a multiple of I ---
 
-  __device__ __forceinline__ void GoThroughMultiples(int begin, int num_maps, int head, int column) {
+  __device__ __forceinline__ void GoThroughMultiples(int begin, int num_maps, int head,
+                                                     int column) {
     for (int e = static_cast<int>(threadIdx.x); e < kDimK * kColumns; e += kNumThreads) {
       const i64 at = static_cast<i64>(e / kColumns) * kV + column + e % kColumns;
       float x = FirstState(Map(begin, head))[at];

@@ -41,10 +41,10 @@ class LinearTermsPhase {
     // A below the diagonal, and on it blocks of T, high + low.
     alignas(1024) unsigned char high[kPartBytes];
     alignas(1024) unsigned char low[kPartBytes];
-    alignas(16) float diagonal[kWarps][16][16];   // of A
-    float sums[kWarps][kLinearTokens];            // each warp's own copies; G in units of log2
+    alignas(16) float diagonal[kWarps][16][16];  // of A
+    float sums[kWarps][kLinearTokens];           // each warp's own copies; G in units of log2
     float beta[kWarps][kLinearTokens];
-    float norms[2][kLinearTokens];                // of k and q
+    float norms[2][kLinearTokens];  // of k and q
   };
   static constexpr int kSmemBytes = sizeof(Shared);
   static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 4) >= kSmemBytes ? 4 : 2;
@@ -56,9 +56,7 @@ class LinearTermsPhase {
 
  private:
   __device__ __forceinline__ LinearTermsPhase(const Params& p, Shared& shared)
-      : p_(p),
-        shared_(shared),
-        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+      : p_(p), shared_(shared), warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
 
   // Places are computed where they are used: products leave no registers to keep them.
   __device__ __forceinline__ static int Lane() {
@@ -94,8 +92,9 @@ class LinearTermsPhase {
       SumDecays(tokens);
       if (h + 1 < head + num_heads) tokens = HeadTokens(p_, rows, h + 1);
       const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, p_.segment_chunks);
-      LinearTerms& terms = reinterpret_cast<LinearTerms*>(
-          static_cast<char*>(p_.workspace) + at.terms)[static_cast<i64>(chunk) * p_.num_v_heads + h];
+      LinearTerms& terms =
+          reinterpret_cast<LinearTerms*>(static_cast<char*>(p_.workspace) +
+                                         at.terms)[static_cast<i64>(chunk) * p_.num_v_heads + h];
       WriteFactors(terms);
       SplitProducts(terms);
       if constexpr (Traits::kHasDeltaRule) {
@@ -287,8 +286,7 @@ class LinearTermsPhase {
           of_q[c] = row >= column ? product(1) * (q_row * decay) : 0.0f;
         }
         const int column = 8 * j + lane % 4 * 2, at = SwizzledByte(row, column);
-        *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) =
-            E::Pack(of_q[0], of_q[1]);
+        *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) = E::Pack(of_q[0], of_q[1]);
         if constexpr (!Traits::kHasDeltaRule) continue;
         if (j / 2 == warp_) {
           float* const to = &shared_.diagonal[warp_][row % 16][column % 16];
@@ -389,7 +387,8 @@ class LinearTermsPhase {
     }
   }
 
-  __device__ __forceinline__ void WriteBlock(LinearTerms& terms, int block, const float (&t)[2][4]) {
+  __device__ __forceinline__ void WriteBlock(LinearTerms& terms, int block,
+                                             const float (&t)[2][4]) {
     const int lane = Lane();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

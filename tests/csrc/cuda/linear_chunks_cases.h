@@ -33,7 +33,7 @@ struct LinearTraits : Shape {
 struct LinearCase {
   std::vector<int> lens;  // of requests; each reads and writes the slot of its number
   int qk_heads, v_heads, segment_chunks;
-  float least_log;  // decays are exp of logs between this and 0
+  float least_log;              // decays are exp of logs between this and 0
   bool has_checkpoint = false;  // of request 0 after 5 tokens
   bool is_faulty = false, repeats_keys = false;
   int parts = 0;  // CTAs for each chunk; 0: one for each q and k head
@@ -178,9 +178,10 @@ void RunLinearCase(const char* what, const LinearCase& c) {
 
   const auto fail = [&](const char* which, double got, double limit) {
     ++g_failures;
-    std::printf("FAILED %s, dims %d x %d, heads %d / %d, %d requests, segments of %d: %s: %.3g, "
-                "expected at most %.3g\n",
-                what, kK, kV, c.qk_heads, c.v_heads, requests, c.segment_chunks, which, got, limit);
+    std::printf(
+        "FAILED %s, dims %d x %d, heads %d / %d, %d requests, segments of %d: %s: %.3g, "
+        "expected at most %.3g\n",
+        what, kK, kV, c.qk_heads, c.v_heads, requests, c.segment_chunks, which, got, limit);
   };
   double error = 0, size = 0, worst = 0;
   const i64 live = c.is_faulty ? 0 : static_cast<i64>(tokens) * c.v_heads * kV;
@@ -203,8 +204,8 @@ void RunLinearCase(const char* what, const LinearCase& c) {
   for (size_t i = 0; i < exact.size(); ++i) {
     const double got = Shape::kHasBf16States ? value(bf16_states[i]) : states[i];
     const i64 slot = (static_cast<i64>(i) - of_layer) / (c.v_heads * of_state);
-    const bool is_named = static_cast<i64>(i) >= of_layer && !c.is_faulty &&
-                          slot < requests + c.has_checkpoint;
+    const bool is_named =
+        static_cast<i64>(i) >= of_layer && !c.is_faulty && slot < requests + c.has_checkpoint;
     if (is_named) {
       state_error += (got - exact[i]) * (got - exact[i]);
       state_size += exact[i] * exact[i];

@@ -1188,7 +1188,9 @@ void TestLinearChunks() {
   calls = TakeCalls();
   CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
 
-  const auto is_recurrence = [&] { return SelectLinearAttention(problem).main_loop == kRecurrence; };
+  const auto is_recurrence = [&] {
+    return SelectLinearAttention(problem).main_loop == kRecurrence;
+  };
   problem.max_qo_len = 16;
   CHECK(is_recurrence());
   problem.max_qo_len = 64;
