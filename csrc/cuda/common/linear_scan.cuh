@@ -224,13 +224,23 @@ class LinearMapsPhase
   __device__ __forceinline__ void CopyState(const Item& item) {
     const int slot = plan_.Chunk(item.segment.begin).read_slot;
     float* const to = this->MapState(this->Map(item.segment.begin, item.head)) + item.column;
-    for (int i = static_cast<int>(threadIdx.x); i < Shape::kDimK * kColumns; i += kNumThreads) {
-      const int k = i / kColumns, v = i % kColumns;
+    constexpr int kVectors = kColumns / 4;  // of a row
+#pragma unroll 8
+    for (int i = static_cast<int>(threadIdx.x); i < Shape::kDimK * kVectors; i += kNumThreads) {
+      const int k = i / kVectors, v = i % kVectors * 4;
       if (item.column + v >= Shape::kDimV) continue;
-      to[static_cast<i64>(k) * Shape::kV + v] =
-          slot < 0
-              ? 0.0f
-              : this->ToFloat(this->StateOf(slot, item.head)[k * Shape::kDimV + item.column + v]);
+      float4 x = make_float4(0, 0, 0, 0);
+      if (slot >= 0) {
+        const auto* from = this->StateOf(slot, item.head) + k * Shape::kDimV + item.column + v;
+        if constexpr (Traits::kHasBf16States) {
+          const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+          x = make_float4(HalfOf<kElementBf16>(pairs.x, 0), HalfOf<kElementBf16>(pairs.x, 1),
+                          HalfOf<kElementBf16>(pairs.y, 0), HalfOf<kElementBf16>(pairs.y, 1));
+        } else {
+          x = *reinterpret_cast<const float4*>(from);
+        }
+      }
+      *reinterpret_cast<float4*>(to + static_cast<i64>(k) * Shape::kV + v) = x;
     }
   }
 
@@ -262,11 +272,14 @@ class LinearMapsPhase
       is_zero = step > 0 && !__syncthreads_or(!is_zero);
       if (step == 0) __syncthreads();
       if (is_zero) break;
-      if constexpr (kStages == 2) load((step + 1) % 2);
       const Stage& stage = stages_[kStages == 2 ? step % 2 : 0];
+      const auto ahead = [&] {
+        if constexpr (kStages == 2) load((step + 1) % 2);
+      };
       if constexpr (Traits::kHasDeltaRule) {
-        Step(stage, m.x, b);
+        Step(stage, ahead, m.x, b);
       } else {
+        ahead();
         StepOfSums(stage, m.x[0], b);
       }
       is_zero = m.Flush();
@@ -315,44 +328,47 @@ class LinearMapsPhase
   };
   using M = typename Conditional<Traits::kHasDeltaRule, Matrix, Multiple>::Type;
 
-  // Goes back over a chunk.
-  __device__ __forceinline__ void Step(const Stage& stage, float (&m)[kK / 8][4],
-                                       float (&b)[kColumns / 8][4]) {
+  // Goes back over a chunk. ahead: starts the copies of the next one.
+  template <class Ahead>
+  __device__ __forceinline__ void Step(const Stage& stage, const Ahead& ahead,
+                                       float (&m)[kK / 8][4], float (&b)[kColumns / 8][4]) {
     float x[8][4], y[8][4];
     u32 of_x[4][4], of_y[4][4];
-    SetZero(x);
-    SetZero(y);
     {
       u32 of_m[kK / 16][4];
       ToFragments<kDtype, kK / 16>(m, of_m);
       Products::Pin(of_m);
-      Products::Pin(x);
       Products::Start();
-      Products::template Rows<false>(x, of_m, SharedAddress(stage.k));
-      Products::Finish();
+      Products::template Rows<false, false>(x, of_m, SharedAddress(stage.k));
+      Products::Commit();
+      this->Scale(m, stage.decay[0]);
+      Products::template Wait<0>();
       Products::Pin(x);
     }
     this->ScaleTokens(x, stage.until_k);
     ToFragments<kDtype, 4>(x, of_x);
     Products::Pin(of_x);
-    Products::Pin(y);
     Products::Start();
-    Products::template Columns<true>(y, of_x, SharedAddress(stage.solve));
-    Products::Finish();
+    Products::template Columns<false, true>(y, of_x, SharedAddress(stage.solve));
+    Products::Commit();
+    ahead();
+    Products::template Wait<0>();
     Products::Pin(y);
     ToFragments<kDtype, 4>(y, of_y);
+    Products::Pin(of_y);
+    Products::Pin(b);
+    Products::Start();
+    Products::template Columns<true, false>(b, of_y, SharedAddress(stage.v));
+    Products::Commit();
     this->ScaleTokens(y, stage.since_k);
     this->Scale(y, -1.0f);
     ToFragments<kDtype, 4>(y, of_x);
-    this->Scale(m, stage.decay[0]);
     Products::Pin(of_x);
-    Products::Pin(of_y);
     Products::Pin(m);
-    Products::Pin(b);
     Products::Start();
-    Products::template Columns<false>(m, of_x, SharedAddress(stage.k));
-    Products::template Columns<false>(b, of_y, SharedAddress(stage.v));
-    Products::Finish();
+    Products::template Columns<true, false>(m, of_x, SharedAddress(stage.k));
+    Products::Commit();
+    Products::template Wait<0>();
     Products::Pin(m);
     Products::Pin(b);
   }
@@ -380,8 +396,9 @@ class LinearMapsPhase
     Products::Pin(k);
     Products::Pin(b);
     Products::Start();
-    Products::template Columns<false>(b, k, SharedAddress(stage.v));
-    Products::Finish();
+    Products::template Columns<true, false>(b, k, SharedAddress(stage.v));
+    Products::Commit();
+    Products::template Wait<0>();
     Products::Pin(b);
     m *= stage.decay[0];
   }
@@ -506,8 +523,10 @@ class LinearOutputsPhase
       WaitCopies<0>();
       Products::FenceTiles();
       __syncthreads();  // all have computed the step before
-      if constexpr (kStages == 2) load((step + 1) % 2);
-      Step(item, rows, stages_[kStages == 2 ? step % 2 : 0], s);
+      const auto ahead = [&] {
+        if constexpr (kStages == 2) load((step + 1) % 2);
+      };
+      Step(item, rows, stages_[kStages == 2 ? step % 2 : 0], ahead, s);
       if (rows.write_slot >= 0) WriteState(item, rows.write_slot, s);
       if constexpr (kStages == 1) {
         __syncthreads();
@@ -573,56 +592,65 @@ class LinearOutputsPhase
 
   // --- one chunk ---
 
+  // ahead: starts the copies of the next chunk.
+  template <class Ahead>
   __device__ __forceinline__ void Step(const Item& item, const StateChunk& rows, Stage& stage,
-                                       float (&s)[kK / 8][4]) {
+                                       const Ahead& ahead, float (&s)[kK / 8][4]) {
     float x[8][4], o[8][4];
     u32 fragments[4][4];
-    SetZero(x);
-    SetZero(o);
     {
       u32 of_s[kK / 16][4];
       ToFragments<kDtype, kK / 16>(s, of_s);
       Products::Pin(of_s);
-      Products::Pin(x);
-      Products::Pin(o);
       Products::Start();
       if constexpr (Traits::kHasDeltaRule) {
-        Products::template Rows<false>(x, of_s, SharedAddress(stage.k));
+        Products::template Rows<false, false>(x, of_s, SharedAddress(stage.k));
+        Products::Commit();
       }
-      Products::template Rows<false>(o, of_s, SharedAddress(stage.q));
-      Products::Finish();
-      Products::Pin(x);
+      Products::template Rows<false, false>(o, of_s, SharedAddress(stage.q));
+      Products::Commit();
+      ahead();
+      if constexpr (Traits::kHasDeltaRule) {
+        Products::template Wait<1>();
+        Products::Pin(x);
+      }
+      TakeValues(stage, x);
+      if constexpr (Traits::kHasDeltaRule) {
+        ToFragments<kDtype, 4>(x, fragments);
+        Products::Pin(fragments);
+        Products::Start();
+        Products::template Rows<false, true>(x, fragments, SharedAddress(stage.solve));
+        Products::Commit();
+      }
+      Products::template Wait<Traits::kHasDeltaRule ? 1 : 0>();
       Products::Pin(o);
     }
-    TakeValues(stage, x);
+    this->ScaleTokens(o, stage.since_q);
+    this->Scale(s, stage.decay[0]);
     if constexpr (Traits::kHasDeltaRule) {
-      ToFragments<kDtype, 4>(x, fragments);
-      SetZero(x);
-      Products::Pin(fragments);
-      Products::Pin(x);
-      Products::Start();
-      Products::template Rows<true>(x, fragments, SharedAddress(stage.solve));
-      Products::Finish();
+      Products::template Wait<0>();
       Products::Pin(x);
     }
     // x is V'^T.
     u32 kept[4][4];
     ToFragments<kDtype, 4>(x, fragments);
+    Products::Pin(fragments);
+    Products::Pin(o);
+    Products::Start();
+    Products::template Rows<true, true>(o, fragments, SharedAddress(stage.qk));
+    Products::Commit();
     this->ScaleTokens(x, stage.until_k);
     ToFragments<kDtype, 4>(x, kept);
-    this->ScaleTokens(o, stage.since_q);
-    this->Scale(s, stage.decay[0]);
-    Products::Pin(fragments);
     Products::Pin(kept);
-    Products::Pin(o);
     Products::Pin(s);
     Products::Start();
-    Products::template Rows<true>(o, fragments, SharedAddress(stage.qk));
-    Products::template Columns<false>(s, kept, SharedAddress(stage.k));
-    Products::Finish();
+    Products::template Columns<true, false>(s, kept, SharedAddress(stage.k));
+    Products::Commit();
+    Products::template Wait<1>();
     Products::Pin(o);
-    Products::Pin(s);
     WriteOutputs(item, rows, stage, o);
+    Products::template Wait<0>();
+    Products::Pin(s);
   }
 
   // x <- V^T - x (.) since_k, or V^T (.) beta.
@@ -659,14 +687,8 @@ class LinearOutputsPhase
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 pair = E::Pack(o[j][2 * half], o[j][2 * half + 1]);
-        const int token = 8 * j + lane % 4 * 2, column = 16 * warp_ + lane / 4 + 8 * half;
-        *reinterpret_cast<u16*>(stage.v + SwizzledByte(token, column)) = static_cast<u16>(pair);
-        *reinterpret_cast<u16*>(stage.v + SwizzledByte(token + 1, column)) =
-            static_cast<u16>(pair >> 16);
-      }
+      Products::StoreTransposed(stage.v, 8 * j, 16 * warp_, E::Pack(o[j][0], o[j][1]),
+                                E::Pack(o[j][2], o[j][3]));
     }
     __syncwarp();
     const int vector = 2 * warp_ + lane % 2, column = item.column + vector * 8;

@@ -104,9 +104,19 @@ __device__ __forceinline__ void LoadColumnsB(u32 (&b)[4], u32 tile, int row, int
   LoadMatrix4Transposed(b, tile + SwizzledByte(row + lane % 16, column + lane / 16 * 8));
 }
 
+template <int kTiles>
+__device__ __forceinline__ void SetZero(float (&x)[kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[i][c] = 0.0f;
+  }
+}
+
 // Products of the 16 rows that a warp has in registers with tiles, by mma.sync. WgmmaProducts
-// (sm90/linear_attention.cuh) has the same functions. A product is done after Finish; operands are
-// ready before Start.
+// (sm90/linear_attention.cuh) has the same functions: there operands are ready and pinned before
+// Start, and a product is done after a Wait for all but groups committed after its own. Results are
+// pinned then.
 template <int kDtype>
 struct MmaProducts {
   using E = Element<kDtype>;
@@ -116,14 +126,30 @@ struct MmaProducts {
   __device__ __forceinline__ static void Pin(float (&)[kTiles][4]) {}
   template <int kSteps>
   __device__ __forceinline__ static void Pin(u32 (&)[kSteps][4]) {}
-  __device__ __forceinline__ static void Finish() {}
+  __device__ __forceinline__ static void Commit() {}
+  template <int kPending>
+  __device__ __forceinline__ static void Wait() {}
   __device__ __forceinline__ static void FenceTiles() {}
 
-  // x[16, 64] += a[16, 16 kSteps] tile[64, 16 kSteps]^T. kLower: of a tile of 64 columns, those
-  // above its diagonal are 0.
-  template <bool kLower, int kSteps>
+  // Writes two 8 x 8 matrices transposed, side by side, to 8 rows of a tile. Before, a lane has
+  // elements 2 * (l % 4) and the next of row l / 4 of each.
+  __device__ __forceinline__ static void StoreTransposed(unsigned char* tile, int row, int column,
+                                                         u32 first, u32 second) {
+    const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = SwizzledByte(row + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8);
+      const u32 pair = i / 2 == 0 ? first : second;
+      *reinterpret_cast<u16*>(tile + at) = static_cast<u16>(pair >> 16 * (i % 2));
+    }
+  }
+
+  // x[16, 64] = (kAdds ? x : 0) + a[16, 16 kSteps] tile[64, 16 kSteps]^T. kLower: of a tile of 64
+  // columns, those above its diagonal are 0.
+  template <bool kAdds, bool kLower, int kSteps>
   __device__ __forceinline__ static void Rows(float (&x)[8][4], const u32 (&a)[kSteps][4],
                                               u32 tile) {
+    if constexpr (!kAdds) SetZero(x);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -136,10 +162,11 @@ struct MmaProducts {
     }
   }
 
-  // x[16, 8 kTiles] += a[16, 64] tile[64, 8 kTiles].
-  template <bool kLower, int kTiles>
+  // x[16, 8 kTiles] = (kAdds ? x : 0) + a[16, 64] tile[64, 8 kTiles].
+  template <bool kAdds, bool kLower, int kTiles>
   __device__ __forceinline__ static void Columns(float (&x)[kTiles][4], const u32 (&a)[4][4],
                                                  u32 tile) {
+    if constexpr (!kAdds) SetZero(x);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
@@ -152,14 +179,5 @@ struct MmaProducts {
     }
   }
 };
-
-template <int kTiles>
-__device__ __forceinline__ void SetZero(float (&x)[kTiles][4]) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x[i][c] = 0.0f;
-  }
-}
 
 }  // namespace jax_attn

@@ -14,32 +14,40 @@ struct WgmmaProducts {
   __device__ __forceinline__ static void Pin(T (&x)[kTiles][4]) {
     PinRegisters(x);
   }
-  __device__ __forceinline__ static void Finish() {
-    WgmmaCommit();
-    WgmmaWait<0>();
+  __device__ __forceinline__ static void Commit() { WgmmaCommit(); }
+  template <int kPending>
+  __device__ __forceinline__ static void Wait() {
+    WgmmaWait<kPending>();
   }
   // Before the barrier behind which tiles are read, in each thread that copied a part of them.
   __device__ __forceinline__ static void FenceTiles() { FenceSharedForWgmma(); }
 
-  template <bool kLower, int kSteps>
+  __device__ __forceinline__ static void StoreTransposed(unsigned char* tile, int row, int column,
+                                                         u32 first, u32 second) {
+    const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+    StoreMatrix2Transposed(
+        SharedAddress(tile) + SwizzledByte(row + lane % 8, column + lane / 8 % 2 * 8), first, second);
+  }
+
+  template <bool kAdds, bool kLower, int kSteps>
   __device__ __forceinline__ static void Rows(float (&x)[8][4], const u32 (&a)[kSteps][4],
                                               u32 tile) {
     const u64 b = MatrixDescriptor(tile, 16, kBlockBytes);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       Wgmma<64, kDtype>::RegistersA(x, a[k], MoveDescriptor(b, k / 4 * kPartBytes + k % 4 * 32),
-                                    true);
+                                    kAdds || k > 0);
     }
   }
 
-  template <bool kLower, int kTiles>
+  template <bool kAdds, bool kLower, int kTiles>
   __device__ __forceinline__ static void Columns(float (&x)[kTiles][4], const u32 (&a)[4][4],
                                                  u32 tile) {
     const u64 b = MatrixDescriptor(tile, kPartBytes, kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       Wgmma<8 * kTiles, kDtype>::RegistersATransposedB(
-          x, a[k], MoveDescriptor(b, k * 2 * kBlockBytes), true);
+          x, a[k], MoveDescriptor(b, k * 2 * kBlockBytes), kAdds || k > 0);
     }
   }
 
