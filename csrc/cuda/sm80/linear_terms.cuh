@@ -32,22 +32,26 @@ class LinearTermsPhase {
     alignas(1024) unsigned char k[kK / 64 * kPartBytes];
     alignas(1024) unsigned char q[kK / 64 * kPartBytes];
   };
-  struct Shared {
-    union {
-      Tiles tiles;
-      // K K^T and Q K^T, each thread's own accumulators: registers are for more CTAs.
-      float products[2][8][4][kNumThreads];
-    };
+  // Behind the products, in the place of the tiles.
+  struct Blocks {
+    // K K^T and Q K^T up to the diagonal, as accumulators: tiles of 16 x 8 of the warps in turn.
+    float4 products[2][2 * kBlocks * (kBlocks + 1) / 2][kWarpSize];
     // A below the diagonal, and on it blocks of T, high + low.
     alignas(1024) unsigned char high[kPartBytes];
     alignas(1024) unsigned char low[kPartBytes];
+  };
+  struct Shared {
+    union {
+      Tiles tiles;
+      Blocks blocks;
+    };
     alignas(16) float diagonal[kWarps][16][16];  // of A
     float sums[kWarps][kLinearTokens];           // each warp's own copies; G in units of log2
     float beta[kWarps][kLinearTokens];
     float norms[2][kLinearTokens];  // of k and q
   };
   static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 4) >= kSmemBytes ? 4 : 2;
+  static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 5) >= kSmemBytes ? 5 : 2;
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -188,15 +192,19 @@ class LinearTermsPhase {
       }
     }
     __syncthreads();  // tiles are read
+    const int lane = Lane();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if constexpr (Traits::kHasDeltaRule) shared_.products[0][j][c][threadIdx.x] = kk[j][c];
-        shared_.products[1][j][c][threadIdx.x] = qk[j][c];
-      }
+      if (j / 2 > warp_) break;
+      const auto write = [&](int which, const float (&x)[4]) {
+        shared_.blocks.products[which][FirstTile() + j][lane] = make_float4(x[0], x[1], x[2], x[3]);
+      };
+      if constexpr (Traits::kHasDeltaRule) write(0, kk[j]);
+      write(1, qk[j]);
     }
   }
+  // The warp's first tile of the products.
+  __device__ __forceinline__ int FirstTile() const { return warp_ * (warp_ + 1); }
 
   // --- a head ---
 
@@ -261,44 +269,59 @@ class LinearTermsPhase {
   // Writes the warp's rows of q k^T, and of A: below the diagonal as pairs, blocks on it as f32.
   __device__ __forceinline__ void SplitProducts(LinearTerms& terms) {
     const int lane = Lane();
-    const float (&sums)[kLinearTokens] = shared_.sums[warp_];
+    const float* sums = shared_.sums[warp_];
     const int first_row = 16 * warp_ + lane / 4;
+    float of_row[2], k_row[2], q_row[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 8 * half;
-      const float of_row = sums[row], k_row = shared_.norms[0][row] * shared_.beta[warp_][row];
-      const float q_row = shared_.norms[1][row] * p_.scale;
+      of_row[half] = sums[row];
+      k_row[half] = shared_.norms[0][row] * shared_.beta[warp_][row];
+      q_row[half] = shared_.norms[1][row] * p_.scale;
+    }
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (j / 2 > warp_) break;
-        float a[2], of_q[2];
+    for (int j = 0; j < 8; ++j) {
+      if (j / 2 > warp_) break;
+      const bool is_diagonal = j / 2 == warp_;
+      const int column = 8 * j + lane % 4 * 2;
+      const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+      const float2 norms = *reinterpret_cast<const float2*>(&shared_.norms[0][column]);
+      const float4 qk = shared_.blocks.products[1][FirstTile() + j][lane];
+      float4 kk = make_float4(0, 0, 0, 0);
+      if constexpr (Traits::kHasDeltaRule) kk = shared_.blocks.products[0][FirstTile() + j][lane];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = 8 * j + lane % 4 * 2 + c;
-          const float decay = Exp2(of_row - sums[column]) * shared_.norms[0][column];
-          const auto product = [&](int which) {
-            return shared_.products[which][j][2 * half + c][threadIdx.x];
-          };
-          a[c] = 0.0f;
-          if constexpr (Traits::kHasDeltaRule) {
-            if (row > column) a[c] = product(0) * (k_row * decay);
-          }
-          of_q[c] = row >= column ? product(1) * (q_row * decay) : 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half, at = SwizzledByte(row, column);
+        float x = Exp2(of_row[half] - of_column.x) * norms.x;
+        float y = Exp2(of_row[half] - of_column.y) * norms.y;
+        if (is_diagonal) {
+          if (row < column) x = 0.0f;
+          if (row < column + 1) y = 0.0f;
         }
-        const int column = 8 * j + lane % 4 * 2, at = SwizzledByte(row, column);
-        *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) = E::Pack(of_q[0], of_q[1]);
+        *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) =
+            E::Pack(Product(half == 0 ? qk.x : qk.z, x, q_row[half]),
+                    Product(half == 0 ? qk.y : qk.w, y, q_row[half]));
         if constexpr (!Traits::kHasDeltaRule) continue;
-        if (j / 2 == warp_) {
+        if (is_diagonal && row == column) x = 0.0f;
+        if (is_diagonal && row == column + 1) y = 0.0f;
+        const float a0 = Product(half == 0 ? kk.x : kk.z, x, k_row[half]);
+        const float a1 = Product(half == 0 ? kk.y : kk.w, y, k_row[half]);
+        if (is_diagonal) {
           float* const to = &shared_.diagonal[warp_][row % 16][column % 16];
-          *reinterpret_cast<float2*>(to) = make_float2(a[0], a[1]);
+          *reinterpret_cast<float2*>(to) = make_float2(a0, a1);
         } else {
-          const u32 high = PackBf16(a[0], a[1]);
-          *reinterpret_cast<u32*>(shared_.high + at) = high;
-          *reinterpret_cast<u32*>(shared_.low + at) =
-              PackBf16(a[0] - HalfOf<kElementBf16>(high, 0), a[1] - HalfOf<kElementBf16>(high, 1));
+          const u32 high = PackBf16(a0, a1);
+          *reinterpret_cast<u32*>(shared_.blocks.high + at) = high;
+          *reinterpret_cast<u32*>(shared_.blocks.low + at) =
+              PackBf16(a0 - HalfOf<kElementBf16>(high, 0), a1 - HalfOf<kElementBf16>(high, 1));
         }
       }
     }
+  }
+
+  // 0 where the decay is, whatever the product of rows is.
+  __device__ __forceinline__ static float Product(float x, float decay, float factor) {
+    return decay == 0.0f ? 0.0f : x * (decay * factor);
   }
 
   // Writes the inverse of the warp's block of I + A on the diagonal. Lanes l and l + 16 have column
@@ -316,7 +339,7 @@ class LinearTermsPhase {
       for (int i = 0; i < row; ++i) sum = fmaf(-a[row][i], x[i], sum);
       x[row] = sum;
     }
-    unsigned char* const tile = lane < 16 ? shared_.high : shared_.low;
+    unsigned char* const tile = lane < 16 ? shared_.blocks.high : shared_.blocks.low;
 #pragma unroll
     for (int row = 0; row < 16; ++row) {
       const u32 high = PackBf16(x[row], 0.0f) & 0xffff;
@@ -328,7 +351,7 @@ class LinearTermsPhase {
 
   // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta).
   __device__ __forceinline__ void Substitute(LinearTerms& terms) {
-    const u32 high_tile = SharedAddress(shared_.high), low_tile = SharedAddress(shared_.low);
+    const u32 high_tile = SharedAddress(shared_.blocks.high), low_tile = SharedAddress(shared_.blocks.low);
     u32 high[kBlocks][4], low[kBlocks][4];  // blocks of T
 #pragma unroll
     for (int j = kBlocks - 1; j >= 0; --j) {
@@ -377,8 +400,8 @@ class LinearTermsPhase {
   __device__ __forceinline__ void MultiplyPairs(float (&x)[2][4], const u32 (&high)[4],
                                                 const u32 (&low)[4], int row, int column) {
     u32 b_high[4], b_low[4];
-    LoadColumnsB(b_high, SharedAddress(shared_.high), row, column);
-    LoadColumnsB(b_low, SharedAddress(shared_.low), row, column);
+    LoadColumnsB(b_high, SharedAddress(shared_.blocks.high), row, column);
+    LoadColumnsB(b_low, SharedAddress(shared_.blocks.low), row, column);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       MmaBf16(x[i], low, b_high[2 * i], b_high[2 * i + 1]);
