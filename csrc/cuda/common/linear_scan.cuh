@@ -124,10 +124,10 @@ class LinearScan {
   }
 
   // Starts the copies of a chunk, which the caller commits.
-  template <bool kHasQueries>
+  template <bool kHasQueries, int kNumThreads = Shape::kNumThreads>
   __device__ __forceinline__ void LoadChunk(Stage& to, int chunk, const StateChunk& rows, int head,
                                             int column) const {
-    constexpr int kNumThreads = Shape::kNumThreads, kDimK = Shape::kDimK;
+    constexpr int kDimK = Shape::kDimK;
     const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
     LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.k), p_.k, rows.begin, rows.length, pitch,
@@ -146,7 +146,7 @@ class LinearScan {
                                        qk_head * kDimK, kDimK);
       LoadLowerTile<kNumThreads>(SharedAddress(to.qk), terms.qk);
     }
-    const int vector = static_cast<int>(threadIdx.x);
+    const int vector = static_cast<int>(threadIdx.x) % kNumThreads;
     if (vector < Shape::kTermsVectors) {
       CopyAsync16(SharedAddress(to.since_k) + vector * 16,
                   reinterpret_cast<const char*>(terms.since_k) + vector * 16, true);
@@ -467,25 +467,102 @@ class LinearOutputsPhase
 
  public:
   using Params = LinearAttentionParams;
-  static constexpr int kNumThreads = Shape::kNumThreads;
-  static constexpr int kSmemBytes = Shape::kStages * static_cast<int>(sizeof(Stage));
+  static constexpr bool kHasProducer = Products::kHasProducer;
+  static constexpr int kConsumerThreads = Shape::kNumThreads, kProducerThreads = 128;
+  static constexpr int kNumThreads = kConsumerThreads + (kHasProducer ? kProducerThreads : 0);
+  static constexpr int kStages =
+      kHasProducer && 3 * static_cast<int>(sizeof(Stage)) + 1024 <= CtaSmemBudget(Traits::kArch, 1)
+          ? 3
+          : Shape::kStages;
+  // With 384 threads, a thread begins with 168 registers.
+  static constexpr bool kMovesRegisters = kNumThreads > 256;
+  struct Shared {
+    Stage stages[kStages];
+    typename Products::template Ring<kStages> ring;
+  };
+  static constexpr int kSmemBytes = sizeof(Shared);
   static constexpr int kMinCtasPerSm = 1;
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    LinearOutputsPhase(p, reinterpret_cast<Stage*>(smem)).Run();
+    LinearOutputsPhase(p, *reinterpret_cast<Shared*>(smem)).Run();
   }
 
  private:
-  __device__ __forceinline__ LinearOutputsPhase(const Params& p, Stage* stages) : Base(p, stages) {}
+  __device__ __forceinline__ LinearOutputsPhase(const Params& p, Shared& shared)
+      : Base(p, shared.stages), shared_(shared) {}
 
   __device__ __forceinline__ void Run() {
     FillPadding();
-    const int num_items = this->NumItems();
-    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
-      RunItem(this->GetItem(i));
+    if constexpr (kHasProducer) {
+      if (threadIdx.x == 0) shared_.ring.Init(kProducerThreads, kConsumerThreads / kWarpSize);
       __syncthreads();
+      if (threadIdx.x >= kConsumerThreads) {
+        if constexpr (kMovesRegisters) Products::BecomeProducer();
+        ForItems([&](const Item& item, int* turn) { Produce(item, turn); });
+      } else {
+        if constexpr (kMovesRegisters) Products::BecomeConsumer();
+        ForItems([&](const Item& item, int* turn) { Consume(item, turn); });
+      }
+    } else {
+      ForItems([&](const Item& item, int*) {
+        RunItem(item);
+        __syncthreads();
+      });
     }
+  }
+
+  template <class Fn>
+  __device__ __forceinline__ void ForItems(const Fn& fn) const {
+    const int num_items = this->NumItems();
+    int turn = 0;
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
+      fn(this->GetItem(i), &turn);
+    }
+  }
+
+  // The chunk behind the last one that an item may have.
+  __device__ __forceinline__ int EndOf(const Item& item) const {
+    const int length = p_.segment_chunks;
+    return length > 0 ? Min(plan_.num_chunks, item.segment.begin + length) : plan_.num_chunks;
+  }
+
+  // --- a warpgroup copies, others compute ---
+
+  // turn: of the ring.
+  __device__ __forceinline__ void Produce(const Item& item, int* turn) const {
+    const int end = EndOf(item);
+    int chunk = item.segment.begin;
+    StateChunk rows = plan_.Chunk(chunk);
+    do {
+      const StateChunk next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+      shared_.ring.WaitEmpty(*turn);
+      this->template LoadChunk<true, kProducerThreads>(shared_.stages[*turn % kStages], chunk, rows,
+                                                       item.head, item.column);
+      shared_.ring.ArriveFull(*turn);
+      ++*turn;
+      ++chunk;
+      rows = next;
+    } while (chunk < end && rows.is_first != 1);
+  }
+
+  __device__ __forceinline__ void Consume(const Item& item, int* turn) {
+    const int end = EndOf(item);
+    int chunk = item.segment.begin;
+    float s[kK / 8][4];
+    StateChunk next = plan_.Chunk(chunk);
+    BeginState(item, next, s);
+    do {
+      const StateChunk rows = next;
+      next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+      shared_.ring.WaitFull(*turn);
+      Products::FenceTiles();
+      Step(item, rows, shared_.stages[*turn % kStages], [] {}, s);
+      shared_.ring.ArriveEmpty(*turn);
+      if (rows.write_slot >= 0) WriteState(item, rows.write_slot, s);
+      ++*turn;
+      ++chunk;
+    } while (chunk < end && next.is_first != 1);
   }
 
   // Rows behind the tokens become 0, all rows NaN with a fault.
@@ -500,11 +577,11 @@ class LinearOutputsPhase
     }
   }
 
+  // --- every warp does both ---
+
   __device__ __forceinline__ void RunItem(const Item& item) {
-    constexpr int kStages = Shape::kStages;
+    const int end = EndOf(item);
     int chunk = item.segment.begin;
-    const int end =
-        p_.segment_chunks > 0 ? Min(plan_.num_chunks, chunk + p_.segment_chunks) : plan_.num_chunks;
     float s[kK / 8][4];
     int to_load = chunk;
     StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
@@ -702,6 +779,8 @@ class LinearOutputsPhase
                   *reinterpret_cast<const uint4*>(stage.v + SwizzledByte(token, vector * 8)));
     }
   }
+
+  Shared& shared_;
 };
 
 }  // namespace jax_attn

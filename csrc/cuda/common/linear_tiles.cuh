@@ -24,7 +24,7 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
                                          i64 pitch, i64 column, int columns) {
   constexpr int kVectors = kColumns / 8, kRows = kNumThreads / kVectors;  // of one pass
   static_assert(kNumThreads % kVectors == 0 && kRows % 8 == 0, "passes have the same places");
-  const int thread = Opaque(static_cast<int>(threadIdx.x));
+  const int thread = Opaque(static_cast<int>(threadIdx.x)) % kNumThreads;
   const int vector = thread % kVectors;
   int row = thread / kVectors;
   const u16* from = static_cast<const u16*>(array) + (first + row) * pitch + column + vector * 8;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
 // 16 above the diagonal become 0.
 template <int kNumThreads>
 __device__ __forceinline__ void LoadLowerTile(u32 tile, const void* array) {
-  const int thread = Opaque(static_cast<int>(threadIdx.x));
+  const int thread = Opaque(static_cast<int>(threadIdx.x)) % kNumThreads;
 #pragma unroll
   for (int i = 0; i < CeilDiv(kLinearTokens * 8, kNumThreads); ++i) {
     const int at = i * kNumThreads + thread;
@@ -120,6 +120,11 @@ __device__ __forceinline__ void SetZero(float (&x)[kTiles][4]) {
 template <int kDtype>
 struct MmaProducts {
   using E = Element<kDtype>;
+
+  // Warps copy their own tiles.
+  static constexpr bool kHasProducer = false;
+  template <int kStages>
+  struct Ring {};
 
   __device__ __forceinline__ static void Start() {}
   template <int kTiles>

@@ -351,7 +351,8 @@ class LinearTermsPhase {
 
   // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta).
   __device__ __forceinline__ void Substitute(LinearTerms& terms) {
-    const u32 high_tile = SharedAddress(shared_.blocks.high), low_tile = SharedAddress(shared_.blocks.low);
+    const u32 high_tile = SharedAddress(shared_.blocks.high),
+              low_tile = SharedAddress(shared_.blocks.low);
     u32 high[kBlocks][4], low[kBlocks][4];  // blocks of T
 #pragma unroll
     for (int j = kBlocks - 1; j >= 0; --j) {

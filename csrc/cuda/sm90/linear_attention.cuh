@@ -9,6 +9,38 @@ namespace jax_attn {
 // As MmaProducts. A warpgroup reads a tile once for its 64 rows.
 template <int kDtype>
 struct WgmmaProducts {
+  // In kLinearOutputs a warpgroup copies tiles to a ring, so that those that multiply wait for
+  // tiles alone and not for each other.
+  static constexpr bool kHasProducer = true;
+  template <int kStages>
+  struct Ring {
+    alignas(8) u64 full[kStages], empty[kStages];
+
+    __device__ __forceinline__ void Init(int producer_threads, int consumer_warps) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        InitBarrier(SharedAddress(full + i), producer_threads);
+        InitBarrier(SharedAddress(empty + i), consumer_warps);
+      }
+    }
+    // Turn `n` of the ring.
+    __device__ __forceinline__ void WaitFull(int n) const {
+      WaitBarrier(SharedAddress(full + n % kStages), n / kStages % 2);
+    }
+    __device__ __forceinline__ void WaitEmpty(int n) const {
+      WaitBarrier(SharedAddress(empty + n % kStages), n / kStages % 2 ^ 1);
+    }
+    __device__ __forceinline__ void ArriveFull(int n) const {
+      ArriveBarrierAfterCopies(SharedAddress(full + n % kStages));
+    }
+    __device__ __forceinline__ void ArriveEmpty(int n) const {
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) ArriveBarrier(SharedAddress(empty + n % kStages));
+    }
+  };
+  __device__ __forceinline__ static void BecomeProducer() { LowerRegisterLimit<40>(); }
+  __device__ __forceinline__ static void BecomeConsumer() { RaiseRegisterLimit<232>(); }
+
   __device__ __forceinline__ static void Start() { WgmmaFence(); }
   template <class T, int kTiles>
   __device__ __forceinline__ static void Pin(T (&x)[kTiles][4]) {
@@ -26,7 +58,8 @@ struct WgmmaProducts {
                                                          u32 first, u32 second) {
     const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
     StoreMatrix2Transposed(
-        SharedAddress(tile) + SwizzledByte(row + lane % 8, column + lane / 8 % 2 * 8), first, second);
+        SharedAddress(tile) + SwizzledByte(row + lane % 8, column + lane / 8 % 2 * 8), first,
+        second);
   }
 
   template <bool kAdds, bool kLower, int kSteps>
