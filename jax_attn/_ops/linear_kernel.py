@@ -98,7 +98,7 @@ def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
+    numbers: dict[str, Any] = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
     numbers |= {"scale": spec.scale, "delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
@@ -108,7 +108,7 @@ def _forward_on_device(
 ) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
     packed = _packed(call, operands, plan)
-    given = *packed.operands, *packed.plan
+    given: list[Any] = [*packed.operands, *packed.plan]
     o, states = ffi.linear_attention(*given, **packed.numbers, target=target)
     return o.reshape(operands.v.shape), states
 
