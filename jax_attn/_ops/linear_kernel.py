@@ -162,10 +162,12 @@ def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any
         run = functools.partial(_partitioned_forward, call, operands.beta is not None, target)
         return functools.partial(_one_by_one, run)
 
+    gpu = gpu_target()
+    on_gpu = {} if gpu is None else {"cuda": by_kernel(gpu)}
     return jax.lax.platform_dependent(
         *arrays,
         cpu=by_kernel(ffi.CPU),
-        cuda=by_kernel(gpu_target()),
+        **on_gpu,
         default=lambda *arrays: call.in_jnp(call, *jax.tree.unflatten(tree, arrays)),
     )
 
