@@ -106,25 +106,28 @@ struct LinearRecurrenceBody {
   __device__ __forceinline__ void RunUnit(int index, u32 round) {
     StateChunk chunk = plan_.Chunk(index);
     const bool begins = index == 0 || chunk.is_first == 1;
-    // While the state is on its way.
-    bool is_prepared = begins && chunk.length > 0;
-    if (is_prepared) Prepare(chunk.begin, Min(kTokens, chunk.length));
-    WaitCopies<kStages - 1>();
-    Widen(round % kStages);
-    Copy(round + kStages);
-    if (!begins) return;
+    bool has_state = false;
 #pragma unroll 1
     while (true) {
+      int done = 0;
 #pragma unroll 1
-      for (int done = 0; done < chunk.length; done += kTokens) {
-        const int num = Min(kTokens, chunk.length - done);
-        if (!is_prepared) Prepare(chunk.begin + done, num);
-        is_prepared = false;
+      do {
+        const int num = begins ? Min(kTokens, chunk.length - done) : 0;
+        if (num > 0) Prepare(chunk.begin + done, num);  // the first ones while the state arrives
+        if (!has_state) {
+          has_state = true;
+          WaitCopies<kStages - 1>();
+          Widen(round % kStages);
+          Copy(round + kStages);
+        }
+        if (num == 0) break;
         __syncthreads();
 #pragma unroll 1
         for (int t = 0; t < num; ++t) Token(chunk.begin + done + t, t);
         __syncthreads();  // the tokens have been used
-      }
+        done += kTokens;
+      } while (done < chunk.length);
+      if (!begins) return;
       if (chunk.write_slot >= 0) Write(chunk.write_slot);
       ++index;
       if (index >= plan_.num_chunks || plan_.IsFirst(index)) return;
@@ -397,7 +400,7 @@ struct LinearRecurrenceBody {
                                       float (&sums)[kVector]) const {
 #pragma unroll
     for (int c = 0; c < kVector; ++c) sums[c] = 0.0f;
-#pragma unroll 2
+#pragma unroll(kVector == 8 ? 1 : 2)
     for (int w = 0; w < kRowWarps; ++w) {
 #pragma unroll
       for (int c = 0; c < kVector; c += 4) {
