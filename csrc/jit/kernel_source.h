@@ -83,20 +83,20 @@ struct QuantizedProductKernel {
 };
 
 struct LinearAttentionKernel {
-  int64_t arch = 0;  // 0: the capability of device 0
+  int64_t arch = 0;       // 0: the capability of device 0
   int64_t dtype = kBF16;  // of q, k, v and o
   int64_t head_dim_k = 0;
   int64_t head_dim_v = 0;
   int64_t decay = kHeadDecay;  // LinearDecay
   bool delta_rule = true;
   bool l2_norm = false;
-  bool bf16_states = false;  // else f32
+  bool bf16_states = false;         // else f32
   int64_t main_loop = kRecurrence;  // LinearLoop
-  int64_t tile_columns = 0;  // columns of v of one CTA, a multiple of 32
+  int64_t tile_columns = 0;         // columns of v of one CTA, a multiple of 32
 };
 
 struct ShortConvolutionKernel {
-  int64_t arch = 0;  // 0: the capability of device 0
+  int64_t arch = 0;       // 0: the capability of device 0
   int64_t dtype = kBF16;  // of x, y and the states
   int64_t width = 0;
   bool silu = false;
