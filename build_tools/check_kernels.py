@@ -671,8 +671,12 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.merge_source(arch, dtype), 0
     for case in QUANTIZED_PRODUCTS:
         yield _core.quantized_product_source(arch, *case), 0
-    linear = [_core.linear_attention_source([arch, 0, *words]) for words in LINEAR_ATTENTIONS]
-    for source in {source.name: source for source in linear}.values():
+    linear = {
+        source.name: source
+        for words in LINEAR_ATTENTIONS
+        for source in _core.linear_attention_sources([arch, 0, *words])
+    }
+    for source in linear.values():
         yield source, 0
     for convolution in SHORT_CONVOLUTIONS:
         yield _core.short_convolution_source(arch, *convolution), 0

@@ -421,8 +421,12 @@ NB_MODULE(_core, m) {
     ThrowIfError(
         ReadStatePlan(op, words.data(), words.shape(0), begin, max_tokens, num_slots, &plan));
   });
-  m.def("linear_attention_source", [](const std::vector<int64_t>& words) {
-    return LinearAttentionKernelSource(SelectLinearAttention(ReadLinear(words)));
+  m.def("linear_attention_sources", [](const std::vector<int64_t>& words) {
+    std::vector<KernelSource> sources;
+    for (const LinearAttentionKernel& kernel : LinearAttentionKernels(ReadLinear(words))) {
+      sources.push_back(LinearAttentionKernelSource(kernel));
+    }
+    return sources;
   });
   m.def("linear_attention_workspace_words", [](const std::vector<int64_t>& words) {
     return SizeLinearAttention(ReadLinear(words)).workspace_words;

@@ -734,6 +734,67 @@ struct LinearAttentionParams {
   void* workspace;  // [workspace_words], 32 bits each, 128-byte aligned
 };
 
+// The launches of a chunked loop, in this order.
+enum LinearPhase : i32 {
+  kLinearTerms = 0,  // what each chunk computes without a state
+  kLinearMaps,       // the map of states of each segment that another one follows
+  kLinearStarts,     // the states before these others
+  kLinearOutputs     // o, and the states behind chunks
+};
+
+// Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
+inline constexpr i32 kLinearTokens = 64;
+
+// What kLinearTerms computes of a chunk for one v head. G is the sum of log decays from the start
+// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. [i, j] is in the place of
+// SwizzledByte; blocks of 16 x 16 above the diagonal are not written.
+struct LinearTerms {
+  unsigned short solve[kLinearTokens]
+                      [kLinearTokens];  // (I + A)^-1 diag(beta); not without delta rule
+  unsigned short qk[kLinearTokens]
+                   [kLinearTokens];  // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
+  float since_k[kLinearTokens];      // exp(G_j) n(k_j); without delta rule beta_j
+  float since_q[kLinearTokens];      // scale exp(G_j) n(q_j)
+  float until_k[kLinearTokens];      // exp(G_last - G_j) n(k_j)
+  float decay[32];                   // [0]: exp(G_last)
+};
+
+// Segments of a call, in an order that does not matter.
+struct LinearSegment {
+  i32 begin;        // its first chunk
+  i32 first;        // the first chunk of its request
+  i32 is_followed;  // by another one: it has segment_chunks chunks
+};
+
+// Offsets, in bytes, in the workspace of a chunked loop. dims: padded to whole tiles.
+struct LinearWorkspace {
+  i64 num_segments;  // one word, 0 before the launch
+  i64 segments;      // LinearSegment[max_chunks]
+  i64 terms;         // LinearTerms[max_chunks][num_v_heads]
+  // A segment that another one follows is number begin / segment_chunks of these. It maps the state
+  // S before it to M S + B. The state before the first segment of a request is copied, since the
+  // last one may overwrite it in the pool while others read it.
+  i64 is_zero;  // i32[max_maps][num_v_heads]: M is 0
+  i64 m;        // u16[max_maps][num_v_heads][2][dim_k][dim_k]: M = [0] + [1], in tiles
+  i64 b;        // f32[max_maps][num_v_heads][dim_k][dim_v]; then the state behind the segment
+  i64 states;   // like b
+  i64 size;
+
+  constexpr LinearWorkspace(i64 max_chunks, i64 num_v_heads, i64 dim_k, i64 dim_v,
+                            i64 segment_chunks)
+      : num_segments(0), segments(128), terms(0), is_zero(0), m(0), b(0), states(0), size(0) {
+    const i64 max_maps = segment_chunks > 0 ? max_chunks / segment_chunks + 1 : 0;
+    const i64 maps = max_maps * num_v_heads;
+    terms = RoundUpTo128(segments + max_chunks * static_cast<i64>(sizeof(LinearSegment)));
+    is_zero = terms + max_chunks * num_v_heads * static_cast<i64>(sizeof(LinearTerms));
+    m = RoundUpTo128(is_zero + maps * 4);
+    b = m + maps * 4 * dim_k * dim_k;
+    states = b + maps * 4 * dim_k * dim_v;
+    size = states + maps * 4 * dim_k * dim_v;
+  }
+  static constexpr i64 RoundUpTo128(i64 bytes) { return (bytes + 127) / 128 * 128; }
+};
+
 // A causal depthwise convolution of the requests of a plan (jax_attn/_ops/short_convolution.py).
 struct ShortConvolutionParams {
   const void* x;        // [max_tokens, num_channels]

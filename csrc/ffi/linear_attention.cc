@@ -200,13 +200,13 @@ Status BackwardCpu(ffi::ThreadPool pool, const LinearOperands& operands, ffi::An
 Status InstantiateCuda(const LinearAttributes& attributes) {
   LinearAttentionProblem problem;
   JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
-  return PrepareLinearAttention(SelectLinearAttention(problem));
+  return PrepareLinearAttention(problem);
 }
 
 Status InitializeCuda(int32_t device_ordinal, const LinearAttributes& attributes) {
   LinearAttentionProblem problem;
   JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
-  return LoadLinearAttention(SelectLinearAttention(problem), device_ordinal);
+  return LoadLinearAttention(problem, device_ordinal);
 }
 
 Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOperands& call,

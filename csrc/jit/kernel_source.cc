@@ -217,6 +217,13 @@ const char* LoopName(int64_t main_loop) {
                                         : "wgmma";
 }
 
+const char* PhaseName(int64_t phase) {
+  return phase == kLinearTerms    ? "terms"
+         : phase == kLinearMaps   ? "maps"
+         : phase == kLinearStarts ? "starts"
+                                  : "outputs";
+}
+
 template <typename Visitor>
 void VisitFields(const LinearAttentionKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
@@ -228,6 +235,7 @@ void VisitFields(const LinearAttentionKernel& k, Visitor& visit) {
   visit("kHasL2Norm", k.l2_norm);
   visit("kHasBf16States", k.bf16_states, "else f32");
   visit("kMainLoop", Named{k.main_loop, LoopName(k.main_loop)});
+  visit("kPhase", Named{k.phase, PhaseName(k.phase)});
   visit("kTileColumns", k.tile_columns, "columns of v of one CTA");
 }
 
@@ -475,6 +483,7 @@ KernelSource MakeSource(const LinearAttentionKernel& kernel) {
   if (kernel.l2_norm) name << "-l2";
   name << "-s" << (kernel.bf16_states ? "bf16" : "f32") << "-" << LoopName(kernel.main_loop) << "-n"
        << kernel.tile_columns;
+  if (kernel.main_loop != kRecurrence) name << "-" << PhaseName(kernel.phase);
   constexpr const char* kFolders[kNumLinearLoops] = {"any", "sm80", "sm90"};
   constexpr const char* kBodies[kNumLinearLoops] = {"LinearRecurrenceBody", "LinearChunksBody",
                                                     "HopperLinearChunksBody"};

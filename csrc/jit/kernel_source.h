@@ -92,6 +92,7 @@ struct LinearAttentionKernel {
   bool l2_norm = false;
   bool bf16_states = false;         // else f32
   int64_t main_loop = kRecurrence;  // LinearLoop
+  int64_t phase = kLinearTerms;     // LinearPhase of a chunked loop
   int64_t tile_columns = 0;         // columns of v of one CTA, a multiple of 32
 };
 

@@ -6,6 +6,7 @@
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
 #include "jit/registry.h"
+#include "select/linear_chunks.h"
 #include "select/select.h"
 
 namespace jax_attn {
@@ -428,12 +429,18 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
   return LaunchLoaded(kOp, *loaded, launch, params, stream);
 }
 
-Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info) {
-  return PrepareResolved(kernel, info);
+Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info) {
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(PrepareResolved(kernel, info));
+  }
+  return Status::Ok();
 }
 
-Status LoadLinearAttention(const LinearAttentionKernel& kernel, int device_ordinal) {
-  return LoadResolved(kernel, device_ordinal);
+Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal) {
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(LoadResolved(kernel, device_ordinal));
+  }
+  return Status::Ok();
 }
 
 Status LaunchLinearAttention(const LinearAttentionProblem& problem,
@@ -441,19 +448,26 @@ Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                              int device_ordinal) {
   constexpr char kOp[] = "linear_attention";
   linear_attention_launches.fetch_add(1, std::memory_order_relaxed);
-  const LoadedKernel* loaded;
-  JAX_ATTN_RETURN_IF_ERROR(
-      FindResolved(kOp, SelectLinearAttention(problem), device_ordinal, &loaded));
   const LinearAttentionLaunch size = SizeLinearAttention(problem);
-  if (size.num_ctas > kMaxGrid) {
-    return Status::Error(std::string(kOp) + ": plan: expected at most 2^31 - 1 CTAs, got " +
-                         std::to_string(size.num_ctas) + "; make max_batch or max_tokens smaller.");
+  int64_t num_zero_words = size.num_zero_words;
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    const LoadedKernel* loaded;
+    JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
+    Launch launch;
+    launch.num_ctas = kernel.main_loop == kRecurrence
+                          ? size.num_ctas
+                          : LinearChunkCtas(problem, kernel, loaded->num_sms);
+    if (launch.num_ctas > kMaxGrid) {
+      return Status::Error(std::string(kOp) + ": plan: expected at most 2^31 - 1 CTAs, got " +
+                           std::to_string(launch.num_ctas) +
+                           "; make max_batch or max_tokens smaller.");
+    }
+    launch.zero_words = static_cast<i32*>(params.workspace);
+    launch.num_zero_words = num_zero_words;
+    num_zero_words = 0;  // later launches read what the first one counted
+    JAX_ATTN_RETURN_IF_ERROR(LaunchLoaded(kOp, *loaded, launch, params, stream));
   }
-  Launch launch;
-  launch.num_ctas = size.num_ctas;
-  launch.zero_words = static_cast<i32*>(params.workspace);
-  launch.num_zero_words = size.num_zero_words;
-  return LaunchLoaded(kOp, *loaded, launch, params, stream);
+  return Status::Ok();
 }
 
 Status PrepareShortConvolution(const ShortConvolutionKernel& kernel, KernelInfo* info) {

@@ -68,8 +68,8 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
                               const QuantizedProductParams& params, void* stream,
                               int device_ordinal);
 
-Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info = nullptr);
-Status LoadLinearAttention(const LinearAttentionKernel& kernel, int device_ordinal);
+Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info = nullptr);
+Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal);
 // Zeroes the first words of the workspace (SizeLinearAttention) before the launch.
 Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                              const LinearAttentionParams& params, void* stream, int device_ordinal);

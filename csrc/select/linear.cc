@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "select/linear_chunks.h"
 #include "select/select.h"
 
 namespace jax_attn {
@@ -62,17 +63,35 @@ Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentio
   return Status::Ok();
 }
 
-LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) { return kRecurrence; }
+LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
+  if (!HasLinearChunks(problem)) return kRecurrence;
+  return problem.kernel.arch == 90 ? kHopperChunks : kPortableChunks;
+}
 
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns = kernel.head_dim_k > kTileRows ? kTileColumns / 2 : kTileColumns;
+  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(kernel)
+                        : kernel.head_dim_k > kTileRows ? kTileColumns / 2
+                                                        : kTileColumns;
   return kernel;
+}
+
+std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionProblem& problem) {
+  std::vector<LinearAttentionKernel> kernels = {SelectLinearAttention(problem)};
+  if (kernels[0].main_loop == kRecurrence) return kernels;
+  const bool has_segments = SizeLinearChunks(problem, kernels[0]).segment_chunks > 0;
+  for (const LinearPhase phase : {kLinearMaps, kLinearStarts, kLinearOutputs}) {
+    if (phase != kLinearOutputs && !has_segments) continue;
+    kernels.push_back(kernels[0]);
+    kernels.back().phase = phase;
+  }
+  return kernels;
 }
 
 LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem) {
   const LinearAttentionKernel kernel = SelectLinearAttention(problem);
+  if (kernel.main_loop != kRecurrence) return SizeLinearChunks(problem, kernel);
   LinearAttentionLaunch launch;
   // The CTA of a chunk that begins no request, or is behind the plan's, leaves at once.
   launch.num_ctas = std::max<int64_t>(problem.max_chunks, 1) * problem.num_v_heads *

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "jit/kernel_source.h"
 #include "status.h"
@@ -10,7 +11,7 @@ namespace jax_attn {
 
 // What selects a kernel, and the capacities of a call.
 struct LinearAttentionProblem {
-  // tile_columns and main_loop are chosen; the caller sets the others.
+  // tile_columns, main_loop and phase are chosen; the caller sets the others.
   LinearAttentionKernel kernel;
   int64_t num_processors = 0;  // multiprocessors of the target; 0: those of the most common part
   int64_t num_qk_heads = 0, num_v_heads = 0;
@@ -29,10 +30,13 @@ Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentio
 // kernel for them.
 LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem);
 
+// The kernel of a call, the first one of a chunked loop.
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem);
+// All kernels of a call in the order of their launches.
+std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionProblem& problem);
 
 struct LinearAttentionLaunch {
-  int64_t num_ctas = 0;
+  int64_t num_ctas = 0;        // of the recurrence; for others see LinearChunkCtas
   int64_t segment_chunks = 0;  // see LinearAttentionParams
   int64_t workspace_words = 0, num_zero_words = 0;
 };

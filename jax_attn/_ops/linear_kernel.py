@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_attn._ops.operands import with_default_promotion
 from jax_attn._plan.state_plan import words_of_sequences
-from jax_attn._spec.state_spec import LinearAttentionSpec
+from jax_attn._spec.state_spec import CHUNK, LinearAttentionSpec
 from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
 from jax_attn._xla.transforms import Axes, partitioned, varying_alike
@@ -85,13 +85,15 @@ class _Packed(NamedTuple):
     numbers: dict[str, Any]
 
 
-def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -> _Packed:
+def _packed(
+    call: LinearCall, operands: LinearOperands, plan: list[jax.Array], target: tuple[int, int]
+) -> _Packed:
     spec, begin = call.spec, call.spec.chunks_begin
     chunks, longest = spec.max_chunks, spec.max_qo_len
     if not plan:
         batch, seq = operands.q.shape[:2]
-        chunks, longest = batch, seq
-        words, begin = words_of_sequences(batch, seq)
+        longest = seq
+        words, begin, chunks = words_of_sequences(batch, seq, seq if target == ffi.CPU else CHUNK)
         plan = [words, jnp.zeros((), jnp.int32)]
         flat: list[Any] = [
             None if x is None else x.reshape(batch * seq, *x.shape[2:]) for x in operands[:-1]
@@ -107,7 +109,7 @@ def _forward_on_device(
     call: LinearCall, has_beta: bool, target: tuple[int, int], *arrays: jax.Array
 ) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
-    packed = _packed(call, operands, plan)
+    packed = _packed(call, operands, plan, target)
     given: list[Any] = [*packed.operands, *packed.plan]
     o, states = ffi.linear_attention(*given, **packed.numbers, target=target)
     return o.reshape(operands.v.shape), states
@@ -115,7 +117,7 @@ def _forward_on_device(
 
 def _backward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays[:-2])
-    packed = _packed(call, operands, plan)
+    packed = _packed(call, operands, plan, ffi.CPU)
     d_o, d_states = arrays[-2].reshape(packed.operands.v.shape), arrays[-1]
     given: list[Any] = [*packed.operands, *packed.plan, d_o, d_states]
     found = ffi.linear_attention_backward(*given, **packed.numbers)

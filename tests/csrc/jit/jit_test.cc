@@ -1153,6 +1153,61 @@ void TestRecurrenceGrid() {
   CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
 }
 
+// Long prompts of bf16 are chunks: split if they are longer than a segment.
+void TestLinearChunks() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kBF16, 128, 128, kHeadDecay, true, true, false};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 2, problem.num_v_heads = 8;
+  problem.max_tokens = problem.max_qo_len = 65536, problem.max_chunks = 1026;
+  CHECK(SelectLinearAttention(problem).main_loop == kHopperChunks);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 64);  // 16 segments x 8 heads: 128 CTAs
+  const auto num_kernels = [&] { return LinearAttentionKernels(problem).size(); };
+  CHECK(num_kernels() == 4);
+  problem.kernel.arch = 80;
+  CHECK(SelectLinearAttention(problem).main_loop == kPortableChunks);
+
+  LinearAttentionParams params = {};
+  fake_driver.param_bytes = sizeof(params);
+  params.workspace = reinterpret_cast<void*>(0x8000);
+  problem.kernel.arch = 90;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  std::vector<Call> calls = TakeCalls();
+  CHECK(calls.size() == 5 && calls[0].name == "memset32 0");
+  CHECK(calls[0].address == 0x8000 && calls[0].count == 1);
+  CHECK(calls[1].grid == 1026 * 2);  // for each chunk a CTA for each q and k head
+  for (int i = 2; i < 5; ++i) CHECK(calls[i].grid == 11);
+
+  problem.max_qo_len = 4096;  // no longer than a segment
+  CHECK(SizeLinearAttention(problem).segment_chunks == 0 && num_kernels() == 2);
+  problem.max_tokens = 64, problem.max_qo_len = 64, problem.max_chunks = 2;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  calls = TakeCalls();
+  CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+
+  const auto is_recurrence = [&] {
+    return SelectLinearAttention(problem).main_loop == kRecurrence;
+  };
+  problem.max_qo_len = 16;
+  CHECK(is_recurrence());
+  problem.max_qo_len = 64;
+  CHECK(!is_recurrence());
+  for (const int64_t dtype : {kF16, kF32}) {
+    problem.kernel.dtype = dtype;
+    CHECK(is_recurrence());
+  }
+  problem.kernel.dtype = kBF16;
+  problem.kernel.decay = kChannelDecay;
+  CHECK(is_recurrence());
+  problem.kernel.decay = kNoDecay;
+  problem.kernel.head_dim_k = 136;
+  CHECK(is_recurrence());
+}
+
 void TestPlan() {
   PlanParams plan = {};
   plan.header = reinterpret_cast<PlanHeader*>(0x4000);
@@ -1239,6 +1294,7 @@ int main() {
   TestQuantizedProduct();
   TestShortConvolution();
   TestRecurrenceGrid();
+  TestLinearChunks();
   TestPlan();
   TestConcurrentDevices();
   TestFork();
