@@ -100,7 +100,7 @@ def _packed(
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
+    numbers: dict[str, Any] = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
     numbers |= {"scale": spec.scale, "delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
@@ -110,7 +110,7 @@ def _forward_on_device(
 ) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
     packed = _packed(call, operands, plan, target)
-    given = *packed.operands, *packed.plan
+    given: list[Any] = [*packed.operands, *packed.plan]
     o, states = ffi.linear_attention(*given, **packed.numbers, target=target)
     return o.reshape(operands.v.shape), states
 
@@ -164,10 +164,12 @@ def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any
         run = functools.partial(_partitioned_forward, call, operands.beta is not None, target)
         return functools.partial(_one_by_one, run)
 
+    gpu = gpu_target()
+    on_gpu = {} if gpu is None else {"cuda": by_kernel(gpu)}
     return jax.lax.platform_dependent(
         *arrays,
         cpu=by_kernel(ffi.CPU),
-        cuda=by_kernel(gpu_target()),
+        **on_gpu,
         default=lambda *arrays: call.in_jnp(call, *jax.tree.unflatten(tree, arrays)),
     )
 

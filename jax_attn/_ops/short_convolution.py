@@ -128,12 +128,14 @@ def _convolve(
             arch=arch,
         )
 
+    gpu = gpu_target()
+    on_gpu = {} if gpu is None else {"cuda": functools.partial(by_kernel, gpu[0])}
     return jax.lax.platform_dependent(
         operands,
         buffer,
         layer,
         cpu=functools.partial(by_kernel, 0),
-        cuda=functools.partial(by_kernel, gpu_target()[0]),
+        **on_gpu,
         default=functools.partial(_in_jnp, static),
     )
 

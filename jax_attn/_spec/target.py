@@ -29,9 +29,17 @@ def default_target() -> str:
     raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
 
 
-def gpu_target() -> tuple[int, int]:
-    """parse_target of this process's GPU; (0, 0) without one: kernels find it when they run."""
-    return parse_target(default_target()) if jax.default_backend() == "gpu" else (0, 0)
+def gpu_target() -> tuple[int, int] | None:
+    """parse_target of this process's GPU; None if it is too old for kernels.
+
+    (0, 0) without a GPU, for programs that are exported: kernels find theirs when they run.
+    """
+    if jax.default_backend() != "gpu":
+        return 0, 0
+    try:
+        return parse_target(default_target())
+    except (NotImplementedError, ValueError):  # below sm_80, or not CUDA
+        return None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
+from helpers.backends import on_every_platform
 from helpers.mesh_checks import run_on_cpus
 from helpers.paths import DATA
 
@@ -41,8 +42,9 @@ def reference(q, k, v, g, beta, state):
     return o.reshape(v.shape), states
 
 
+@on_every_platform
 @pytest.mark.parametrize("seq,channel", [(1, False), (63, False), (129, False), (35, True)])
-def test_against_the_recurrence(seq, channel):
+def test_against_the_recurrence(seq, channel, backend):
     arrays = arrays_of(seq=seq, channel=channel)
     for found, expected in zip(run(*arrays), reference(*arrays), strict=True):
         np.testing.assert_allclose(found, expected, atol=3e-5)
@@ -51,8 +53,9 @@ def test_against_the_recurrence(seq, channel):
 RECORDED = np.load(DATA / "linear_attention.npz")
 
 
+@on_every_platform
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in RECORDED}))
-def test_against_transformers(name):
+def test_against_transformers(name, backend):
     """tests/data/make_linear_attention.py has recorded its torch functions."""
     case = {k.split("/")[1]: RECORDED[k] for k in RECORDED if k.startswith(f"{name}/")}
     o, state = ja.gated_delta_rule(
@@ -64,14 +67,16 @@ def test_against_transformers(name):
     np.testing.assert_allclose(state, case["final_state"], atol=2e-5)
 
 
-def test_no_tokens():
+@on_every_platform
+def test_no_tokens(backend):
     arrays = arrays_of(seq=0)
     o, state = run(*arrays)
     assert o.shape == (2, 0, 4, 16)
     np.testing.assert_array_equal(state, arrays[-1])
 
 
-def test_vmap_and_remat():
+@on_every_platform
+def test_vmap_and_remat(backend):
     arrays = arrays_of(batch=4)
 
     def loss(*arrays):

@@ -43,6 +43,10 @@ def test_against_the_recurrence(name, backend):
     assert o.dtype == case.dtype and states.dtype == case.state_dtype
     assert_near(o, expected[0], TOLERANCE[case.dtype], "o")
     state_tolerance = max(TOLERANCE[case.state_dtype], 3e-5)
+    if backend.platform == "gpu" and case.dtype != "float32":
+        state_tolerance = (
+            TOLERANCE[case.dtype] / 3
+        )  # what chunks add to a state is a 16-bit product
     assert_near(states, expected[1], state_tolerance, "states")
     again = run(arrays, case.plan())
     assert np.asarray(o).tobytes() == np.asarray(again[0]).tobytes()

@@ -9,6 +9,7 @@
 // whatever else is in the batch.
 #pragma once
 
+#include "cuda/common/budget.cuh"
 #include "cuda/common/state_plan.cuh"
 
 namespace jax_attn {
@@ -38,19 +39,27 @@ struct LinearRecurrenceBody {
   static constexpr int kTiles = CeilDiv(kDimV, Traits::kTileColumns);
   static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
 
-  static constexpr int kTokens = 8;  // that are prepared together
+  static constexpr int kTokens = kDimK > 128 ? 4 : 8;  // that are prepared together
   // A log of a decay below it makes the decay 0 in f32, as on CPUs.
   static constexpr float kLowestLog = -88.0f;
   static constexpr float kNormEpsilon = 1e-6f;
 
   // A channel of a token: decay * k, decay * q, k, decay. q has the scale; both are normalized.
-  struct Smem {
+  struct Tokens {
     float4 channels[kTokens][kPaddedDimK];
-    float v[kTokens][kColumns];
+    float4 v[kTokens][kColumns / 4];
     float beta[kTokens], qk[kTokens];
     // S^T k' and S^T q' of the rows of each warp, for every other token, so that one barrier a
     // token is enough.
-    alignas(16) float sums[2][kRowWarps][2][kColumns];
+    float4 sums[2][kRowWarps][2][kColumns / 4];
+  };
+  // States of units to come. A thread copies what it will read itself, so nobody waits for others.
+  using Stage = uint4[kRows][kNumThreads];
+  static constexpr bool kHasTwoStages = static_cast<int>(sizeof(Tokens) + 2 * sizeof(Stage)) <=
+                                        CtaSmemBudget(Traits::kArch, kMinCtasPerSm);
+  static constexpr int kStages = kHasTwoStages ? 2 : 1;
+  struct Smem : Tokens {
+    Stage states[kStages];
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
 
@@ -65,44 +74,60 @@ struct LinearRecurrenceBody {
 
   // A unit is a tile of columns of a head of the request that begins at a chunk; most chunks of
   // long requests begin none.
+  struct Unit {
+    int chunk, head, first_column;
+    // round: of this CTA.
+    __device__ __forceinline__ Unit(u32 round, int num_v_heads) {
+      const u32 unit = static_cast<u32>(blockIdx.x) + round * static_cast<u32>(gridDim.x);
+      const u32 of_chunk = static_cast<u32>(num_v_heads * kTiles);
+      const int rest = static_cast<int>(unit % of_chunk);
+      chunk = static_cast<int>(unit / of_chunk);
+      head = rest / kTiles;
+      first_column = kTiles == 1 ? 0 : rest % kTiles * Traits::kTileColumns;
+    }
+  };
+
   __device__ __forceinline__ void RunUnits() {
     plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
                                             static_cast<i64>(p_.num_v_heads) * kDimV);
-    const u32 of_chunk = static_cast<u32>(p_.num_v_heads * kTiles);
+#pragma unroll
+    for (u32 i = 0; i < kStages; ++i) Copy(i);
 #pragma unroll 1
-    for (u32 unit = blockIdx.x;; unit += gridDim.x) {
-      const int chunk = static_cast<int>(unit / of_chunk);
-      if (chunk >= plan_.num_chunks) return;
-      const int rest = static_cast<int>(unit % of_chunk);
-      head_ = rest / kTiles;
-      first_column_ = kTiles == 1 ? 0 : rest % kTiles * Traits::kTileColumns;
-      RunUnit(chunk);
+    for (u32 round = 0;; ++round) {
+      const Unit unit(round, p_.num_v_heads);
+      if (unit.chunk >= plan_.num_chunks) break;
+      head_ = unit.head;
+      first_column_ = unit.first_column;
+      RunUnit(unit.chunk, round);
     }
+    WaitCopies<0>();
   }
 
-  __device__ __forceinline__ void RunUnit(int index) {
+  __device__ __forceinline__ void RunUnit(int index, u32 round) {
     StateChunk chunk = plan_.Chunk(index);
-    if (index > 0 && chunk.is_first != 1) return;
-    uint4 raw[kRows];
-    Load(chunk.read_slot, raw);
-    // While the state is on its way.
-    bool is_prepared = chunk.length > 0;
-    if (is_prepared) Prepare(chunk.begin, Min(kTokens, chunk.length));
-    Widen(raw);
+    const bool begins = index == 0 || chunk.is_first == 1;
+    bool has_state = false;
 #pragma unroll 1
     while (true) {
+      int done = 0;
 #pragma unroll 1
-      for (int done = 0; done < chunk.length; done += kTokens) {
-        const int num = Min(kTokens, chunk.length - done);
-        if (!is_prepared) Prepare(chunk.begin + done, num);
-        is_prepared = false;
+      do {
+        const int num = begins ? Min(kTokens, chunk.length - done) : 0;
+        if (num > 0) Prepare(chunk.begin + done, num);  // the first ones while the state arrives
+        if (!has_state) {
+          has_state = true;
+          WaitCopies<kStages - 1>();
+          Widen(round % kStages);
+          Copy(round + kStages);
+        }
+        if (num == 0) break;
         __syncthreads();
 #pragma unroll 1
-        for (int t = 0; t < num; ++t) {
-          Token(chunk.begin + done + t, t);
-        }
+        for (int t = 0; t < num; ++t) Token(chunk.begin + done + t, t);
         __syncthreads();  // the tokens have been used
-      }
+        done += kTokens;
+      } while (done < chunk.length);
+      if (!begins) return;
       if (chunk.write_slot >= 0) Write(chunk.write_slot);
       ++index;
       if (index >= plan_.num_chunks || plan_.IsFirst(index)) return;
@@ -132,32 +157,41 @@ struct LinearRecurrenceBody {
 
   // --- the state ---
 
-  __device__ __forceinline__ bool HasColumns(const Part& part) const {
-    return first_column_ + part.column < kDimV;
-  }
   // The lane's first vector in the pool.
-  __device__ __forceinline__ char* Place(const Part& part, int slot) const {
-    const i64 state = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head_;
-    const i64 element = (state * kDimK + part.Row(0)) * kDimV + first_column_ + part.column;
+  __device__ __forceinline__ char* Place(const Part& part, int slot, int head,
+                                         int first_column) const {
+    const i64 state = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head;
+    const i64 element = (state * kDimK + part.Row(0)) * kDimV + first_column + part.column;
     return static_cast<char*>(p_.states) + element * (kHasBf16States ? 2 : 4);
   }
   static constexpr int kStepBytes = kRowLanes * kDimV * (kHasBf16States ? 2 : 4);
 
-  __device__ __forceinline__ void Load(int slot, uint4 (&raw)[kRows]) const {
-    const Part part;
-    const bool loads = slot >= 0 && HasColumns(part);
-    const char* from = Place(part, Max(slot, 0));
+  // Copies the state that a round's unit reads, if there is one; zeros for slot -1 and behind the
+  // last column.
+  __device__ __forceinline__ void Copy(u32 round) {
+    const Unit unit(round, p_.num_v_heads);
+    if (unit.chunk < plan_.num_chunks && plan_.IsFirst(unit.chunk)) {
+      const Part part;
+      const int slot = plan_.Chunk(unit.chunk).read_slot;
+      const bool loads = slot >= 0 && unit.first_column + part.column < kDimV;
+      const char* from = Place(part, Max(slot, 0), unit.head, unit.first_column);
+      uint4* const to = &s_.states[round % kStages][0][threadIdx.x];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      raw[i] = LoadRow16If(loads && part.HasRow(i), from + i * kStepBytes);
+      for (int i = 0; i < kRows; ++i) {
+        const bool valid = loads && part.HasRow(i);
+        CopyAsync16(SharedAddress(to + i * kNumThreads), valid ? from + i * kStepBytes : from,
+                    valid);
+      }
     }
+    CommitCopies();
   }
-  __device__ __forceinline__ void Widen(const uint4 (&raw)[kRows]) {
+
+  __device__ __forceinline__ void Widen(u32 stage) {
+    const uint4* const from = &s_.states[stage][0][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint4 here =
-          Opaque(raw[i]);  // not widened before, which would take twice the registers
-      const u32 words[4] = {here.x, here.y, here.z, here.w};
+      const uint4 raw = from[i * kNumThreads];
+      const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
         if constexpr (kHasBf16States) {
@@ -172,10 +206,10 @@ struct LinearRecurrenceBody {
 
   __device__ __forceinline__ void Write(int slot) const {
     const Part part;
-    char* to = Place(part, slot);
+    char* to = Place(part, slot, head_, first_column_);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (!HasColumns(part) || !part.HasRow(i)) continue;
+      if (first_column_ + part.column >= kDimV || !part.HasRow(i)) continue;
       const float (&x)[kVector] = state_[i];
       uint4 words;
       if constexpr (kHasBf16States) {
@@ -263,7 +297,9 @@ struct LinearRecurrenceBody {
       v[i] = column < kDimV ? LoadElement<kDtype>(p_.v, of_head * kDimV + column) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kColumns / kWarpSize; ++i) s_.v[t][i * kWarpSize + lane] = v[i];
+    for (int i = 0; i < kColumns / kWarpSize; ++i) {
+      reinterpret_cast<float*>(s_.v[t])[i * kWarpSize + lane] = v[i];
+    }
     if (lane == 0) s_.beta[t] = beta;
   }
 
@@ -297,10 +333,11 @@ struct LinearRecurrenceBody {
     __syncthreads();
 
     float change[kVector];
-    const bool has_o = part.row_warp == 0 && part.row_lane == 0 && HasColumns(part);
+    const bool has_o =
+        part.row_warp == 0 && part.row_lane == 0 && first_column_ + part.column < kDimV;
     const float beta = s_.beta[t];
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) change[c] = s_.v[t][part.column + c];
+    for (int c = 0; c < kVector; c += 4) Spread(s_.v[t][(part.column + c) / 4], &change[c]);
     if constexpr (kHasDeltaRule) {
       Sum(part, parity, 0, of_k);
 #pragma unroll
@@ -350,21 +387,36 @@ struct LinearRecurrenceBody {
       const float gives = keeps_high ? low : high, keeps = keeps_high ? high : low;
       halves[c] = keeps + __shfl_xor_sync(kFullWarp, gives, 2 * kColumnLanes);
     }
-    float* to =
-        &s_.sums[parity][part.row_warp][keeps_q][part.column + (keeps_high ? kVector / 2 : 0)];
-#pragma unroll
-    for (int c = 0; c < kVector / 2; ++c) to[c] = halves[c];
+    float* to = reinterpret_cast<float*>(s_.sums[parity][part.row_warp][keeps_q]) + part.column +
+                (keeps_high ? kVector / 2 : 0);
+    if constexpr (kVector == 8) {
+      *reinterpret_cast<float4*>(to) = make_float4(halves[0], halves[1], halves[2], halves[3]);
+    } else {
+      *reinterpret_cast<float2*>(to) = make_float2(halves[0], halves[1]);
+    }
   }
   // Sums over the row warps, for the lane's columns. which: 0 of k, 1 of q.
   __device__ __forceinline__ void Sum(const Part& part, int parity, int which,
                                       float (&sums)[kVector]) const {
 #pragma unroll
     for (int c = 0; c < kVector; ++c) sums[c] = 0.0f;
-#pragma unroll 2
+#pragma unroll(kVector == 8 ? 1 : 2)
     for (int w = 0; w < kRowWarps; ++w) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) sums[c] += s_.sums[parity][w][which][part.column + c];
+      for (int c = 0; c < kVector; c += 4) {
+        float x[4];
+        Spread(s_.sums[parity][w][which][(part.column + c) / 4], x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[c + i] += x[i];
+      }
     }
+  }
+
+  __device__ __forceinline__ static void Spread(float4 from, float* to) {
+    to[0] = from.x;
+    to[1] = from.y;
+    to[2] = from.z;
+    to[3] = from.w;
   }
 
   const Params& p_;

@@ -102,10 +102,15 @@ struct ShortConvolutionBody {
     const bool is_first = index == 0 || chunk.is_first == 1;
     const bool begins = is_first && tile == 0;
     if (!begins && tile * p_.tile_rows >= chunk.length) return;
+    // The state, then the first inputs, on their way while taps are. (One more: arrays are not
+    // empty.)
+    Elements<kChannels> inputs[2 * kPast + 1];
+    const int known_end = begins ? EndOfFirst(index, chunk) : 0;
+    if (begins) LoadFirst<kChannels>(chunk, column, known_end, inputs);
     LoadTaps<kChannels>(column * kNumThreads * kChannels);
     __syncthreads();
     const Columns<kChannels> of(p_, s_, column);
-    if (begins) Begin(of, index, chunk);
+    if (begins) Begin(of, inputs, index, chunk.begin, known_end);
     // Tokens whose window has no state.
     const int first = is_first ? chunk.begin : FirstRow(index, chunk);
     const int end = chunk.begin + chunk.length;
@@ -130,11 +135,20 @@ struct ShortConvolutionBody {
     constexpr int kOfThread = kChannels * kWidth;
     const float* from = p_.weight + static_cast<i64>(first) * kWidth;
     const int num = Min(kNumThreads * kChannels, p_.num_channels - first) * kWidth;
+    constexpr int kOfLoad = kChannels % 4 == 0 ? 4 : 1;
 #pragma unroll 8
-    for (int i = 0; i < kOfThread; ++i) {
-      const int at = i * kNumThreads + static_cast<int>(threadIdx.x);
-      const float tap = at < num ? __uint_as_float(LoadOperand32(from + at)) : 0.0f;
-      s_.taps[at / kOfThread][at % kOfThread] = tap;
+    for (int i = 0; i < kOfThread / kOfLoad; ++i) {
+      const int at = (i * kNumThreads + static_cast<int>(threadIdx.x)) * kOfLoad;
+      float* const to = &s_.taps[at / kOfThread][at % kOfThread];
+      if constexpr (kOfLoad == 4) {
+        const uint4 taps = LoadRow16If(at < num, from + at);
+        to[0] = __uint_as_float(taps.x);
+        to[1] = __uint_as_float(taps.y);
+        to[2] = __uint_as_float(taps.z);
+        to[3] = __uint_as_float(taps.w);
+      } else {
+        to[0] = at < num ? __uint_as_float(LoadOperand32(from + at)) : 0.0f;
+      }
     }
   }
 
@@ -158,14 +172,12 @@ struct ShortConvolutionBody {
     }
   };
 
-  template <int kChannels>
-  __device__ __forceinline__ i64 RowOf(const Columns<kChannels>& of, int row) const {
-    return static_cast<i64>(row) * p_.num_channels + of.channel;
+  __device__ __forceinline__ i64 RowOf(int channel, int row) const {
+    return static_cast<i64>(row) * p_.num_channels + channel;
   }
-  template <int kChannels>
-  __device__ __forceinline__ i64 StateRow(const Columns<kChannels>& of, int slot, int row) const {
+  __device__ __forceinline__ i64 StateRow(int channel, int slot, int row) const {
     const i64 state = plan_.layer * plan_.num_slots + slot;
-    return (state * kPast + row) * p_.num_channels + of.channel;
+    return (state * kPast + row) * p_.num_channels + channel;
   }
 
   // y of a row from its window, the oldest input first: one chain in the order of the taps.
@@ -193,7 +205,7 @@ struct ShortConvolutionBody {
         out.words[c / 2] = Element<kDtype>::Pack(y[c], y[c + 1]);
       }
     }
-    Store<kChannels>(p_.y, RowOf(of, row), out);
+    Store<kChannels>(p_.y, RowOf(of.channel, row), out);
   }
 
   // Rows [begin, end), whose inputs are all in x.
@@ -201,11 +213,12 @@ struct ShortConvolutionBody {
   __device__ __forceinline__ void Slide(const Columns<kChannels>& of, int begin, int end) const {
     Elements<kChannels> past[kPast + kRowsAhead];
 #pragma unroll
-    for (int i = 0; i < kPast; ++i) past[i] = Load<kChannels>(p_.x, RowOf(of, begin - kPast + i));
+    for (int i = 0; i < kPast; ++i)
+      past[i] = Load<kChannels>(p_.x, RowOf(of.channel, begin - kPast + i));
     for (int row = begin; row < end; row += kRowsAhead) {
 #pragma unroll
       for (int n = 0; n < kRowsAhead; ++n) {
-        past[kPast + n] = Load<kChannels>(p_.x, RowOf(of, Min(row + n, end - 1)));
+        past[kPast + n] = Load<kChannels>(p_.x, RowOf(of.channel, Min(row + n, end - 1)));
       }
 #pragma unroll
       for (int n = 0; n < kRowsAhead; ++n) {
@@ -219,30 +232,45 @@ struct ShortConvolutionBody {
     }
   }
 
-  // The first kPast tokens of a request, and all states that it writes. All threads of the CTA.
-  template <int kChannels>
-  __device__ __forceinline__ void Begin(const Columns<kChannels>& of, int index,
-                                        const StateChunk& chunk) {
-    const int first = chunk.begin;
-    // The state, then the first inputs. (One more: arrays are not empty.)
-    Elements<kChannels> inputs[2 * kPast + 1];
-#pragma unroll
-    for (int i = 0; i < kPast; ++i) {
-      inputs[i] = {};
-      if (of.is_valid && chunk.read_slot >= 0) {
-        inputs[i] = Load<kChannels>(p_.states, StateRow(of, chunk.read_slot, i));
-      }
-    }
-    int end = first + chunk.length;  // of the request, or of kPast tokens or more
-    for (int i = index + 1; end - first < kPast && i < plan_.num_chunks && !plan_.IsFirst(i); ++i) {
+  // The row behind the request that begins with a chunk, or some row kPast or more behind its
+  // first.
+  __device__ __forceinline__ int EndOfFirst(int index, const StateChunk& chunk) const {
+    int end = chunk.begin + chunk.length;
+    for (int i = index + 1; end - chunk.begin < kPast && i < plan_.num_chunks && !plan_.IsFirst(i);
+         ++i) {
       const StateChunk next = plan_.Chunk(i);
       end = next.begin + next.length;
     }
-    if (of.is_valid) {
+    return end;
+  }
+
+  template <int kChannels>
+  __device__ __forceinline__ void LoadFirst(const StateChunk& chunk, int column, int end,
+                                            Elements<kChannels> (&inputs)[2 * kPast + 1]) const {
+    const int channel = (column * kNumThreads + static_cast<int>(threadIdx.x)) * kChannels;
+    const bool is_valid = channel < p_.num_channels;
 #pragma unroll
-      for (int i = 0; i < kPast; ++i) {
-        if (first + i < end) inputs[kPast + i] = Load<kChannels>(p_.x, RowOf(of, first + i));
+    for (int i = 0; i < kPast; ++i) {
+      inputs[i] = {};
+      if (is_valid && chunk.read_slot >= 0) {
+        inputs[i] = Load<kChannels>(p_.states, StateRow(channel, chunk.read_slot, i));
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kPast; ++i) {
+      inputs[kPast + i] = {};
+      if (is_valid && chunk.begin + i < end) {
+        inputs[kPast + i] = Load<kChannels>(p_.x, RowOf(channel, chunk.begin + i));
+      }
+    }
+  }
+
+  // The first kPast tokens of a request, and all states that it writes. All threads of the CTA.
+  template <int kChannels>
+  __device__ __forceinline__ void Begin(const Columns<kChannels>& of,
+                                        const Elements<kChannels> (&inputs)[2 * kPast + 1],
+                                        int index, int first, int end) {
+    if (of.is_valid) {
 #pragma unroll
       for (int t = 0; t < kPast; ++t) {
         Elements<kChannels> window[kWidth];
@@ -295,14 +323,14 @@ struct ShortConvolutionBody {
     for (int i = 0; i < kPast; ++i) {
       Elements<kChannels> x = {};
       if (row + i >= first) {
-        x = Load<kChannels>(p_.x, RowOf(of, row + i));
+        x = Load<kChannels>(p_.x, RowOf(of.channel, row + i));
       } else {
 #pragma unroll
         for (int j = 0; j < kPast; ++j) {
           if (first - (row + i) == kPast - j) x = state[j];
         }
       }
-      Store<kChannels>(p_.states, StateRow(of, chunk.write_slot, i), x);
+      Store<kChannels>(p_.states, StateRow(of.channel, chunk.write_slot, i), x);
     }
   }
 

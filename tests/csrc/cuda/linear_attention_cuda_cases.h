@@ -276,7 +276,11 @@ void RunLinearCase(const LinearCase& c, double tolerance, const LaunchBody& laun
   p.num_qk_heads = c.num_qk_heads;
   p.num_v_heads = heads;
   TypedArray fresh_o = o;  // NaN everywhere
+  emulation::ends_of_pools = {static_cast<char*>(states.data()) +
+                              kLayers * c.num_slots * of_slot *
+                                  (kStateDtype == kElementF32 ? 4 : 2)};
   launch(p);
+  emulation::ends_of_pools.clear();
 
   const auto rounding = [](int dtype) {
     return dtype == kElementBf16 ? 0x1p-8 : dtype == kElementF16 ? 0x1p-11 : 0x1p-22;
@@ -352,7 +356,7 @@ inline std::vector<LinearCase> LinearBatches(int longest) {
                    9});
   cases.back().lowest_g = -20.0f;
   // A NaN stays in its request and its head.
-  cases.push_back({{{3, 0, 0}, {4, 1, 1}, {2, 2, 2}}, 1, 2, 3});
+  cases.push_back({{{3, 0, 0}, {4, 1, 1}, {2, 2, 2}}, 1, 2, 3});  // the last slot is read
   cases.back().nan_request = 1;
   // No request at all.
   cases.push_back({{}, 1, 1, 2});

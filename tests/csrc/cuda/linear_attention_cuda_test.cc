@@ -41,6 +41,9 @@ int main() {
   RunTraits<LinearTraits<kF, 16, 256, kHeadDecay, false, false, true>>(9);
   RunTraits<LinearTraits<kB, 256, 72, kHeadDecay, true, false, false>>(9);
   RunTraits<LinearTraits<kF, 256, 64, kNoDecay, true, true, true, 64>>(9);
+  RunTraits<LinearTraits<kB, 136, 72, kHeadDecay, true, true, true, 64>>(
+      9);  // rows behind the last
+  RunTraits<LinearTraits<kB, 136, 8, kChannelDecay, true, false, false, 64>>(9);
   RunTraits<LinearTraits<kH, 40, 200, kChannelDecay, true, true, false, 64>>(9);
   if (g_failures == 0) std::printf("linear_attention_cuda_test: ok\n");
   return g_failures != 0;

@@ -130,7 +130,7 @@ void RunTraits(int channels) {
     // A request of more chunks than a CTA has threads.
     std::vector<std::pair<int, int>> many;
     for (int i = 0; i < 140; ++i) many.push_back({i, i + 1});
-    cases.push_back({{{140, 0, 0, -1, many}, {3, -1, 141}}, 142, 1, 64});
+    cases.push_back({{{2, -1, 142}, {140, 0, 0, -1, many}, {3, -1, 141}}, 143, 1, 64});
     cases.push_back({{}, 1, 2, 64});
     for (const ConvolutionCase& c : cases) {
       if (!TakesCase<Traits>()) continue;

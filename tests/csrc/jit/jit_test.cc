@@ -134,8 +134,9 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.options.assign(options, options + num_options);
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
-  for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
-                            "quantized_product_kernel"}) {
+  for (const char* entry :
+       {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
+        "quantized_product_kernel", "linear_attention_kernel", "short_convolution_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
