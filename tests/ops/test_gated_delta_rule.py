@@ -11,6 +11,7 @@ import jax_attn as ja
 from helpers.backends import on_every_platform
 from helpers.mesh_checks import run_on_cpus
 from helpers.paths import DATA
+from jax_attn._plan.state_plan import words_of_sequences
 
 
 def arrays_of(batch=2, seq=70, qk=2, v=4, dim_k=8, dim_v=16, channel=False):
@@ -130,3 +131,22 @@ def check_mesh_of_batch_and_heads():
 
 def test_mesh_of_batch_and_heads():
     run_on_cpus(4, "import test_gated_delta_rule as t; t.check_mesh_of_batch_and_heads()")
+
+
+def test_sequences_are_cut_into_chunks():
+    words, begin, num = words_of_sequences(2, 130, 64)
+    found = np.asarray(words)[begin:].reshape(num, 6).tolist()
+    assert found == [
+        [begin, length, int(first), slot, slot if last else -1, slot]
+        for slot in range(2)
+        for begin, length, first, last in (
+            (130 * slot, 64, True, False),
+            (130 * slot + 64, 64, False, False),
+            (130 * slot + 128, 2, False, True),
+        )
+    ]
+    whole, begin, num = words_of_sequences(2, 130, 130)
+    assert (num, np.asarray(whole)[begin:].tolist()) == (
+        2,
+        [0, 130, 1, 0, 0, 0, 130, 130, 1, 1, 1, 1],
+    )
