@@ -122,7 +122,14 @@ _CODE_ROWS = (
     "places of codes and of copies of a producer, which has 56 registers: up to 14 words that it"
     " reads in each step, 62 with head_dim 256",
 )
+_LINEAR_MAPS = (
+    144,
+    "rows of M and B, fragments of M and a product take 192 registers: two words on sm_80, 36 on"
+    " sm_120a; not looked into, no such GPU was at hand",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
+    "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
         _STEP_OF_CODES
     ),
