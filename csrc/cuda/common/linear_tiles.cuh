@@ -39,8 +39,8 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
   }
 }
 
-// Copies a lower triangle (LowerIndex) to a tile of 64 columns. Blocks of 16 x 16 above the diagonal
-// become 0.
+// Copies a lower triangle (LowerIndex) to a tile of 64 columns. Blocks of 16 x 16 above the
+// diagonal become 0.
 template <int kNumThreads>
 __device__ __forceinline__ void LoadLowerTile(u32 tile, const unsigned short* triangle) {
   const int thread = Opaque(static_cast<int>(threadIdx.x)) % kNumThreads;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void LoadLowerTile(u32 tile, const unsigned short* tr
   for (int i = 0; i < CeilDiv(kLinearTokens * 8, kNumThreads); ++i) {
     const int at = i * kNumThreads + thread, row = at / 8, column = at % 8 * 8;
     const bool valid = column / 16 <= row / 16;
-    CopyAsync16(tile + SwizzledByte(row, column),
-                triangle + (valid ? LowerIndex(row, column) : 0), valid);
+    CopyAsync16(tile + SwizzledByte(row, column), triangle + (valid ? LowerIndex(row, column) : 0),
+                valid);
   }
 }
 

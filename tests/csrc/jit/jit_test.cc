@@ -1163,6 +1163,7 @@ void TestLinearChunks() {
   CHECK(SelectLinearAttention(problem).main_loop == kHopperChunks);
   CHECK(SizeLinearAttention(problem).segment_chunks == 64);  // 16 segments x 8 heads: 128 CTAs
   const auto num_kernels = [&] { return LinearAttentionKernels(problem).size(); };
+  CHECK(SelectLinearAttention(problem).tile_columns == 128);
   CHECK(num_kernels() == 4);
   problem.kernel.arch = 80;
   CHECK(SelectLinearAttention(problem).main_loop == kPortableChunks);
@@ -1188,6 +1189,11 @@ void TestLinearChunks() {
   CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
   calls = TakeCalls();
   CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+
+  // Few tokens of few heads: narrower tiles fill more of the device.
+  problem.max_tokens = problem.max_qo_len = 2048, problem.max_chunks = 34;
+  CHECK(SelectLinearAttention(problem).tile_columns == 64);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 4);
 
   const auto is_recurrence = [&] {
     return SelectLinearAttention(problem).main_loop == kRecurrence;
