@@ -162,7 +162,10 @@ class LinearStartsPhase {
       CommitCopies();
       if (!skips_next) ReadB(B(map(i + 1)) + column, next.x);
       if (!skips) {
-        if (!has_state) LoadState(i == 0 ? FirstState(map(0)) : B(map(i - 1)), column);
+        if (!has_state) {
+          __syncthreads();  // the state that nobody needed is written
+          LoadState(i == 0 ? FirstState(map(0)) : B(map(i - 1)), column);
+        }
         Advance(shared_.m[i % kBuffers], B(map(i)) + column, s.x);
       }
       s = next;
