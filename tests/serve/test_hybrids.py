@@ -14,7 +14,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
 from helpers import model_cases
 from jax_attn import models
-from jax_attn.serve._engine import constrained_decoding
+from jax_attn.serve._engine import constrained_decoding, speculation
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.hand_over import HandedOver
@@ -51,6 +51,13 @@ def engine(warm):
     cache.clear()
     warm.device._states = jax.tree.map(lambda x: x * np.nan, warm.device._states)
     return warm
+
+
+@pytest.fixture(scope="module")
+def drafting(model):
+    engine = Engine(model, dataclasses.replace(LIMITS, max_drafts=4))
+    engine.warm_up()
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,48 @@ def test_the_next_turn_of_a_chat(engine, reference):
     (first,) = run(engine, reference, STEM, num_tokens=12)
     (second,) = run(engine, reference, [*first.tokens, 1, 2, 3])
     assert second.num_cached == 24
+
+
+class Guesses:
+    """Proposes what the reference says, but a wrong token wherever `is_right` has False."""
+
+    def __init__(self, reference, is_right):
+        self._reference, self._is_right, self._texts = reference, is_right, {}
+
+    def propose(self, seq, most):
+        text = list(seq.tokens)
+        for _ in range(seq.num_in_flight + most):
+            text.append(int(self._reference(text)[len(text) - 1]))
+        guesses = text[seq.num_known :]
+        for i, at in enumerate(range(seq.num_known, len(text))):
+            if not self._is_right[at % len(self._is_right)]:
+                guesses[i] = (guesses[i] + 1) % 100
+        return guesses
+
+    def settle(self, num_drafts, num_taken):
+        pass
+
+
+@pytest.mark.parametrize(
+    "is_right", [[True], [False], [True, True, False, True, False, False, True]], ids=str
+)
+def test_drafts(drafting, reference, monkeypatch, is_right):
+    """Refused ones leave no trace in a state, and accepted ones are in it, over checkpoints."""
+    drafting.scheduler.cache.clear()
+    drafting.device._states = jax.tree.map(lambda x: x * np.nan, drafting.device._states)
+    drafter = Guesses(reference, is_right)
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: drafter)
+    before = drafting.stats()
+    (alone,) = run(drafting, reference, STEM, num_tokens=24)
+    run(drafting, reference, [*STEM, 3], STEM[::-1], num_tokens=12)
+    (later,) = run(drafting, reference, [*alone.tokens, 1, 2])
+    # The last multiple of 8 that a step's states were not beyond: its drafts go in the next step.
+    assert later.num_cached >= 32
+    stats = drafting.stats()
+    made, taken = (stats[x] - before[x] for x in ("draft_tokens", "draft_tokens_taken"))
+    assert made > 20
+    assert taken == made if all(is_right) else taken < made
+    assert any(is_right) == (taken > 0)
 
 
 def test_a_hand_over(engine, reference):
@@ -177,7 +226,6 @@ def test_sleep_and_wake(engine, reference):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"max_drafts": 2}, "max_drafts: expected 0, as qwen3_5_text has recurrent layers, got 2"),
         ({"context_parallel": 2}, "context_parallel: expected 1, as qwen3_5_text"),
         ({"batch_invariant": True}, "batch_invariant: expected False, as qwen3_5_text"),
         ({"num_states": 5}, "num_states: expected at least 2 for each of max_running 3 sequences"),

@@ -55,7 +55,7 @@ class DeviceConfig:
     eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
-    has_drafts: bool = False  # a step may have rows that follow drafts
+    max_drafts: int = 0  # of a sequence in a step
     max_loras: int = 0
     max_lora_rank: int = 0
     devices: tuple[jax.Device, ...] | None = None
@@ -66,7 +66,7 @@ class DeviceConfig:
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._has_drafts = config.has_drafts
+        self._has_drafts = config.max_drafts > 0
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -81,7 +81,7 @@ class Device:
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         self._num_states = capacities.num_states
-        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, self._has_drafts)
         if config.batch_invariant:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
@@ -106,7 +106,12 @@ class Device:
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config, dtype, capacities, *size, is_first_choice=size != sizes[-1]
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                is_first_choice=size != sizes[-1],
+                max_drafts=config.max_drafts,
             )
             self.buckets.append(
                 Bucket(

@@ -647,7 +647,6 @@ def _check_recurrent(
             )
         return
     refused: list[tuple[str, Any]] = [
-        ("max_drafts", 0),
         ("num_host_pages", 0),
         ("tensor_parallel", 1),
         ("context_parallel", 1),

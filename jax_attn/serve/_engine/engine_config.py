@@ -130,7 +130,7 @@ def device_config(
         eight_bit_products=config.eight_bit_products,
         tensor_parallel=config.tensor_parallel,
         context_parallel=config.context_parallel,
-        has_drafts=config.max_drafts > 0,
+        max_drafts=config.max_drafts,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         devices=config.devices,

@@ -10,6 +10,9 @@ sequence has one slot of its own, and the prefix cache has checkpoints, each at 
   last one of a prompt, where two requests part, every checkpoint_tokens tokens of a long prompt,
   and the last of every 64 tokens of the output, for the next turn of a chat.
 - A preempted sequence keeps its checkpoints in the cache and loses its own states.
+- A step with drafts writes the states after the token before them, so refused drafts leave no
+  trace. Accepted ones go through the model again, in front of the sequence's next token: this costs
+  rows of a step, and no slots. (The alternative is a slot for each draft.)
 
 A running sequence has at most two slots between steps: its own, and the checkpoint of its output.
 All others go to the cache when their step is launched, and the cache gives them back when they are
@@ -76,7 +79,7 @@ class States:
         if seq.state_node is not None:
             self._cache.release_state(seq.state_node)
         self._allocator.free([seq.state, *seq.checkpoints.values(), *seq.spare_states])
-        seq.state, seq.read_state, seq.state_node = -1, -1, None
+        seq.state, seq.read_state, seq.state_node, seq.num_behind = -1, -1, None, 0
         seq.wanted_states, seq.checkpoints, seq.spare_states = set(), {}, []
 
     def adopt(self, node: Node) -> list[int]:
@@ -126,7 +129,7 @@ class States:
         most: checkpoints to write beside the sequence's own states. Returns how many it writes.
         """
         seq, begin = entry.seq, entry.begin
-        end = begin + entry.num_tokens
+        end = begin + entry.num_certain
         if seq.state_node is not None:
             entry.reads_state = seq.state_node.state
         elif begin:
