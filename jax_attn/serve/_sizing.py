@@ -131,7 +131,8 @@ def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int
     """Bytes of all slots of recurrent states on one device; 0: the model has none."""
     num_slots = capacities(engine_config(1, args), config).num_states
     states = jax.eval_shape(lambda: models.init_states(config, num_slots, args.dtype))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    return int(num_bytes // args.tensor_parallel)
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:

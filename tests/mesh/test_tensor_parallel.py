@@ -77,7 +77,7 @@ def test_all_features_of_an_engine(split):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss"])
+@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss", "qwen3.5"])
 def test_an_engine_of_another_family(name):
     run_on_cpus(
         2,

@@ -226,7 +226,7 @@ def test_sleep_and_wake(engine, reference):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"context_parallel": 2}, "context_parallel: expected 1, as qwen3_5_text"),
+        ({"num_host_pages": 2}, "num_host_pages: expected 0, as qwen3_5_text has recurrent"),
         ({"batch_invariant": True}, "batch_invariant: expected False, as qwen3_5_text"),
         ({"num_states": 5}, "num_states: expected at least 2 for each of max_running 3 sequences"),
     ],

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
-from jax_attn.models._config.recurrent import Recurrent
+from jax_attn.models._config.recurrent import NormedTogether, Recurrent
 
 _L2_EPS = 1e-6
 Activation = Literal["silu"] | None
@@ -119,6 +119,17 @@ class TokenByToken:
         return jax.lax.scan(step, zeros, (q * scale, k, v.astype(jnp.float32), g, beta))[1].astype(
             v.dtype
         )
+
+
+def mean_of_squares(x: jax.Array, together: NormedTogether | None) -> jax.Array:
+    """The mean of the squares of the last axis, [..., 1]; with those of other devices."""
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    if together is None:
+        return mean
+    means = jax.lax.all_gather(mean, together.axis_name)
+    device = jax.lax.axis_index(together.axis_name)
+    first = device // together.count * together.count
+    return jnp.mean(jax.lax.dynamic_slice_in_dim(means, first, together.count), axis=0)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -149,10 +149,11 @@ class Device:
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
             pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
+            self._states = models.init_states(self._config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
+            self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        self._states = models.init_states(self._config, self._num_states, self.dtype)
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
@@ -447,7 +448,7 @@ class Device:
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
-        pages = self._split.pages_spec
+        pages, states = self._split.pages_spec, self._split.states_spec
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
@@ -457,11 +458,11 @@ class Device:
                 P(),
                 pages,
                 pages,
-                None,
+                states,
                 [] if self._loras is None else self._loras.specs,
                 P(),
             ),
-            out_specs=(P(), P(), pages, pages, None),
+            out_specs=(P(), P(), pages, pages, states),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 

@@ -648,8 +648,6 @@ def _check_recurrent(
         return
     refused: list[tuple[str, Any]] = [
         ("num_host_pages", 0),
-        ("tensor_parallel", 1),
-        ("context_parallel", 1),
         ("batch_invariant", False),  # chunks of any length round differently
     ]
     for name, neutral in refused:
