@@ -157,6 +157,45 @@ def check_shares(name, split, params, parts, pages, num_kv_shards) -> None:
             assert held * split.size * num_kv_shards == 4 * prod(shape) * repeats, (name, held)
 
 
+def check_training(name: str) -> None:
+    """Checks gradients of `train_forward` on two devices, each with a part of the batch."""
+    from helpers import model_cases
+    from jax_attn import models
+
+    config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS[name])
+    params = models.random_params(config, jax.random.key(0), "float32")
+    sizes = {"dtype": "float32", "page_size": 4, "max_batch": 1, "max_qo_tokens": 8}
+    [spec] = models.train_specs(config, max_kv_pages=2, **sizes)
+    plans = (ja.plan(spec, [0, 8], [8], [0, 2], [0, 1]),)
+    of_states = models.state_spec(config, dtype="float32", max_tokens=8, max_batch=1, num_slots=1)
+    state_plans = (ja.plan_linear_attention(of_states, [0, 8], [-1], [-1]),)
+    tokens = np.arange(32).reshape(4, 8) * 7 % config.vocab_size
+
+    def loss(forward, tokens):
+        logits = jax.lax.map(forward, tokens)
+        return (jax.nn.log_softmax(logits) * np.cos(np.arange(config.vocab_size))).sum()
+
+    def ours(params, tokens):
+        rows = np.arange(8)
+        run = lambda x: models.train_forward(  # noqa: E731
+            params, config, x, rows, plans, rows, state_plans
+        )
+        return loss(run, tokens)
+
+    def plain(params, tokens):
+        return loss(lambda x: models.reference_forward(params, config, x), tokens)
+
+    by_batch, everywhere = jax.P("heads"), jax.P()
+    mesh = make_mesh(2, 1)
+    split = jax.shard_map(
+        lambda params, tokens: jax.lax.psum(ours(params, tokens), "heads"),
+        mesh=mesh, in_specs=(everywhere, by_batch), out_specs=everywhere,
+    )  # fmt: skip
+    found, expected = (jax.jit(jax.grad(f))(params, tokens) for f in (split, plain))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3 * abs(b).max() + 1e-6)
+
+
 def check_engine(*splits: tuple[int, int]) -> None:
     """Checks greedy f32 tokens against one device, and each device's share of the memory.
 

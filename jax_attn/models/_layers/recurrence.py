@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -75,6 +76,48 @@ class Paged:
         )
         self.states = self.states._replace(recurrent=recurrent)
         return o
+
+
+class InWaves:
+    """For training: plans one after the other over consecutive tokens, from states of zeros.
+
+    A wave reads states that earlier ones have written: answers go on from those of their prompts.
+    """
+
+    def __init__(self, sizes: Recurrent, plans: tuple[ja.StatePlan, ...]):
+        self._sizes, self._plans, self.index = sizes, plans, 0
+
+    def convolve(
+        self, x: jax.Array, weight: jax.Array, bias: jax.Array | None, activation: Activation
+    ) -> jax.Array:
+        shape = weight.shape[1] - 1, x.shape[1]
+        states, ys = jnp.zeros((self._plans[0].spec.num_slots, *shape), x.dtype), []
+        for plan, (rows,) in self._waves(x):
+            y, states = ja.short_convolution(
+                rows, weight, bias, states, plan, activation=activation
+            )
+            ys.append(y)
+        return jnp.concatenate(ys)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None
+    ) -> jax.Array:
+        rule = self._sizes.rule
+        assert rule is not None
+        shape = self._plans[0].spec.num_slots, *rule.state_shape
+        states, os = jnp.zeros(shape, jnp.float32), []
+        beta = jnp.ones(v.shape[:2], jnp.float32) if beta is None else beta
+        for plan, rows in self._waves(q, k, v, g, beta):
+            o, states = ja.linear_attention(*rows, states, plan)
+            os.append(o)
+        return jnp.concatenate(os)
+
+    def _waves(self, *arrays: jax.Array) -> Iterator[tuple[ja.StatePlan, list[jax.Array]]]:
+        begin = 0
+        for plan in self._plans:
+            end = begin + plan.spec.max_tokens
+            yield plan, [x[begin:end] for x in arrays]
+            begin = end
 
 
 class TokenByToken:
