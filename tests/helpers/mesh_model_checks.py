@@ -348,8 +348,7 @@ def check_family(name: str, *splits: tuple[int, int]) -> None:
     answers = {}
     for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=3,
-                              num_host_pages=0 if config.recurrent else 4,
-                              tensor_parallel=split[0],
+                              num_host_pages=4, tensor_parallel=split[0],
                               context_parallel=split[1])  # fmt: skip
         engine = Engine(models.Model(config, params, tokenizer), limits)
         engine.warm_up()

@@ -137,6 +137,13 @@ def test_a_page_of_a_hybrid_is_that_of_its_layers_with_attention():
     assert sizing.bytes_of_states(config, args) == sum(x.nbytes for x in states) > 0
     plain = models.parse_config(model_cases.CONFIGS["qwen3"])
     assert sizing.bytes_of_states(plain, args) == 0
+    args.host_cache_bytes = 10**6
+    page, slot = sizing.bytes_of_page(config, args), sizing.bytes_of_states(config, args) // 20
+    fields = {"num_host_pages": 500_000 // page, "num_host_states": 500_000 // slot}
+    assert sizing._host_capacities(config, args) == fields
+    args.host_cache_bytes = 2 * slot - 1
+    with pytest.raises(ValueError, match="--host-cache-bytes: expected at least .* of a slot of"):
+        sizing._host_capacities(config, args)
 
 
 def test_a_page_has_the_layers_of_all_groups_that_do_not_share():

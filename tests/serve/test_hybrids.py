@@ -117,6 +117,25 @@ def test_the_next_turn_of_a_chat(engine, reference):
     assert second.num_cached == 24
 
 
+def test_states_and_pages_leave_for_the_host_and_come_back(model, reference):
+    """The pool holds one of three prompts, and few states."""
+    limits = dataclasses.replace(
+        LIMITS, num_pages=14, max_running=1, num_states=3, num_host_pages=40, num_host_states=20
+    )
+    tiered = Engine(model, limits)
+    tiered.warm_up()
+    host = tiered.scheduler.memory.host
+    host.call_tokens = host.page_tokens = host.state_tokens = 0.0  # whatever was measured
+    prompts = [[i, *STEM, *STEM[::-1], i] for i in range(3)]
+    for prompt in prompts:
+        run(tiered, reference, prompt)
+    assert tiered.stats()["host_states"]["cached"] >= 2
+    tiered.device._states = jax.tree.map(lambda x: x * np.nan, tiered.device._states)
+    assert [run(tiered, reference, x)[0].num_cached for x in prompts[:2]] == [32, 32]
+    host.state_tokens = 1000.0  # dearer than computing
+    assert run(tiered, reference, prompts[2])[0].num_cached == 0
+
+
 class Guesses:
     """Proposes what the reference says, but a wrong token wherever `is_right` has False."""
 
@@ -226,7 +245,6 @@ def test_sleep_and_wake(engine, reference):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_host_pages": 2}, "num_host_pages: expected 0, as qwen3_5_text has recurrent"),
         ({"batch_invariant": True}, "batch_invariant: expected False, as qwen3_5_text"),
         ({"num_states": 5}, "num_states: expected at least 2 for each of max_running 3 sequences"),
     ],

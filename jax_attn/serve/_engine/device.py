@@ -133,12 +133,15 @@ class Device:
         }
         self._executables: dict[str, Compiled] = {}  # by name
         self._host: HostPages | None = None
+        self._host_states: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
         self._page_copies = PoolCopies("pages", self._pools, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
+        if capacities.num_host_states:
+            self._host_states = HostPages(self._state_copies)
 
     def reset(self) -> None:
         """Makes an empty kv cache, empty states and new sampler state, also after a failure.
@@ -163,8 +166,9 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
-        if self._host is not None:
-            self._host.clear()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.clear()
         self._count_bytes()
 
     # ---- weights -------------------------------------------------------------------------------
@@ -286,9 +290,14 @@ class Device:
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies pages between the device and the host, after the steps before."""
-        assert self._host is not None
-        self._k_pages, self._v_pages = self._host.move(self._pools, moves)
+        """Copies pages and states between the device and the host, after the steps before."""
+        pages, states = ([x for x in moves if x.is_state is kind] for kind in (False, True))
+        if pages:
+            assert self._host is not None
+            self._k_pages, self._v_pages = self._host.move(self._pools, pages)
+        if states:
+            assert self._host_states is not None
+            self._states = self._host_states.move(self._states, states)
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -414,6 +423,8 @@ class Device:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None:
             tasks |= self._page_copies.tasks(self._pools)
+        if self._host_states is not None:
+            tasks |= self._state_copies.tasks(self._states)
         for num_rows, mask in self._allow_all.items():
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -484,19 +495,24 @@ class Device:
 
         return min(measure() for _ in range(num_runs))
 
-    def return_seconds(self) -> float:
-        """Measures the time in which pool_copies.PAGES pages come back from the host. For an empty
-        cache: page 0 is overwritten."""
+    def return_seconds(self) -> tuple[float, float]:
+        """Measures the times in which pool_copies.PAGES pages, and a slot of states (0: there are
+        none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
-        def measure() -> float:
-            jax.block_until_ready(self._pools)
+        def measure(moves: list[Move]) -> float:
+            jax.block_until_ready((self._pools, self._states))
             begin = time.perf_counter()
-            self.move([Move(False, 0, 0)] * PAGES)
-            jax.block_until_ready(self._pools)
+            self.move(moves)
+            jax.block_until_ready((self._pools, self._states))
             return time.perf_counter() - begin
 
-        self.move([Move(True, 0, 0)])
-        return min(measure() for _ in range(_MEASURED_STEPS))
+        def least(count: int, is_state: bool) -> float:
+            self.move([Move(True, 0, 0, is_state)])
+            moves = [Move(False, 0, 0, is_state)] * count
+            return min(measure(moves) for _ in range(_MEASURED_STEPS))
+
+        states = 0.0 if self._host_states is None else least(1, is_state=True)
+        return least(PAGES, is_state=False), states
 
     def executable(self, bucket: Bucket) -> Compiled:
         return self._executables[_forward_name(bucket)]
@@ -515,6 +531,8 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._host_states is not None:
+            self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
 
 
 def _with_pictures(

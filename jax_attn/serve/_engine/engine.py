@@ -147,8 +147,9 @@ class Engine:
         if draft_model is not None:
             # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(
-                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0
-            )
+                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
+                num_host_states=0,
+            )  # fmt: skip
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
             drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
@@ -168,8 +169,10 @@ class Engine:
         names += self._speculation.warm_up(progress) + self.device.warm_up(progress)
         self._speculation.measure_cost(self.device)
         if (host := self.scheduler.memory.host) is not None:
-            seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
-            host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
+            of_pages, of_state = self.device.return_seconds()
+            of_token = self.device.token_seconds()
+            host.call_tokens, host.page_tokens = of_pages / of_token, of_pages / of_token / PAGES
+            host.state_tokens = of_state / of_token
             log.info(
                 "a page comes back from the host in the time of %.2f of its %d tokens",
                 host.page_tokens,
@@ -437,7 +440,8 @@ class Engine:
             host.is_open = False
             log.exception("the host has no memory for pages; it is used no more")
             raise
-        self._speculation.forget([move.page for move in moves if not move.to_host])
+        back = [move for move in moves if not (move.to_host or move.is_state)]
+        self._speculation.forget([move.page for move in back])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -647,7 +651,6 @@ def _check_recurrent(
             )
         return
     refused: list[tuple[str, Any]] = [
-        ("num_host_pages", 0),
         ("batch_invariant", False),  # chunks of any length round differently
     ]
     for name, neutral in refused:

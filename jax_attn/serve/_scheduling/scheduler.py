@@ -43,6 +43,7 @@ class SchedulerStats:
     num_prompt_tokens_cached: int  # the part of them found in the prefix cache
     states: dict[str, int] | None  # slots of recurrent states: free, cached and used; None: no such
     host: dict[str, int] | None  # pages of the host: free, cached; totals stored, returned
+    host_states: dict[str, int] | None  # slots of states there: free, cached
 
 
 class Scheduler:
@@ -489,6 +490,7 @@ class Scheduler:
             num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
             states=None if memory.states is None else memory.states.counts(),
             host=None if memory.host is None else memory.host.counts(),
+            host_states=None if memory.host is None else memory.host.counts_of_states(),
         )
 
     def check_integrity(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jax_attn.serve._scheduling.pages import PageAllocator
-from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
+from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 from jax_attn.serve._scheduling.request import Sequence, num_common
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
@@ -54,17 +54,18 @@ class States:
 
     # ---- a sequence ----
 
-    def may_enter(self, match: Match) -> bool:
-        return self.num_available >= 1 + (match.num_tokens > 0)
+    def may_enter(self, has_checkpoint: bool) -> bool:
+        """Whether there are slots for a sequence and for the checkpoint that it begins with."""
+        return self.num_available >= 1 + has_checkpoint
 
-    def enter(self, seq: Sequence, match: Match, num_cached_tokens: int) -> None:
-        """Gives `seq` its slot and the checkpoint of a match, which `seq` has locked.
+    def enter(self, seq: Sequence, node: Node | None, num_cached_tokens: int) -> None:
+        """Gives `seq` its slot and the checkpoint of a node, which `seq` has locked; None: zeros.
 
         num_cached_tokens: that the cache has pages of. There it parts from an earlier sequence.
         """
-        if match.num_tokens:
-            seq.state_node = match.node
-            self._cache.hold_state(match.node)
+        if node is not None:
+            seq.state_node = node
+            self._cache.hold_state(node)
         slot = self._allocate()
         assert slot is not None
         seq.state = slot

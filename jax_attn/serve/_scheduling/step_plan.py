@@ -36,6 +36,7 @@ class SchedulerConfig:
     num_states: int = 0
     checkpoint_tokens: int = 2048  # between the checkpoints of a long prompt
     num_host_pages: int = 0  # of the prefix cache in the host's memory
+    num_host_states: int = 0  # and slots of states
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
 
