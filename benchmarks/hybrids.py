@@ -153,14 +153,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--prompt", type=int, default=8192, help="tokens that requests share")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64, help="prompt and output beside torch")
+    parser.add_argument("--tokens", type=int, default=64, help="prompt and output; 0: no torch")
     args = parser.parse_args()
     tokenizer = models.load(models.BUNDLED, "float32").tokenizer
     raw = raw_config(args.layers, tokenizer.get_vocab_size())
     config = models.parse_config(raw)
     params = models.random_params(config, jax.random.key(0), args.dtype)
     model = models.Model(config, params, tokenizer)
-    beside_transformers(model, raw, args.dtype, args.tokens, args.tokens)
+    if args.tokens:
+        beside_transformers(model, raw, args.dtype, args.tokens, args.tokens)
     if args.requests:
         shared_prompt(model, args.prompt, args.requests)
 
