@@ -1,8 +1,8 @@
 """Linear attention over a pool of states: prompts, a checkpoint, and decodes in one executable.
 
-A request has a slot instead of pages. The first prompt leaves a checkpoint after its first 64 tokens,
-from which a second request with the same beginning goes on. Then both decode in a scan that writes
-the pool in place.
+A request has a slot instead of pages. The first prompt leaves a checkpoint after its first 64
+tokens, from which a second request with the same beginning goes on. Then both decode in a scan that
+writes the pool in place.
 """
 
 import jax

@@ -16,8 +16,8 @@ vocab = num_keys + num_values
 
 
 def sample(key):
-    """tokens [batch, 2 * pairs]: key, value, key, value, ...; targets [batch, pairs]: the value that
-    the key had before, or -1."""
+    """tokens [batch, 2 * pairs]: key, value, key, value, ...; targets [batch, pairs]: the value
+    that the key had before, or -1."""
     keys, values = jax.random.split(key)
     k = jax.random.randint(keys, (batch, pairs), 0, num_keys)
     v = jax.random.randint(values, (batch, pairs), 0, num_values)

@@ -68,15 +68,11 @@ void LinearAttentionCpu(int64_t dtype, const LinearParams& p, const StateChunk* 
   InlinePool alone;
   const i64 elements = (tokens + num) * p.num_v_heads * p.dim_k * p.dim_v;
   const CpuLinearKernels& kernels = ActiveLinearKernels().attend[dtype];
-  // Decodes are a stream of states: a thread has consecutive ones, so that it can fetch ahead.
-  const i64 num_tasks = static_cast<i64>(tasks.size());
-  const bool is_decode = requests.front().num_tokens <= 1;
-  const i64 blocks = is_decode ? std::min(num_tasks, wanted) : num_tasks;
-  ParallelFor(elements < kAloneElements ? alone : pool, blocks, [&](int64_t block) {
-    for (i64 i = block * num_tasks / blocks; i < (block + 1) * num_tasks / blocks; ++i) {
-      kernels.run(p, tasks[i], ThreadScratch(kernels.scratch_bytes(p, tasks[i])));
-    }
-  });
+  ParallelFor(elements < kAloneElements ? alone : pool, static_cast<int64_t>(tasks.size()),
+              [&](int64_t i) {
+                void* scratch = ThreadScratch(kernels.scratch_bytes(p, tasks[i]));
+                kernels.run(p, tasks[i], scratch);
+              });
 }
 
 void LinearAttentionBackwardCpu(int64_t dtype, const LinearBackwardParams& p,

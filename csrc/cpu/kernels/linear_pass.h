@@ -279,10 +279,9 @@ class LinearPass {
     for (i64 head = task_.begin_head; head < task_.end_head; ++head) {
       FirstRows(chunk.begin, head);
       const i64 column = task_.begin_column;
-      const bool has_next = head + 1 < p_.num_v_heads;
       Recur(chunk.begin, head, qk, column, task_.end_column,
             StateOf<S>(chunk.read_slot, head) + column, StateOf<S>(chunk.write_slot, head) + column,
-            p_.dim_v, has_next ? StateOf<S>(chunk.read_slot, head + 1) + column : nullptr);
+            p_.dim_v);
     }
   }
 
@@ -301,23 +300,18 @@ class LinearPass {
   }
 
   // One token for columns [begin, end); from and to: those of the state, `stride` apart.
-  // next: those of the state that is probably read next, to be fetched while this one is written;
-  // null: unknown.
   template <typename S>
-  void Recur(i64 token, i64 head, float qk, i64 begin, i64 end, const S* from, S* to, i64 stride,
-             const S* next = nullptr) {
+  void Recur(i64 token, i64 head, float qk, i64 begin, i64 end, const S* from, S* to, i64 stride) {
     const T* v = ValuesOf(token, head);
     T* o = OutputOf(token, head);
     const float beta = BetaOf(token, head);
     for (i64 j = begin; j < end;) {
       if (j + kWideVecs * kWidth <= end) {
-        RecurColumns<S, kWideVecs>(beta, qk, kWidth, v + j, from, to, stride, next, o + j);
+        RecurColumns<S, kWideVecs>(beta, qk, kWidth, v + j, from, to, stride, o + j);
         j += kWideVecs * kWidth, from += kWideVecs * kWidth, to += kWideVecs * kWidth;
-        if (next != nullptr) next += kWideVecs * kWidth;
       } else {
         const i64 lanes = Min(kWidth, end - j);
-        RecurColumns<S, 1>(beta, qk, static_cast<int>(lanes), v + j, from, to, stride,
-                           static_cast<const S*>(nullptr), o + j);
+        RecurColumns<S, 1>(beta, qk, static_cast<int>(lanes), v + j, from, to, stride, o + j);
         j += lanes, from += lanes, to += lanes;
       }
     }
@@ -325,7 +319,7 @@ class LinearPass {
 
   template <typename S, int kNum>
   JAX_ATTN_KERNEL void RecurColumns(float beta, float qk, int lanes, const T* v, const S* from,
-                                    S* to, i64 stride, const S* next, T* o) {
+                                    S* to, i64 stride, T* o) {
     const float *decay = At(at_.decay), *k = At(at_.k);
     const float *k_first = At(at_.k_first), *q_first = At(at_.q_first);
     const auto load = [&](const auto* x, int i) __attribute__((always_inline)) {
@@ -363,13 +357,6 @@ class LinearPass {
     row = from;
     for (i64 d = 0; d < dim_; ++d, row += stride, to += stride) {
       const Vec key = Isa::Set(k[d]), factor = Isa::Set(decay[d]);
-      if (next != nullptr) {
-        const char* there = reinterpret_cast<const char*>(next + d * stride);
-        JAX_ATTN_UNROLL
-        for (i64 byte = 0; byte < static_cast<i64>(kNum * kWidth * sizeof(S)); byte += 64) {
-          __builtin_prefetch(there + byte, 0, 2);
-        }
-      }
       JAX_ATTN_UNROLL
       for (int i = 0; i < kNum; ++i) {
         store(to, i, Isa::Fma(key, of_k[i], Isa::Mul(factor, load(row, i))));

@@ -32,6 +32,6 @@ def _slopes(sizes: Lightning) -> jax.Array:
     """The constants of the heads, [num_heads] f32."""
     together = sizes.normed_together
     num_all = sizes.num_heads * (1 if together is None else together.count)
-    slopes = sizes.slope * 2.0 ** (-8 / num_all * (np.arange(num_all) + 1))
-    slopes = jnp.asarray(slopes, jnp.float32).reshape(-1, sizes.num_heads)
+    all_slopes = sizes.slope * 2.0 ** (-8 / num_all * (np.arange(num_all) + 1))
+    slopes = jnp.asarray(all_slopes, jnp.float32).reshape(-1, sizes.num_heads)
     return slopes[0] if together is None else slopes[jax.lax.axis_index(together.axis_name)]

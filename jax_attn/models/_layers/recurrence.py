@@ -108,7 +108,8 @@ class InWaves:
         states, os = jnp.zeros(shape, jnp.float32), []
         beta = jnp.ones(v.shape[:2], jnp.float32) if beta is None else beta
         for plan, rows in self._waves(q, k, v, g, beta):
-            o, states = ja.linear_attention(*rows, states, plan)
+            of_q, of_k, of_v, of_g, of_beta = rows
+            o, states = ja.linear_attention(of_q, of_k, of_v, of_g, of_beta, states, plan)
             os.append(o)
         return jnp.concatenate(os)
 

@@ -21,14 +21,13 @@ from jax_attn.models._config.recurrent import (
 
 
 class _Heads(NamedTuple):
-    """A part of a weight's axis: `count` heads of `width` elements. Fewer heads than devices are
-    repeated."""
+    """Part of a weight's axis: heads of `width` elements. Heads fewer than devices are repeated."""
 
-    count: int
+    num: int
     width: int
 
     def of_device(self, device: int, num_devices: int) -> np.ndarray:
-        first, own = device * self.count // num_devices, part(self.count, num_devices)
+        first, own = device * self.num // num_devices, part(self.num, num_devices)
         return np.arange(first * self.width, (first + own) * self.width)
 
 
@@ -89,7 +88,7 @@ def _side_by_side(parts: Sequence[_Heads], device: int, num_devices: int) -> np.
     columns, begin = [], 0
     for heads in parts:
         columns.append(begin + heads.of_device(device, num_devices))
-        begin += heads.count * heads.width
+        begin += heads.num * heads.width
     return np.concatenate(columns)
 
 
