@@ -226,6 +226,43 @@ def test_a_grammar_that_forces_tokens(engine, monkeypatch):
     assert len(set(texts)) == 1 and re.fullmatch(r"the number is \d{4}, and .*", texts[0]), texts
 
 
+class Known:
+    """Proposes a text, right or wrong."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, seq, most):
+        return self.tokens[seq.num_output + seq.num_in_flight :][:most]
+
+    def settle(self, num_drafts, num_taken):
+        pass
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_grammar_with_drafts(drafting, monkeypatch, jumps):
+    """Forced tokens come behind accepted drafts that the state lacks."""
+    pattern = grammar.from_regex("(the number is [0-9]{4}, ){3}")
+    monkeypatch.setattr(
+        drafting, "config", dataclasses.replace(drafting.config, jump_forward=jumps)
+    )
+    tokens, texts = [], []
+    for _ in range(2):  # without guesses, then with right ones
+        drafting.scheduler.cache.clear()
+        monkeypatch.setattr(speculation, "NgramDrafter", lambda most, known=tokens: Known(known))
+        sampling = SamplingParams(max_tokens=60, temperature=0, grammar=pattern)
+        seq = Sequence("g", "g", list(STEM), sampling)
+        before = drafting.stats()["draft_tokens_taken"]
+        drafting.submit([seq])
+        while drafting.has_work:
+            drafting.step()
+            drafting.scheduler.check_integrity()
+        tokens = seq.tokens[seq.num_prompt :]
+        texts.append(drafting.model.tokenizer.decode(tokens))
+    assert texts[0] == texts[1] and re.fullmatch(r"(the number is \d{4}, ){3}", texts[0])
+    assert drafting.stats()["draft_tokens_taken"] > before
+
+
 def test_new_weights_begin_with_new_states(engine, reference, model):
     (first,) = run(engine, reference, STEM)
     weight = model.params["layers"][0]["dt_bias"]
