@@ -188,8 +188,11 @@ def state_spec(
     num_rows: int,
     is_first_choice: bool,
     max_drafts: int = 0,
+    batch_invariant: bool = False,
 ) -> ja.StateSpec | None:
     """The spec of recurrent states of a bucket.
+
+    batch_invariant: tokens are computed one by one, so that cuts of a prompt change no bits.
 
     Buckets with a row for each token are for decodes alone, unless there is no other bucket for a
     step: a token a sequence, and drafts in front of it (accepted in the last step) and behind it.
@@ -202,6 +205,7 @@ def state_spec(
         max_batch=num_rows,
         num_slots=capacities.num_states,
         max_qo_len=min(num_tokens, 1 + 2 * max_drafts) if of_decodes else num_tokens,
+        chunk_tokens=1 if batch_invariant else None,
         max_checkpoints=0 if of_decodes else capacities.step_checkpoints,
     )
 

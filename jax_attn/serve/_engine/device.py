@@ -112,6 +112,7 @@ class Device:
                 *size,
                 is_first_choice=size != sizes[-1],
                 max_drafts=config.max_drafts,
+                batch_invariant=config.batch_invariant,
             )
             self.buckets.append(
                 Bucket(

@@ -643,22 +643,11 @@ def _check_recurrent(
             "a draft model: expected one without recurrent layers, got "
             f"{draft_model.config.family}."
         )
-    if model.recurrent is None:
-        if config.num_states is not None:
-            raise ValueError(
-                f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
-                f" layers, got {config.num_states}."
-            )
-        return
-    refused: list[tuple[str, Any]] = [
-        ("batch_invariant", False),  # chunks of any length round differently
-    ]
-    for name, neutral in refused:
-        if (value := getattr(config, name)) != neutral:
-            raise ValueError(
-                f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
-                f" got {value}."
-            )
+    if model.recurrent is None and config.num_states is not None:
+        raise ValueError(
+            f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
+            f" layers, got {config.num_states}."
+        )
 
 
 def _check_draft_model(
