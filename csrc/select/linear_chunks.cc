@@ -68,6 +68,9 @@ int64_t PartsOfChunk(const LinearAttentionProblem& problem, int64_t num_processo
 
 bool HasLinearChunks(const LinearAttentionProblem& problem) {
   const LinearAttentionKernel& kernel = problem.kernel;
+  // More chunks than tokens: a token or so a request, or chunks of one token, whose results no cut
+  // of a prompt may change (chunk_tokens=1).
+  if (problem.max_chunks > problem.max_tokens) return false;
   return kernel.arch >= 80 && kernel.dtype == kBF16 && kernel.decay != kChannelDecay &&
          kernel.head_dim_k <= kMostDimK && problem.max_qo_len >= kFewestChunkTokens;
 }

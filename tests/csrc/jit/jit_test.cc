@@ -1247,6 +1247,10 @@ void TestLinearChunks() {
   calls = TakeCalls();
   CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
 
+  // Chunks of one token: no cut of a prompt changes bits.
+  problem.max_chunks = 66;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence && num_kernels() == 1);
+
   // Few tokens of few heads: narrower tiles fill more of the device.
   problem.max_tokens = problem.max_qo_len = 2048, problem.max_chunks = 34;
   CHECK(SelectLinearAttention(problem).tile_columns == 64);
