@@ -29,9 +29,10 @@ from helpers.paths import DATA
 from jax_attn import models
 from jax_attn.models import ModelConfig
 from jax_attn.models._config.keys import Keys
-from jax_attn.models._embedding import embedding, encoder, encoder_weights
+from jax_attn.models._embedding import embedding, encoder
 from jax_attn.models._embedding.encoder import EncoderConfig
 from jax_attn.models._layers import experts
+from jax_attn.models._weights.float_weights import load_tree, tree_shapes
 from jax_attn.models._weights.tensors import file_shapes
 
 ABSENT = "<absent>"
@@ -557,7 +558,7 @@ def logits(directory: Path, config: Config) -> np.ndarray:
     """
     if isinstance(config, EncoderConfig):
         return _last_layer(
-            encoder_weights.load_params(directory, config, encoder.tensors(config), "float32"),
+            load_tree(directory, config, encoder.tensors(config), encoder.is_other, "float32"),
             config,
         )
     config = served(config)
@@ -588,7 +589,7 @@ def shapes(config: Config) -> tuple[Any, ...]:
     """Returns what decides the shapes of arrays: of the tensors, and of the tokens."""
     if isinstance(config, EncoderConfig):
         return (
-            tuple(encoder.tensors(config).shapes().items()),
+            tuple(tree_shapes(encoder.tensors(config)).items()),
             len(tokens(config)),
             config.num_heads,
         )

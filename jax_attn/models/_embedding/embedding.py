@@ -32,15 +32,15 @@ from jax_attn.models._config.directory import (
     read_json,
 )
 from jax_attn.models._config.keys import Keys, one_of
-from jax_attn.models._embedding import encoder, encoder_weights, modernbert, scoring
+from jax_attn.models._embedding import encoder, modernbert, scoring
 from jax_attn.models._embedding.encoder import EncoderConfig
-from jax_attn.models._embedding.encoder_weights import EncoderTensors
 from jax_attn.models._embedding.modernbert import ModernBertConfig
 from jax_attn.models._embedding.scoring import Scoring
 from jax_attn.models._families import parse
 from jax_attn.models._layers import decoder
 from jax_attn.models._loading import loading
-from jax_attn.models._weights import weights
+from jax_attn.models._weights import float_weights, weights
+from jax_attn.models._weights.float_weights import Weight
 from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.models._weights.tensors import Parts
 from jax_attn.models._weights.weights import Params
@@ -164,15 +164,13 @@ def _load_params(
     progress: Callable[[int, int], None] | None,
     head: dict[str, Parts] | None,
 ) -> Params:
-    tensors = dataclasses.replace(encoder_tensors(config), head=head or {})
-    return encoder_weights.load_params(directory, config, tensors, dtype, progress)
-
-
-def encoder_tensors(config: EncoderConfig | ModernBertConfig) -> EncoderTensors:
-    """Returns the tensors of an encoder's weights."""
     if isinstance(config, ModernBertConfig):
-        return modernbert.tensors(config)
-    return encoder.tensors(config)
+        tree, is_other = modernbert.tensors(config), modernbert.is_other
+    else:
+        tree, is_other = encoder.tensors(config), encoder.is_other
+    if head is not None:
+        tree["head"] = {name: Weight(parts) for name, parts in head.items()}
+    return float_weights.load_tree(directory, config, tree, is_other, dtype, progress)
 
 
 ENCODERS: dict[str, Callable[[Keys], EncoderConfig | ModernBertConfig]] = {

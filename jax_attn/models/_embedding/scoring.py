@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.directory import read_json
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._embedding import modernbert
@@ -191,7 +192,7 @@ def logits(x: jax.Array, head: Params, config: EncoderConfig | ModernBertConfig)
     """Returns [n, num_labels] f32 from the pooled rows [n, hidden] f32."""
     weights = {name: each.astype(jnp.float32) for name, each in head.items()}
     if isinstance(config, ModernBertConfig):
-        h = modernbert.ACTIVATIONS[config.classifier_activation](x @ weights["dense"])
+        h = ACTIVATIONS[config.classifier_activation](x @ weights["dense"])
         h = modernbert.layer_norm(h, weights["norm"], config.norm_eps)
     else:
         h = jnp.tanh(x @ weights["dense"] + weights["dense_bias"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import ExpertNames, Experts, LayerKind, ModelConfig
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
 from jax_attn.models._config.recurrent import GatedDelta
@@ -74,22 +75,10 @@ def expect_share_of_hidden_size(keys: Keys) -> None:
             raise keys.error(f"head_dim: expected {share}, as hidden_size says, got {head_dim!r}")
 
 
-# By transformers' names. Those of gelu with tanh differ in the order of the operations only.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
-    "silu": "silu",
-}
-
-
 def mlp_without_gate(keys: Keys, activation: str, *, bias: bool) -> dict[str, Any]:
     """activation: hidden_act of a config without it."""
-    name = keys.get("hidden_act", activation)
-    keys.expect("hidden_act", activation, *_ACTIVATIONS)
-    return {"activation": _ACTIVATIONS[name], "gated": False, "mlp_bias": bias}
+    keys.expect("hidden_act", activation, *ACTIVATIONS)
+    return {"activation": keys.get("hidden_act", activation), "gated": False, "mlp_bias": bias}
 
 
 def layer_norms(keys: Keys, eps: str, *, bias: bool = True) -> dict[str, Any]:

@@ -35,10 +35,12 @@ class Expected(abc.ABC):
         shapes: dict[str, Shape],
         optional: dict[str, Shape] | None = None,
         tables: tuple[str, ...] = (),
+        aliases: tuple[tuple[str, str], ...] = (),
     ):
         """shapes: of the tensors that must be there. optional: of others that are read if they
-        are. tables: of embeddings, which are never quantized."""
+        are. tables: of embeddings, which are never quantized. aliases: see ModelConfig."""
         self.config, self.shapes, self._optional = config, shapes, optional or {}
+        self._aliases = aliases
         # The tensors of matrices that may be quantized: by stem, then by name.
         self.of_matrix: dict[str, dict[str, Tensor]] = {}
         if config.quantization is not None and config.quantization.method != "mxfp4":
@@ -48,11 +50,18 @@ class Expected(abc.ABC):
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
 
     def name(self, full_name: str) -> str:
-        """Removes tensor_prefix, and adds the "model." that files of models without a head lack."""
+        """Returns the name that `shapes` has, of several names of a tensor.
+
+        Removes tensor_prefix, and adds the "model." that files of models without a head lack.
+        """
         name = full_name.removeprefix(self.config.tensor_prefix)
         longer = f"model.{name}"
         is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
-        return longer if is_known else name
+        name = longer if is_known else name
+        for other, usual in self._aliases:
+            if self.find(name) is None and self.find(name.replace(other, usual)) is not None:
+                return name.replace(other, usual)
+        return name
 
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
         """Returns a tensor's internal name and its allowed shapes and dtypes; None if it is not a
@@ -202,6 +211,11 @@ def open_tensors(
             f"{len(missing) - 1} more"
         )
     return FileTensors(tensors, expected, progress)
+
+
+def tensor_names(directory: Path) -> list[str]:
+    """Returns the names of all tensors of the files. Raises ModelDirectoryError."""
+    return [name for path in _weight_files(directory) for name in _header_of(path)[0]]
 
 
 def _weight_files(directory: Path) -> list[Path]:

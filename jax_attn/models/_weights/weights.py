@@ -70,16 +70,9 @@ class DecoderTensors(Expected):
         shapes = file_shapes(config)
         self._embed, self._head = embed_name(config), head_name(config)
         optional = {self._head: shapes[self._embed]} if config.tie_embeddings else None
-        super().__init__(config, shapes, optional, (self._embed, LAYER_INPUTS_TABLE))
+        tables = self._embed, LAYER_INPUTS_TABLE
+        super().__init__(config, shapes, optional, tables, config.aliases)
         self._model, self._with_head = config, with_head
-
-    def name(self, full_name: str) -> str:
-        """Returns the name that `shapes` has, of several names of a tensor."""
-        name = super().name(full_name)
-        for other, usual in self._model.aliases:
-            if self.find(name) is None and self.find(name.replace(other, usual)) is not None:
-                return name.replace(other, usual)
-        return name
 
     def missing(self, tensors: Mapping[str, Any]) -> list[str]:
         """A tied head alone in the files is the embedding, too."""
