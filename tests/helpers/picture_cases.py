@@ -331,7 +331,9 @@ def random_tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
     tensors = {}
     for name, shape in tower.file_shapes(config).items():
         if not shape:
-            tensors[config.tensor_prefix + name] = np.array(_BOUNDS[name.rpartition(".")[2]], np.float32)
+            tensors[config.tensor_prefix + name] = np.array(
+                _BOUNDS[name.rpartition(".")[2]], np.float32
+            )
             continue
         name = config.tensor_prefix + name
         normal = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
@@ -389,6 +391,26 @@ def write_chat(directory: Path) -> None:
     _write(directory, raw | {"text_config": raw["text_config"] | sizes, "image_token_id": token})
 
 
+def write_family(directory: Path, name: str, marker: str) -> Any:
+    """Writes a model of a family with a tokenizer, which is returned, and a chat template that
+    writes a marker for each picture."""
+    from helpers.serve import tokenizer_kinds
+
+    names = ("<soft>", "<start_of_image>", "<end_of_image>", "[IMG_BREAK]", "[IMG_END]")
+    tokenizer = tokenizer_kinds.with_added(
+        tokenizer_kinds.byte_level(), dict.fromkeys(names, ("special",))
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", marker)
+    (directory / "chat_template.jinja").write_text(template)
+    raw = CONFIGS[name]
+    tokens = dict(zip(("image", "boi", "eoi"), map(tokenizer.token_to_id, names), strict=False))
+    ids = {key: tokens.get(key.partition("_token")[0], value) for key, value in raw.items()}
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    _write(directory, ids | {"text_config": raw["text_config"] | sizes})
+    return tokenizer
+
+
 _step = jax.jit(models.forward, static_argnames="config")
 
 
@@ -423,7 +445,7 @@ def logits(
         max_kv_len=96,
         max_qo_tokens=capacity,
         page_size=8,
-        longest_picture=max(height * width for _, height, width in spans),
+        longest_picture=max((height * width for _, height, width in spans), default=1),
     )
     ends = np.zeros(len(tokens), np.int32)
     for first, height, width in spans:

@@ -16,6 +16,7 @@ from helpers import picture_cases
 from helpers.serve.fake_engine import FakeEngine
 from helpers.serve.live_server import eventually, post_bytes, serving
 from jax_attn import models
+from jax_attn.models._vision.layers import PromptText
 from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
 from jax_attn.serve._ollama import ollama_api, ollama_schemas
@@ -24,6 +25,7 @@ from jax_attn.serve._openai.errors import ApiError
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.logprobs import TokenJson
 from jax_attn.serve._openai.model_facts import ModelFacts
+from jax_attn.serve._openai.pictures import PictureReader
 from jax_attn.serve._openai.prepare import Caller, Preparer
 from jax_attn.serve._openai.responses_api import ResponsesApi
 from jax_attn.serve._text.token_bytes import TokenBytes
@@ -117,6 +119,51 @@ def test_responses_and_messages(preparer):
     del body["max_tokens"]
     count = api.count(message_schemas.CountRequest.model_validate(body))
     assert count.input_tokens == len(made.sequences[0].tokens)
+
+
+# What a template of the family writes for a picture, and what transformers' processor makes of it.
+PROMPTS = {
+    "gemma3": (
+        "<start_of_image>",
+        lambda h, w: f"\n\n<start_of_image>{'<soft>' * 16}<end_of_image>\n\n",
+    ),
+    "gemma4": ("<soft>", lambda h, w: f"<start_of_image>{'<soft>' * h * w}<end_of_image>"),
+    "mistral3": ("<soft>", lambda h, w: "[IMG_BREAK]".join(["<soft>" * w] * h) + "[IMG_END]"),
+}
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_the_text_around_a_picture(family, tmp_path):
+    marker, expanded = PROMPTS[family]
+    tokenizer = picture_cases.write_family(tmp_path, family, marker)
+    model = models.Model(models.load_config(tmp_path), {}, tokenizer)
+    vision = dataclasses.replace(models.load_vision(tmp_path), params={})
+    engine, limits = FakeEngine(tokenizer), KeyLimits.default(8, 8)
+    engine.limits.max_model_len = 2000
+    preparer = Preparer(model, engine, tmp_path, ["tiny"], limits, {}, vision, 3)
+    text = {"type": "text", "text": "\nand\n"}
+    (seq,) = chat(preparer, [part(), text, part()]).sequences
+    grids = [(x.rows, x.columns) for x in seq.pictures]
+    assert len(grids) == 2
+    pieces = "\nand\n".join(expanded(*grid) for grid in grids)
+    expected = tokenizer.encode(f"user: {pieces};", add_special_tokens=False).ids
+    assert seq.tokens == expected
+    token = vision.config.picture_token
+    for each in seq.pictures:
+        own = np.array(seq.tokens[each.begin : each.end])
+        assert ((own == token) == each.is_shown).all()
+    with pytest.raises(ApiError, match="a place in the prompt for each of 1 pictures, got 2"):
+        chat(preparer, [part(), {"type": "text", "text": marker}])
+
+
+def test_a_tokenizer_without_the_tokens_of_pictures(loaded):
+    directory, model, vision = loaded
+    prompt = dataclasses.replace(vision.config, prompt=PromptText(99999, (99999,)))
+    with pytest.raises(ValueError, match="expected token 99999, which config.json names"):
+        PictureReader(dataclasses.replace(vision, config=prompt), model.tokenizer, 99, None)
+    prompt = dataclasses.replace(vision.config, prompt=PromptText(1, (1,), ("[IMG_BREAK]", "b")))
+    with pytest.raises(ValueError, match=r"expected the token '\[IMG_BREAK\]' of pictures"):
+        PictureReader(dataclasses.replace(vision, config=prompt), model.tokenizer, 99, None)
 
 
 def test_pictures_are_a_feature(loaded, preparer):

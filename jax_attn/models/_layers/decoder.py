@@ -121,7 +121,8 @@ class FixedBatch(NamedTuple):
 def fixed_batch(config: ModelConfig, *, longest_picture: int = 0, **kwargs: Any) -> FixedBatch:
     """Returns specs, pages and page table for a batch of fixed size, as `jax_attn.fixed_batch`.
 
-    longest_picture: see `attention_specs`. kwargs: batch_size and max_kv_len, and further fields of AttentionSpec, such as dtype.
+    longest_picture: see `attention_specs`. kwargs: batch_size and max_kv_len, and further fields of
+      AttentionSpec, such as dtype.
     """
     num_layers = config.page_groups
     batch = ja.fixed_batch(**_spec_fields(config), num_layers=num_layers[0], **kwargs)

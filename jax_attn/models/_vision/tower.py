@@ -30,7 +30,8 @@ FAMILIES: dict[str, ModuleType] = {
 # Parts of names in some files, and what others have in their place.
 _ALIASES = (("vision_tower.vision_model.", "vision_tower."),)
 _OTHERS = ("language_model.", "lm_head.", "mtp.", "audio_tower.", "embed_audio.")
-_POOLING_HEAD = "vision_tower.head."  # of SigLIP, which no text model reads
+# Of SigLIP, which no text model reads.
+_POOLING_HEADS = "vision_tower.head.", "vision_tower.vision_model.head."
 
 
 def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
@@ -65,7 +66,7 @@ def load_params(
 
 
 def _is_other(name: str) -> bool:
-    return name.startswith((*_OTHERS, "model.", _POOLING_HEAD))
+    return name.startswith((*_OTHERS, *_POOLING_HEADS))
 
 
 def encode(

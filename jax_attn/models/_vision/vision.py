@@ -31,6 +31,10 @@ class VisionModel:
     def dtype(self) -> str:
         return str(self.params["patch"].dtype)
 
+    def on(self, device: jax.Device) -> VisionModel:
+        """Returns the model with its weights on a device, where it runs then."""
+        return dataclasses.replace(self, params=jax.device_put(self.params, device))
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the largest picture, without those behind its rows."""

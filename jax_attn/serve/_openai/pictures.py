@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_attn import models
+from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
 from jax_attn.serve._scheduling.pictures import Picture
@@ -27,20 +28,38 @@ class Pixels(NamedTuple):
     columns: int
     array: np.ndarray  # [height, width, 3] u8
 
-    def at(self, begin: int) -> Picture:
+    def at(self, begin: int, row_gap: int) -> Picture:
         height, width, _ = self.array.shape
-        return Picture(begin, self.rows, self.columns, height, width, self.array.tobytes())
+        pixels = self.array.tobytes()
+        return Picture(begin, self.rows, self.columns, height, width, pixels, row_gap)
 
 
 class PictureReader:
     """Reads the pictures of chats. Raises ApiError."""
 
     def __init__(
-        self, vision: models.VisionModel | None, max_model_len: int, max_pictures: int | None
+        self,
+        vision: models.VisionModel | None,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        max_pictures: int | None,
     ):
-        """vision: without weights; None: the model reads texts only."""
+        """vision: without weights; None: the model reads texts only.
+
+        Raises ValueError: the tokenizer lacks a token that stands for a part of a picture.
+        """
         self._vision, self._max_tokens = vision, max_model_len
         self._max_pictures = MAX_PICTURES if max_pictures is None else max_pictures
+        self._marker = self._shown_as = ""
+        self._row_ends: list[list[int]] = [[], []]  # behind each row, and behind the last
+        if vision is not None:
+            prompt = vision.config.prompt
+            self._marker = _text(tokenizer, prompt.marker)
+            self._shown_as = "".join(
+                part if isinstance(part, str) else _text(tokenizer, part) for part in prompt.parts
+            )
+            if prompt.row_ends is not None:
+                self._row_ends = [[_token(tokenizer, text)] for text in prompt.row_ends]
 
     @property
     def has_model(self) -> bool:
@@ -79,6 +98,13 @@ class PictureReader:
                 raise overflow("messages", self._max_tokens, f"over {num_tokens}")
         return read
 
+    def mark(self, text: str, pictures: Seq[Pixels]) -> str:
+        """Returns a prompt's text with what stands for each picture in the place of its marker."""
+        if not pictures or self._marker == self._shown_as:
+            return text
+        _check_count(text.count(self._marker), pictures)
+        return text.replace(self._marker, self._shown_as)
+
     def place(
         self, tokens: list[int], pictures: Seq[Pixels]
     ) -> tuple[list[int], tuple[Picture, ...]]:
@@ -86,21 +112,17 @@ class PictureReader:
         if self._vision is None:
             return tokens, ()
         token = self._vision.config.picture_token
-        if (count := tokens.count(token)) != len(pictures):
-            raise bad_field(
-                "messages",
-                f"expected a place in the prompt for each of {len(pictures)} pictures, got"
-                f" {count}: the text may not have the token that stands for one, and the chat"
-                " template must write it",
-            )
+        _check_count(tokens.count(token), pictures)
         placed: list[int] = []
         found: list[Picture] = []
         begin = 0
         for each in pictures:
             end = tokens.index(token, begin)
             placed += tokens[begin:end]
-            found.append(each.at(len(placed)))
-            placed += [token] * found[-1].num_tokens
+            found.append(each.at(len(placed), self._vision.config.row_gap))
+            end_of_row, end_of_picture = self._row_ends
+            row = [token] * each.columns
+            placed += (row + end_of_row) * (each.rows - 1) + row + end_of_picture
             begin = end + 1
         return placed + tokens[begin:], tuple(found)
 
@@ -124,3 +146,31 @@ class PictureReader:
         except models.PictureError as error:
             raise bad_field(where, str(error)) from None
         return Pixels(*self._vision.grid(array), array)
+
+
+def _check_count(count: int, pictures: Seq[Pixels]) -> None:
+    if count != len(pictures):
+        raise bad_field(
+            "messages",
+            f"expected a place in the prompt for each of {len(pictures)} pictures, got {count}: the"
+            " text may not have the token that stands for one, and the chat template must write it",
+        )
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    text = tokenizer.id_to_token(token)
+    if text is None:
+        raise ValueError(
+            f"tokenizer.json: expected token {token}, which config.json names for pictures, got a"
+            " vocabulary without it."
+        )
+    return text
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int:
+    token = tokenizer.token_to_id(text)
+    if token is None:
+        raise ValueError(
+            f"tokenizer.json: expected the token {text!r} of pictures, got a vocabulary without it."
+        )
+    return token
