@@ -19,6 +19,7 @@ from jax_attn import models
 from jax_attn.models._vision.layers import PromptText
 from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
+from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
 from jax_attn.serve._ollama import ollama_api, ollama_schemas
 from jax_attn.serve._openai import response_schemas, schemas
 from jax_attn.serve._openai.errors import ApiError
@@ -240,3 +241,32 @@ def test_pixels_in_flight_are_bounded(loaded):
             answer = server.post(path, body)
             assert answer.status == 429 and "pixels in flight" in answer.error["message"]
         eventually(lambda: not limiter.held(""))
+
+
+def test_urls_of_allowed_hosts(loaded, monkeypatch):
+    """In whole requests, with what another server would send."""
+    directory, model, vision = loaded
+    engine, url = FakeEngine(model.tokenizer), "https://pictures.example/a.png"
+    asked = []
+
+    async def fetch(self, tenant, urls):
+        asked.append(list(urls))
+        if "lost" in asked[-1][0]:
+            raise FetchError("the host 'pictures.example' answered 404")
+        return dict.fromkeys(urls, base64.b64decode(encoded()))
+
+    monkeypatch.setattr(PictureFetcher, "fetch", fetch)
+    hosts = {"image_hosts": ("pictures.example",)}
+    with serving(engine, directory, model=model, vision=vision, **hosts) as server:
+        body = {"messages": [{"role": "user", "content": [part(url), part(), part(url)]}]}
+        assert server.post("/v1/chat/completions", body | {"max_tokens": 4}).ok
+        (seq,) = engine.submitted
+        assert [x.pixels for x in seq.pictures] == [PIXELS.tobytes()] * 3
+        assert asked == [[url]]
+        answer = server.post("/tokenize", body)
+        assert answer.ok and answer.json["tokens"] == seq.tokens
+        body = {"messages": [{"role": "user", "content": [part(url + "?lost")]}]}
+        answer = server.post("/v1/chat/completions", body | {"max_tokens": 4})
+        assert answer.status == 400 and "answered 404" in answer.error["message"]
+        assert answer.error["param"] == "messages[0].content[0].image_url.url"
+        eventually(lambda: not server.app.state.server.limiter.held(""))

@@ -1,10 +1,12 @@
-"""Pictures in messages: from data: URLs to pixels, and to their places in a prompt's tokens."""
+"""Pictures in messages: from their URLs to pixels, and to their places in a prompt's tokens."""
 
 from __future__ import annotations
 
 import base64
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,9 @@ from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
 from jax_attn.serve._scheduling.pictures import Picture
 
 MAX_PICTURES = 16  # of a request, unless --max-pictures says otherwise
+
+FETCHED: ContextVar[Mapping[str, bytes]] = ContextVar("FETCHED")
+"""Files by http(s) URL that were fetched for the body of the running job; unset: none may be."""
 
 # A decoded picture may take hundreds of MB, so one is decoded at a time.
 _lock = threading.Lock()
@@ -32,6 +37,17 @@ class Pixels(NamedTuple):
         height, width, _ = self.array.shape
         pixels = self.array.tobytes()
         return Picture(begin, self.rows, self.columns, height, width, pixels, row_gap)
+
+
+class PicturesWanted(Exception):
+    """A body names pictures that have to be fetched before it can be read. See FETCHED.
+
+    urls: with the field that has each.
+    """
+
+    def __init__(self, urls: Mapping[str, str]):
+        super().__init__(f"{len(urls)} pictures")
+        self.urls = urls
 
 
 class PictureReader:
@@ -66,7 +82,7 @@ class PictureReader:
         return self._vision is not None
 
     def read(self, messages: Seq[schemas.Message]) -> list[Pixels]:
-        """Decodes the pictures of messages, in their order."""
+        """Decodes the pictures of messages, in their order. Raises ApiError, PicturesWanted."""
         found = [
             (f"messages[{i}].content[{j}]", message.role, part.image_url.url)
             for i, message in enumerate(messages)
@@ -88,10 +104,19 @@ class PictureReader:
             raise bad_field(
                 "messages", f"expected at most {self._max_pictures} pictures, got {len(found)}"
             )
-        read: list[Pixels] = []
-        for where, role, url in found:
+        for where, role, _ in found:
             if role != "user":
                 raise bad_field(where, f"expected pictures of the user, got one of {role!r}")
+        fetched = FETCHED.get(None)
+        wanted = {
+            url: f"{where}.image_url.url"
+            for where, _, url in found
+            if fetched is not None and _is_of_web(url) and url not in fetched
+        }
+        if wanted:
+            raise PicturesWanted(wanted)
+        read: list[Pixels] = []
+        for where, _, url in found:
             read.append(self._decoded(f"{where}.image_url.url", url))
             num_tokens = sum(x.rows * x.columns for x in read)
             if num_tokens >= self._max_tokens:
@@ -128,17 +153,13 @@ class PictureReader:
 
     def _decoded(self, where: str, url: str) -> Pixels:
         assert self._vision is not None
-        head, comma, data = url.partition(",")
-        if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        file = FETCHED.get({}).get(url) if _is_of_web(url) else _of_data_url(where, url)
+        if file is None:
             raise bad_field(
                 where,
                 "expected a data: URL with base64, such as 'data:image/png;base64,...', as this"
-                f" server fetches nothing, got {url[:32]!r}",
+                f" server fetches nothing, got {url[:32]!r}; see --allow-image-urls",
             )
-        try:
-            file = base64.b64decode(data, validate=True)
-        except ValueError:
-            raise bad_field(where, "expected base64 behind the comma") from None
         try:
             with _lock:
                 image = models.decode_picture(file)
@@ -146,6 +167,21 @@ class PictureReader:
         except models.PictureError as error:
             raise bad_field(where, str(error)) from None
         return Pixels(*self._vision.grid(array), array)
+
+
+def _is_of_web(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def _of_data_url(where: str, url: str) -> bytes | None:
+    """Returns the file in a data: URL; None: it is another one. Raises ApiError."""
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        return None
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise bad_field(where, "expected base64 behind the comma") from None
 
 
 def _check_count(count: int, pictures: Seq[Pixels]) -> None:
