@@ -116,6 +116,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGS["qwen3 vl experts"] = {
+    "model_type": "qwen3_vl_moe",
+    **_WHOLE,
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        **_TEXT,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {"model_type": "qwen3_vl_moe_vision", **_VISION},
+}
+
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "num_hidden_layers": 2,

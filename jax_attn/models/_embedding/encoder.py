@@ -79,7 +79,7 @@ FAMILIES: dict[str, Callable[[Keys], EncoderConfig]] = {
 
 
 def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderConfig:
-    refuse_changes_of_any_family(keys)
+    refuse_changes_of_any_family(keys, keys.need("model_type"))
     keys.expect("position_embedding_type", "absolute", None)
     for key in ("is_decoder", "add_cross_attention"):
         keys.expect(key, False)

@@ -60,7 +60,7 @@ class ModernBertConfig:
 
 def parse(keys: Keys) -> ModernBertConfig:
     """Returns the config from the keys of config.json. Raises ModelDirectoryError."""
-    refuse_changes_of_any_family(keys)
+    refuse_changes_of_any_family(keys, keys.need("model_type"))
     for key in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias", "is_decoder"):
         keys.expect(key, False)
     for key in ("quantization_config", "compression_config", "rope_scaling"):

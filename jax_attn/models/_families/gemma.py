@@ -172,9 +172,6 @@ def gemma3n_with_images(keys: Keys) -> ModelConfig:
     return _text_model(keys, "gemma3n_text", gemma3n)
 
 
-READS_PER_LAYER_CONFIG = ("gemma4_text",)
-
-
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -331,7 +328,7 @@ def gemma4_with_images(keys: Keys) -> ModelConfig:
         for key, default in named.items()
         if keys.get(key, default) is not None
     ]
-    text = shared.text_of(keys, "gemma4_text", reads_layers=True)
+    text = shared.text_of(keys, "gemma4_text")
     return dataclasses.replace(
         config,
         placeholders=tuple(token for token in tokens if token < config.vocab_size),
@@ -340,7 +337,7 @@ def gemma4_with_images(keys: Keys) -> ModelConfig:
 
 
 def _text_model(keys: Keys, model_type: str, parse: Callable[[Keys], ModelConfig]) -> ModelConfig:
-    text = shared.text_of(keys, model_type, reads_layers=model_type in READS_PER_LAYER_CONFIG)
+    text = shared.text_of(keys, model_type)
     common = ("bos_token_id", "eos_token_id")
     outer = {key: keys.raw[key] for key in common if keys.get(key) is not None}
     outer["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the inner is not read

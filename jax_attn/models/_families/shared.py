@@ -91,11 +91,10 @@ def biases(keys: Keys) -> dict[str, bool]:
     return {"qkv_bias": bias, "o_bias": bias}
 
 
-def text_of(keys: Keys, *model_types: str, reads_layers: bool = False) -> Keys:
+def text_of(keys: Keys, *model_types: str) -> Keys:
     """Returns the keys of the text model of a model with images.
 
-    model_types: those that it may have; the first is that of one without the key. reads_layers:
-      see refuse_changes_of_any_family.
+    model_types: those that it may have; the first is that of one without the key.
     """
     keys.need("text_config")
     text = keys.inner("text_config")
@@ -104,7 +103,7 @@ def text_of(keys: Keys, *model_types: str, reads_layers: bool = False) -> Keys:
     text.expect("model_type", *model_types)
     text.expect("quantization_config", None)
     text.expect("is_causal", True)
-    refuse_changes_of_any_family(text, reads_layers=reads_layers)
+    refuse_changes_of_any_family(text, text.get("model_type", model_types[0]))
     return text
 
 
