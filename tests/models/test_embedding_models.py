@@ -175,7 +175,7 @@ def edit(directory: Path, file: str, **keys) -> None:
 
 REFUSED = [
     ("bert mean", "config.json", {"model_type": "nomic_bert"}, "config.json: model_type: expected"),
-    ("bert mean", "config.json", {"hidden_act": "tanh"}, "hidden_act: expected 'gelu'"),
+    ("bert mean", "config.json", {"hidden_act": "silu"}, "hidden_act: expected 'gelu'"),
     (
         "bert mean",
         "config.json",

@@ -34,7 +34,7 @@ class EncoderConfig:
     num_positions: int  # rows of the position table
     num_types: int  # segment types; tokens have the first, those of a pair's second text the second
     norm_eps: float
-    activation: str  # one of ACTIVATIONS
+    activation: str  # one of _ACTIVATION_NAMES
     # RoBERTa: positions start at this token's id + 1, and the token has no position. None: at 0.
     pad_token: int | None
     tensor_prefix: str  # name prefix in files of models with a head
@@ -58,6 +58,9 @@ class EncoderConfig:
 
 
 # ---- families ----------------------------------------------------------------------------------
+
+
+_ACTIVATION_NAMES = "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"
 
 
 def _bert(keys: Keys) -> EncoderConfig:
@@ -85,7 +88,7 @@ def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderCo
         keys.expect(key, False)
     for key in ("quantization_config", "compression_config"):
         keys.expect(key, None)
-    keys.expect("hidden_act", *ACTIVATIONS)
+    keys.expect("hidden_act", *_ACTIVATION_NAMES)
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     if hidden_size % num_heads:
         raise keys.error(
