@@ -43,10 +43,11 @@ experts are stacked, [experts, in, out]. A matrix that the files have in few bit
 and one in the order of the CPU's own products a `Panels`: then that of a tied embedding is [hidden,
 vocab]."""
 
-# Matrices that a step multiplies as a whole. Not among them: experts, of which a step uses some,
-# and the matrices that latent attention absorbs.
+# Matrices that a step multiplies as a whole, and experts, of which it multiplies some. Not among
+# them: the matrices that latent attention absorbs.
 _PRODUCTS = frozenset(
     ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router", "qkvz", "ba", "bcx")
+    + ("expert_gate_up", "expert_down")
     + ("mixed_o", "q_a", "q_b", "kv_a", "head", "zxbcdt", "kda_qkv", "fgb", "f_b", "g_b")
     + ("lightning_qkv", "output_gate", "latent_in", "latent_out")
     + ("layer_inputs_projection", "layer_input_gate", "layer_input_projection")
