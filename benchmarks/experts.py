@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def main() -> None:
             dtype = "float32" if kind == "float32" else "bfloat16"
             x = jnp.asarray(rng.normal(size=(rows, args.depth)), dtype)
             took = {
-                name: milliseconds(lambda f=jax.jit(run), w=own: f(x, w, sizes))
+                name: milliseconds(partial(jax.jit(run), x, own, sizes))
                 for name, (run, own) in made.items()
             }
             shown = ", ".join(f"{name} {each:.2f} ms" for name, each in took.items())
