@@ -88,7 +88,7 @@ DECODER = {
     "use_double_wide_mlp": True,
     "max_position_embeddings": 1024,
     "pad_token_id": 0,
-    "eos_token_id": None,
+    "eos_token_id": 1,
 }
 
 
@@ -189,7 +189,11 @@ def decode(directory: Path, dtype: str, num_clients: int) -> Sides:
     def run() -> None:
         with torch.inference_mode():
             theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW, do_sample=False
+                ids,
+                attention_mask=torch.ones_like(ids),
+                min_new_tokens=_NEW,
+                max_new_tokens=_NEW,
+                do_sample=False,
             )
 
     return {"jax_attn": ours, "transformers": run}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +111,7 @@ def weight_tree(config: VisionConfig) -> WeightTree:
     return tree
 
 
-def _in_order(head_dim: int):
+def _in_order(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
     """Files rotate the halves of a head apart, with the column and with the row. Here element i is
     a pair with i + head_dim / 2, first those of the rows."""
     columns, rows = np.arange(head_dim).reshape(2, 2, -1)
