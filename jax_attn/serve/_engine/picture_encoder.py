@@ -62,7 +62,7 @@ class PictureEncoder:
             ):
                 behind = ", with one behind each row" if config.row_gap else ""
                 raise ValueError(
-                    f"pictures[{i}]: expected {shown.sum()} tokens {token}{behind} from token"
+                    f"pictures[{i}]: expected {sum(shown)} tokens {token}{behind} from token"
                     f" {picture.begin} of the prompt on, behind other pictures, got {own[:8]}."
                 )
             end = picture.end

@@ -11,8 +11,6 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import numpy as np
-
 _MOST_NUMBERS = 1 << 16  # pictures that are remembered
 
 
@@ -50,11 +48,9 @@ class Picture:
         return self.rows * (self.columns + self.row_gap)
 
     @property
-    def is_shown(self) -> np.ndarray:
-        """[num_tokens] bool. Whether a token shows the picture: not those behind its rows."""
-        shown = np.zeros((self.rows, self.columns + self.row_gap), bool)
-        shown[:, : self.columns] = True
-        return shown.reshape(-1)
+    def is_shown(self) -> list[bool]:
+        """Whether each token shows the picture: not those behind its rows."""
+        return ([True] * self.columns + [False] * self.row_gap) * self.rows
 
     @property
     def end(self) -> int:
