@@ -17,6 +17,7 @@ from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._scheduling.pictures import Picture, PictureNumbers
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 
 # Small, so that there are few executables to compile; a picture of 24 tokens takes several steps.
 LIMITS = EngineConfig(num_pages=80, page_size=4, max_running=4, max_step_tokens=16)
@@ -218,6 +219,29 @@ def test_tokens_that_see_each_other_are_of_one_step(tmp_path):
     assert answer == expected(model, vision, again)
     with pytest.raises(ValueError, match="prompt_logprobs: expected False with pictures"):
         engine.submit([sequence([[5], one, [6]], prompt_logprobs=True, logprobs=0)])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+def test_batches_of_any_tower(name, tmp_path):
+    """Their sizes are whole tokens, whatever a token's patches are; they run where the tower is."""
+    picture_cases.write(tmp_path, name)
+    device = jax.devices()[-1]
+    vision = models.load_vision(tmp_path, "float32").on(device)
+    assert {x.device for x in jax.tree.leaves(vision.params)} == {device}
+    encoder = picture_encoder.PictureEncoder(vision)
+    encoder.warm_up(None)
+    pixels = picture_cases.pictures(picture_cases.CONFIGS[name])[0]
+    rows, columns = vision.grid(pixels)
+    gap = vision.config.row_gap
+    shown = Picture(1, rows, columns, *pixels.shape[:2], pixels.tobytes(), gap)
+    own = [TOKEN if each else 45 for each in shown.is_shown]
+    seq = Sequence("s", "s", [5, *own, 6], SamplingParams(max_tokens=1), "", pictures=(shown,))
+    encoder.check(seq)
+    rows_of = encoder.rows_of([ScheduledSequence(seq, 0, len(seq.tokens), True)])
+    found = rows_of(seq, shown)
+    expected = models.encode_pictures(vision, [pixels])
+    np.testing.assert_allclose(found[shown.is_shown], expected, rtol=1e-4, atol=1e-4)
+    assert not found[~np.array(shown.is_shown)].any()
 
 
 def test_steps_that_are_too_small_for_a_picture(tmp_path):

@@ -15,7 +15,7 @@ from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 
-_FEWEST_PATCHES = 256  # of the smallest batch; each next one is twice as large, as padding costs
+_FEWEST_TOKENS = 64  # of the smallest batch; each next one is twice as large, as padding costs
 _WARM_PATCHES = 4096  # batches up to this size are compiled at the start
 _BATCH_PATCHES = 16384  # of a batch of several pictures
 _BATCH_PICTURES = 64  # the most that a tower takes at a time
@@ -95,7 +95,7 @@ class PictureEncoder:
     def warm_up(self, progress: Callable[[int, int, str], None] | None) -> list[str]:
         """Compiles batches of up to _WARM_PATCHES. Larger ones are compiled when one comes."""
         most = self.model.max_tokens * self._patches_each
-        sizes = [_FEWEST_PATCHES]
+        sizes = [_FEWEST_TOKENS * self._patches_each]
         while sizes[-1] < min(most, _WARM_PATCHES):
             sizes.append(2 * sizes[-1])
         names = [f"pictures: {size} patches" for size in sizes]
@@ -112,7 +112,7 @@ class PictureEncoder:
         self, batch: list[tuple[tuple[str, bytes], Picture]]
     ) -> dict[tuple[str, bytes], np.ndarray]:
         pixels = [np.frombuffer(x.pixels, np.uint8).reshape(x.height, x.width, 3) for _, x in batch]
-        size, used = _FEWEST_PATCHES, self._num_patches([x for _, x in batch])
+        size, used = _FEWEST_TOKENS * self._patches_each, self._num_patches([x for _, x in batch])
         while size < used:
             size *= 2
         rows = np.asarray(models.encode_pictures(self.model, pixels, size))
