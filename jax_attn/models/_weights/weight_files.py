@@ -215,7 +215,20 @@ def open_tensors(
 
 def tensor_names(directory: Path) -> list[str]:
     """Returns the names of all tensors of the files. Raises ModelDirectoryError."""
-    return [name for path in _weight_files(directory) for name in _header_of(path)[0]]
+    names: list[str] = []
+    for path in _weight_files(directory):
+        with _opened(path) as file:
+            names += file.keys()
+    return names
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -248,14 +261,8 @@ def _tensors_of(
     stack: contextlib.ExitStack, path: Path, expected: Expected
 ) -> Iterable[tuple[str, _InFile]]:
     """Opens one file and checks its tensors. The file stays open as long as `stack`."""
-    from safetensors import SafetensorError, safe_open
-
     config = expected.config
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
-    stack.enter_context(file)
+    file = stack.enter_context(_opened(path))
     for full_name in file.keys():
         name = expected.name(full_name)
         where = f"{path}: tensor '{full_name}'"
