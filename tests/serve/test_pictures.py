@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 pytest.importorskip("safetensors.numpy")
 
 from helpers import picture_cases
+from helpers.mesh_checks import run_on_cpus
 from jax_attn import models
 from jax_attn.serve._engine import picture_encoder
 from jax_attn.serve._engine.engine import Engine
@@ -242,6 +245,30 @@ def test_batches_of_any_tower(name, tmp_path):
     expected = models.encode_pictures(vision, [pixels])
     np.testing.assert_allclose(found[shown.is_shown], expected, rtol=1e-4, atol=1e-4)
     assert not found[~np.array(shown.is_shown)].any()
+
+
+def test_a_tower_on_the_devices_of_its_engine():
+    """As of a replica, and of two devices that share the model."""
+    pytest.importorskip("tokenizers")
+    run_on_cpus(2, "import test_pictures; test_pictures.check_devices()")
+
+
+def check_devices():
+    """Runs in a process with two devices."""
+    with tempfile.TemporaryDirectory() as directory:
+        picture_cases.write(Path(directory), "gemma3")
+        vision = models.load_vision(directory, "float32")
+    model, second = random_model("gemma3"), jax.devices()[1]
+    for options in ({"devices": (second,)}, {"tensor_parallel": 2}):
+        limits = dataclasses.replace(LIMITS, max_step_tokens=24, **options)
+        engine = Engine(model, limits, vision=vision)
+        if "devices" in options:
+            arrays = jax.tree.leaves(engine._pictures.model.params)
+            assert {array.device for array in arrays} == {second}
+        engine.warm_up()
+        seq = sequence([[5, 9, 42], picture_cases.picture(32, 32), [43, 7]])
+        (answer,) = run(engine, seq)
+        assert answer == expected(model, vision, seq)
 
 
 def test_steps_that_are_too_small_for_a_picture(tmp_path):
