@@ -154,8 +154,9 @@ class Engine:
         if draft_model is not None:
             # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(
-                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0
-            )
+                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
+                num_host_states=0,
+            )  # fmt: skip
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
             drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
@@ -190,8 +191,10 @@ class Engine:
     def _measure_host(self) -> None:
         """Measures what a page in the host's memory costs, once the largest step is warm."""
         if (host := self.scheduler.memory.host) is not None:
-            seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
-            host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
+            of_pages, of_state = self.device.return_seconds()
+            of_token = self.device.token_seconds()
+            host.call_tokens, host.page_tokens = of_pages / of_token, of_pages / of_token / PAGES
+            host.state_tokens = of_state / of_token
             log.info(
                 "a page comes back from the host in the time of %.2f of its %d tokens",
                 host.page_tokens,
@@ -463,7 +466,8 @@ class Engine:
             host.is_open = False
             log.exception("the host has no memory for pages; it is used no more")
             raise
-        self._speculation.forget([move.page for move in moves if not move.to_host])
+        back = [move for move in moves if not (move.to_host or move.is_state)]
+        self._speculation.forget([move.page for move in back])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -686,26 +690,11 @@ def _check_recurrent(
             "a draft model: expected one without recurrent layers, got "
             f"{draft_model.config.family}."
         )
-    if model.recurrent is None:
-        if config.num_states is not None:
-            raise ValueError(
-                f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
-                f" layers, got {config.num_states}."
-            )
-        return
-    refused: list[tuple[str, Any]] = [
-        ("max_drafts", 0),
-        ("num_host_pages", 0),
-        ("tensor_parallel", 1),
-        ("context_parallel", 1),
-        ("batch_invariant", False),  # chunks of any length round differently
-    ]
-    for name, neutral in refused:
-        if (value := getattr(config, name)) != neutral:
-            raise ValueError(
-                f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
-                f" got {value}."
-            )
+    if model.recurrent is None and config.num_states is not None:
+        raise ValueError(
+            f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
+            f" layers, got {config.num_states}."
+        )
 
 
 def _check_draft_model(
