@@ -298,6 +298,24 @@ def product(
     return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
 
 
+def grouped_product(
+    x: jax.Array,
+    panels: jax.Array,
+    group_rows: jax.Array,
+    columns: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """`product` of each row with the matrix of its group, on CPUs only.
+
+    x: [n, in], sorted by group. panels: [groups, ...]. group_rows: [groups] i32, sum at most n.
+
+    Returns [n, columns] of `dtype`; zeros in rows beyond the sum.
+    """
+    results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
+    operands = x, panels, group_rows
+    return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
+
+
 def linear_attention(
     q: jax.Array,
     k: jax.Array,

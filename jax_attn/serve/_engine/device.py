@@ -63,6 +63,7 @@ class DeviceConfig:
     devices: tuple[jax.Device, ...] | None = None
     # [number, hidden], see Bucket; None: no sequence has pictures.
     picture_shape: tuple[int, int] | None = None
+    longest_picture: int = 0  # tokens
 
 
 class Device:
@@ -104,6 +105,7 @@ class Device:
                 *size,
                 kv_dtype=config.kv_dtype,
                 eight_bit_products=config.eight_bit_products,
+                longest_picture=config.longest_picture if shape is not None else 0,
             )
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
@@ -123,7 +125,9 @@ class Device:
                     sharded,
                     config.max_loras > 0,
                     of_states,
-                    position_parts=1 if config.picture_shape is None else 3,
+                    position_parts=1
+                    if config.picture_shape is None
+                    else model.config.position_parts,
                     picture_shape=shape,
                 )
             )

@@ -128,10 +128,17 @@ class Engine:
         self._texts = Texts(model.tokenizer)
         _check_recurrent(model.config, config, draft_model)
         capacity = capacities(config, model.config)
-        self._pictures = None if vision is None else PictureEncoder(vision)
-        self._picture_numbers = PictureNumbers()
-        shape = None if self._pictures is None else self._pictures.row_shape
-        of_device = device_config(model.config, config, shape)
+        self._pictures = None
+        self.picture_numbers = PictureNumbers()
+        of_device = device_config(model.config, config)
+        if vision is not None:
+            _check_pictures(model.config, config, vision)
+            if config.devices is not None:
+                vision = vision.on(config.devices[0])
+            self._pictures = PictureEncoder(vision)
+            of_device = device_config(
+                model.config, config, self._pictures.row_shape, vision.max_tokens
+            )
         if processes is not None and config.num_host_pages:
             raise ValueError(
                 "EngineConfig: num_host_pages: expected 0 with several processes, got"
@@ -340,7 +347,12 @@ class Engine:
                     f"pictures: expected none, as this {config.family} model reads texts only."
                 )
             self._pictures.check(seq)
-            seq.number_pictures(self._picture_numbers.of)
+            if params.prompt_logprobs and config.sees_pictures:
+                raise ValueError(
+                    "prompt_logprobs: expected False with pictures, as the tokens of one of this"
+                    f" {config.family} model's go through it together."
+                )
+            seq.number_pictures(self.picture_numbers.of)
         seq.adapter = self._adapters.find(seq.adapter_name)
         seq.drafter = self._speculation.drafter()
         constraint = None
@@ -647,6 +659,26 @@ def _check_tokens(name: str, tokens: Seq[int], config: models.ModelConfig) -> No
     for extreme in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= extreme < config.vocab_size:
             raise ValueError(f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}.")
+
+
+def _check_pictures(
+    model: models.ModelConfig, config: EngineConfig, vision: models.VisionModel
+) -> None:
+    """Raises ValueError if steps cannot have pictures whose tokens see each other."""
+    if not model.sees_pictures:
+        return
+    if config.context_parallel > 1:
+        raise ValueError(
+            f"EngineConfig: context_parallel: expected 1 with the pictures of this {model.family}"
+            f" model, whose tokens see each other, got {config.context_parallel}."
+        )
+    needed = vision.max_tokens + config.max_running - 1
+    if config.max_step_tokens < needed:
+        raise ValueError(
+            f"EngineConfig: max_step_tokens: expected at least {needed}, for all"
+            f" {vision.max_tokens} tokens of a picture of this {model.family} model beside"
+            f" {config.max_running - 1} decodes, got {config.max_step_tokens}."
+        )
 
 
 def _check_recurrent(

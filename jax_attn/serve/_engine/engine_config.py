@@ -121,6 +121,7 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         num_host_pages=config.num_host_pages,
         num_host_states=num_host_states,
         checkpoint_tokens=config.checkpoint_tokens,
+        whole_pictures=model.sees_pictures,
     )
 
 
@@ -128,6 +129,7 @@ def device_config(
     model: models.ModelConfig,
     config: EngineConfig,
     picture_shape: tuple[int, int] | None = None,
+    longest_picture: int = 0,
 ) -> DeviceConfig:
     return DeviceConfig(
         capacities(config, model),
@@ -141,4 +143,5 @@ def device_config(
         max_lora_rank=config.max_lora_rank,
         devices=config.devices,
         picture_shape=picture_shape,
+        longest_picture=longest_picture,
     )

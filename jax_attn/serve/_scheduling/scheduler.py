@@ -432,6 +432,8 @@ class Scheduler:
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
         num_pending, num_scored = seq.num_pending + seq.num_behind, 0
         num_tokens = min(num_pending, max_tokens)
+        if self.config.whole_pictures and seq.pictures:
+            num_tokens = self._with_whole_pictures(step, seq, num_tokens)
         if seq.params.prompt_logprobs:
             # Half of the rows stay for waiting sequences, which enter while this one reads.
             num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
@@ -446,6 +448,21 @@ class Scheduler:
             step.entries.append(entry)
             step.num_more_rows += num_more_rows
         return num_tokens
+
+    def _with_whole_pictures(self, step: StepPlan, seq: Sequence, num_tokens: int) -> int:
+        """Returns the length of a chunk of about num_tokens that ends within no picture.
+
+        It may be longer if the step has room: else a chunk could be too short for any picture.
+        """
+        begin, end = seq.num_computed, seq.num_computed + num_tokens
+        cut = next((x for x in seq.pictures if x.begin < end < x.end), None)
+        if cut is None:
+            return num_tokens
+        if cut.begin > begin:
+            return cut.begin - begin
+        num_others = sum(entry.num_tokens for entry in step.entries)
+        rest = cut.end - begin
+        return rest if num_others + rest <= self.config.max_step_tokens else 0
 
     def _num_spare_rows(self, step: StepPlan) -> int:
         """Rows of the step's logits that are left after one for each running sequence."""

@@ -37,6 +37,8 @@ class SchedulerConfig:
     checkpoint_tokens: int = 2048  # between the checkpoints of a long prompt
     num_host_pages: int = 0  # of the prefix cache in the host's memory
     num_host_states: int = 0  # and slots of states
+    # Tokens of a picture see each other, so a step has all of them that are not computed, or none.
+    whole_pictures: bool = False
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
 
