@@ -228,7 +228,11 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
 void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
                     int64_t longest_span_cost, Assignment* best) {
   thread_local Assignment trial;
-  for (i32 r = FirstOfFewer(rules); r < kNumFewerSplits && best->num_cut_items > 0; ++r) {
+  if (best->chunks.empty()) return;
+  const auto may_gain = [&] {  // ranges need not be the best order even where they cut no tile
+    return best->num_cut_items > 0 || best->chunks.front().unit != kEveryUnit;
+  };
+  for (i32 r = FirstOfFewer(rules); r < kNumFewerSplits && may_gain(); ++r) {
     if (!MayBeWorthFewerSplits(rules, r, longest_span_cost, best->makespan)) continue;
     CutByLength(rules, tiling.tiles, LongestOfFewer(rules, span_cost, r), &trial.chunks);
     AssignChunks(rules, tiling, {}, &trial);

@@ -111,10 +111,9 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
       continue;
     }
     const i32 fewer = kFirstOfFewer + FirstOfFewer(rules);
-    const bool has_cuts =
-        schedule->num_chunks > NumCutTiles(rules, tiles, schedule->has_ranges());
+    const bool may_gain = schedule->has_ranges() || schedule->num_chunks > tiles.num_tiles;
     const bool may_take_fewer =
-        first < kFirstOfFewer && has_cuts &&
+        first < kFirstOfFewer && may_gain &&
         MayBeWorthFewerSplits(rules, FirstOfFewer(rules), tiles.longest_span_cost,
                               schedule->makespan);
     first = may_take_fewer ? fewer : kNumFlatTrials;

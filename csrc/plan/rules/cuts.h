@@ -85,7 +85,7 @@ struct RangeStart {
 inline i32 PieceEnd(const PlanRules& rules, const QueryTile& t, i32 kv, i64 left) {
   left -= ItemCost(rules, t, 0, true);
   if (left < static_cast<i64>(rules.min_chunk) * t.kv_cost) return kv;
-  const i64 end = Least(kv + left / t.kv_cost, static_cast<i64>(t.kv_end) - rules.min_chunk);
+  const i64 end = Least(kv + left / t.kv_cost, static_cast<i64>(t.kv_end) - 1);
   const i64 border = end / rules.tile_kv * rules.tile_kv;
   return border - kv < Largest(1, rules.min_chunk) ? kv : static_cast<i32>(border);
 }
