@@ -175,7 +175,7 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
                   num_trials * trial(tiles, 2 * queues) + ranges +
                   results(tiles, 2 * queues) +  // of the first trial, and of the chosen schedule
                   std::max(results(tiles, 2 * queues), results(unit_tiles + 1, queues));
-  bytes += 160 * 16;  // each array is rounded up to 16 bytes
+  bytes += 160 * 16;                                      // each array is rounded up to 16 bytes
   const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/plan/steps.cuh
     if (map == nullptr) return 0;
     const AttentionSpec& spec = problem.spec;

@@ -176,7 +176,7 @@ def alone(model, device, logits_of):
     [
         {},
         {"prefill_chunk": 3},
-        {"prefill_chunk": 17, "starvation_steps": 1},
+        {"prefill_chunk": 17, "starvation_seconds": 0},
         {"prefix_cache": False},
         {"max_kv_pages_step": 40, "prefill_chunk": 8},
     ],

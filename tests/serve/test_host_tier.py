@@ -13,7 +13,7 @@ from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._openai.metrics import Metrics
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Moves
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
 # The pool holds one prompt and a half. One shape for all steps: it compiles once, and bits are
@@ -140,7 +140,7 @@ def test_what_is_dearer_than_computing_stays_away(engine):
 
 
 def test_the_rule():
-    host = HostTier(4)
+    host = HostTier(4, Moves())
     assert host.keeps(8) and host.is_sooner(1, 8) and not host.is_sooner(0, 8)
     host.call_tokens, host.page_tokens = 20.0, 3.0
     assert not host.is_sooner(4, 8) and host.is_sooner(5, 8)

@@ -96,8 +96,8 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
           replaced = TryRanges(c, tiles, schedule->makespan, schedule);
           may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
         }
-        may_retry = may_retry && MayBeWorthMoreSplits(margin, total_cost, rules.num_queues,
-                                                      schedule->makespan);
+        may_retry = may_retry &&
+                    MayBeWorthMoreSplits(margin, total_cost, rules.num_queues, schedule->makespan);
       }
     } else if (first == 1) {
       const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
@@ -112,10 +112,9 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
     }
     const i32 fewer = kFirstOfFewer + FirstOfFewer(rules);
     const bool may_gain = schedule->has_ranges() || schedule->num_chunks > tiles.num_tiles;
-    const bool may_take_fewer =
-        first < kFirstOfFewer && may_gain &&
-        MayBeWorthFewerSplits(rules, FirstOfFewer(rules), tiles.longest_span_cost,
-                              schedule->makespan);
+    const bool may_take_fewer = first < kFirstOfFewer && may_gain &&
+                                MayBeWorthFewerSplits(rules, FirstOfFewer(rules),
+                                                      tiles.longest_span_cost, schedule->makespan);
     first = may_take_fewer ? fewer : kNumFlatTrials;
     end = kNumFlatTrials;
   }

@@ -1,5 +1,5 @@
-// Stream-K in the device planner: all tiles in one line, cut into ranges of equal cost, one for each
-// queue. The line has each tile once for every head unit.
+// Stream-K in the device planner: all tiles in one line, cut into ranges of equal cost, one for
+// each queue. The line has each tile once for every head unit.
 #pragma once
 
 #include "cuda/plan/trials.cuh"

@@ -42,7 +42,8 @@ inline constexpr i64 kMostTilesOfRanges = 64;
 // queues uneven by less than a tile, and the line, which has each tile once for every unit, would
 // take much memory.
 inline bool MayHaveRanges(const PlanRules& rules, i64 num_tiles) {
-  return rules.num_units == 1 || num_tiles * rules.num_units <= kMostTilesOfRanges * rules.num_queues;
+  return rules.num_units == 1 ||
+         num_tiles * rules.num_units <= kMostTilesOfRanges * rules.num_queues;
 }
 
 // Whether a schedule of ranges is taken instead of one of Algorithm 1. With one unit and one tile M
@@ -77,8 +78,8 @@ struct Retry {
 };
 inline constexpr int kNumRetries = 4;
 
-// first_longest_cost: of the first schedule. If LongestWholeCost made it kUncut, chunks of the usual
-// length are tried, too.
+// first_longest_cost: of the first schedule. If LongestWholeCost made it kUncut, chunks of the
+// usual length are tried, too.
 inline Retry RetryOf(const PlanRules& rules, i64 total_span_cost, i64 first_longest_cost,
                      bool large_states, i32 r) {
   if (large_states && r == 0) return {first_longest_cost, true};

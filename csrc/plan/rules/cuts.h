@@ -81,7 +81,8 @@ struct RangeStart {
   i32 kv;    // the first position left of it
 };
 
-// The end of a piece of a tile that begins at kv and costs at most `left`; kv: no piece is worth it.
+// The end of a piece of a tile that begins at kv and costs at most `left`; kv: no piece is worth
+// it.
 inline i32 PieceEnd(const PlanRules& rules, const QueryTile& t, i32 kv, i64 left) {
   left -= ItemCost(rules, t, 0, true);
   if (left < static_cast<i64>(rules.min_chunk) * t.kv_cost) return kv;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,11 +28,13 @@ from jax_attn import models
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
-from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies
+from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
-from jax_attn.serve._scheduling.host_tier import Move
+from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+
+_COPY = "copies of pages"  # the executable of `copy_pages`
 
 
 class Scores(NamedTuple):
@@ -132,6 +135,8 @@ class Device:
         self.reset()
         self._page_copies = PoolCopies("pages", self._pools, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
+        # A page with a prompt's first tokens is copied; states are those of ends of pages.
+        self._copies_pages = capacities.prefix_cache and not capacities.num_states
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
 
@@ -279,10 +284,24 @@ class Device:
     def _pools(self) -> tuple[models.Pages, models.Pages | None]:
         return self._k_pages, self._v_pages
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copies pages between the device and the host, after the steps before."""
-        assert self._host is not None
-        self._k_pages, self._v_pages = self._host.move(self._pools, moves)
+    def move(self, moves: Sequence[Move | PageCopy]) -> None:
+        """Copies pages on the device, to the host and back, in this order, after the steps
+        before."""
+        for kind, group in itertools.groupby(moves, type):
+            if kind is PageCopy:
+                self.copy_pages([(x.source, x.page) for x in group if isinstance(x, PageCopy)])
+                continue
+            assert self._host is not None
+            of_host = [x for x in group if isinstance(x, Move)]
+            self._k_pages, self._v_pages = self._host.move(self._pools, of_host)
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copies pages of the pools, one after the other: (from, to)."""
+        copy = self._executables[_COPY]
+        for begin in range(0, len(copies), COPIES):
+            batch = copies[begin : begin + COPIES]
+            batch += batch[-1:] * (COPIES - len(batch))
+            self._k_pages, self._v_pages = copy(self._pools, np.array(batch, np.int32))
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -408,6 +427,8 @@ class Device:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None:
             tasks |= self._page_copies.tasks(self._pools)
+        if self._copies_pages:
+            tasks[_COPY] = partial(copy_within, self._pools)
         for num_rows, mask in self._allow_all.items():
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -509,6 +530,8 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._copies_pages:
+            self.copy_pages([(0, 0)])
 
 
 def _with_pictures(

@@ -82,6 +82,7 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
+from jax_attn.serve._scheduling.host_tier import PageCopy
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -426,18 +427,21 @@ class Engine:
         return LaunchedStep(batch, scores, samples, drafts)
 
     def _move_pages(self) -> None:
-        """Copies pages between the device and the host, before the step that needs them."""
-        host = self.scheduler.memory.host
-        if host is None or not (moves := host.take_moves()):
+        """Copies pages on the device, to the host and back, before the step that needs them."""
+        moves = self.scheduler.memory.moves.take()
+        if not moves:
             return
+        host = self.scheduler.memory.host
         try:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            host.is_open = False
-            log.exception("the host has no memory for pages; it is used no more")
+            if host is not None:
+                host.is_open = False
+                log.exception("the host has no memory for pages; it is used no more")
             raise
-        self._speculation.forget([move.page for move in moves if not move.to_host])
+        written = [x.page for x in moves if isinstance(x, PageCopy) or not x.to_host]
+        self._speculation.forget(written)
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""

@@ -1,7 +1,8 @@
 """The second tier of the prefix cache: pages that the device evicted, in the host's memory.
 
 The scheduler decides what moves, and the device moves it before its next step, in the order of
-`moves`. So a page may be given away on either side as soon as its move is in the list.
+`moves`. So a page may be given away on either side as soon as its move is in the list. Copies of
+pages within the device are in the same list.
 """
 
 from __future__ import annotations
@@ -19,6 +20,23 @@ class Move(NamedTuple):
     host_page: int
 
 
+class PageCopy(NamedTuple):
+    """A copy of a page of the device to another one."""
+
+    source: int
+    page: int
+
+
+class Moves(list[Move | PageCopy]):
+    """Copies of pages that the device has yet to run, in this order."""
+
+    def take(self) -> list[Move | PageCopy]:
+        """Those since the last call."""
+        moves = self[:]
+        self.clear()
+        return moves
+
+
 class HostTier:
     """Pages of the host, and the rule that says whether one is worth its way back.
 
@@ -26,9 +44,9 @@ class HostTier:
     back, and in which the first of several does in addition. Measured in the warm-up; 0 before.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, moves: Moves):
         self.allocator = PageAllocator(num_pages)
-        self.moves: list[Move] = []
+        self.moves = moves
         self.page_tokens = self.call_tokens = 0.0
         self.is_open = True  # takes pages
         self.num_stored = 0  # pages that went to the host, since the start
@@ -60,8 +78,3 @@ class HostTier:
         self.moves += map(Move, [False] * len(pages), pages, host_pages)
         self.num_returned += len(pages)
         self.allocator.free(host_pages)
-
-    def take_moves(self) -> list[Move]:
-        """The moves since the last call, which the device has to run in this order."""
-        moves, self.moves = self.moves, []
-        return moves
