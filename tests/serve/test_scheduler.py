@@ -319,7 +319,7 @@ def test_a_full_hit_leaves_a_token_to_compute():
     scheduler = Scheduler(config())
     scheduler.add(sequence("first", range(12), max_tokens=1))
     advance(scheduler)
-    for num_tokens, num_cached in [(12, 8), (13, 12), (11, 8), (5, 4), (4, 0), (1, 0)]:
+    for num_tokens, num_cached in [(12, 11), (13, 12), (11, 10), (5, 4), (4, 3), (1, 0)]:
         seq = sequence(f"{num_tokens}", range(num_tokens), max_tokens=1)
         scheduler.add(seq)
         step = advance(scheduler)
@@ -412,7 +412,7 @@ def test_starvation_is_bounded(seconds):
     scheduler.add(poor)
     num_overtakers = 0
     for i in range(50):
-        scheduler.add(sequence(f"rich {i}", range(20), max_tokens=1, arrival=i))
+        scheduler.add(sequence(f"rich {i}", range(20), max_tokens=1))
         advance(scheduler, i)
         if poor.status is Status.FINISHED:
             break
@@ -428,7 +428,7 @@ def test_a_starved_sequence_that_does_not_fit_holds_back_the_others():
     scheduler.add(big)
     admitted = []
     for i in range(60):
-        scheduler.add(sequence(f"{i}", range(4), max_tokens=12, arrival=i))
+        scheduler.add(sequence(f"{i}", range(4), max_tokens=12))
         step = advance(scheduler, i)
         admitted += [seq.id for seq in step.admitted]
         if big in step.admitted:
@@ -941,7 +941,7 @@ def test_a_page_that_begins_like_a_prompt_is_copied():
             engine.scheduler.check_integrity()
         assert seq.num_cached == num_cached, name
         assert seq.tokens[seq.num_prompt :] == reference_output(seq, False)[0]
-    assert engine.device.num_copies == engine.scheduler.memory.num_copied == 4
+    assert engine.device.num_copies == 4
 
 
 def test_a_page_of_another_namespace_is_not_copied():
@@ -969,17 +969,8 @@ def tree_prompts(rng, *levels):
     return prompts
 
 
-@pytest.mark.parametrize(
-    "levels",
-    (
-        ((4, 32), (4, 32), (4, 32), (2, 6)),  # conversations that part again and again
-        ((24, 160), (6, 10)),  # documents, and questions about each
-        ((1, 64), (12, 60), (12, 9)),  # a system prompt, examples of tasks, inputs
-    ),
-)
-def test_hits_come_near_the_depth_first_order(levels):
-    """RadixAttention, theorem 3.1: depth first every edge is computed once. Here eight run at once,
-    requests arrive in any order, and the cache holds a fraction of the tree."""
+def share_of_optimum(levels, starvation_seconds):
+    """Tokens that are cached, as a share of those in the depth-first order; 20 steps a second."""
     rng = np.random.default_rng(1)
     prompts = [tuple(prompt) for prompt in tree_prompts(rng, *levels)]
     page = 4
@@ -988,8 +979,8 @@ def test_hits_come_near_the_depth_first_order(levels):
     optimum = (num_possible - len(edges)) * page
     scheduler = Scheduler(
         config(
-            num_pages=len(edges) // 4 + 200, max_kv_pages_step=1000, max_step_tokens=128,
-            prefill_chunk=64, max_waiting=200, starvation_seconds=60,
+            num_pages=len(edges) // 4 + 150, max_kv_pages_step=1000, max_step_tokens=128,
+            prefill_chunk=64, max_waiting=200, starvation_seconds=starvation_seconds,
         )
     )  # fmt: skip
     order = rng.permutation(len(prompts)).tolist()
@@ -998,6 +989,19 @@ def test_hits_come_near_the_depth_first_order(levels):
     while scheduler.waiting or scheduler.running:
         assert advance(scheduler, now) is not None
         now += 0.05
-    hits = scheduler.stats().num_prompt_tokens_cached / optimum
-    print("hits", hits)
-    assert hits >= 0.95
+    return scheduler.stats().num_prompt_tokens_cached / optimum
+
+
+@pytest.mark.parametrize(
+    "levels",
+    (
+        ((4, 32), (4, 32), (4, 32), (2, 6)),  # conversations that part again and again
+        ((24, 160), (6, 10)),  # documents, and questions about each
+        ((1, 64), (40, 100), (4, 9)),  # a system prompt, examples of tasks, inputs
+    ),
+)
+def test_hits_come_near_the_depth_first_order(levels):
+    """RadixAttention, theorem 3.1: depth first every edge is computed once. Here eight run at once,
+    requests arrive in any order, and the cache holds a fraction of the tree."""
+    assert share_of_optimum(levels, starvation_seconds=10) >= 0.95
+    assert share_of_optimum(levels, starvation_seconds=0) < 0.9  # by arrival

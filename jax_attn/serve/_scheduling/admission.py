@@ -5,7 +5,8 @@ fewest tokens. Priority, arrival and the prefix cache order the sequences of one
 
 The cache-aware order is that of RadixAttention: longest matched prefix first, which is a depth-first
 order of the tree. A sequence also waits while another one computes pages that it could share, such
-as its sibling of n > 1. Neither lasts longer than starvation_seconds: then it goes by arrival.
+as its sibling of n > 1. Neither lasts longer than starvation_seconds, counted from the first time that it might have entered:
+then it goes by arrival.
 
 Shares alone would let a request wait for ever: one that needs more pages than its tenant's share,
 while others keep the pool full. So a tenant that has waited twice its fair time is *overdue*: its
@@ -264,7 +265,7 @@ class Admission:
         """Sequences that might be admitted now, by tenant name, in the order of admission.
 
         Within a priority: preempted and starved ones by arrival, then the others by longest cached
-        prefix. now: on the clock of `Sequence.arrival`.
+        prefix. now: on the clock of `Scheduler.schedule`.
         """
         self._first = None
         if not self.may_admit:
@@ -296,11 +297,12 @@ class Admission:
 
     def _look_up(self, seqs: list[Sequence], now: float) -> list[Candidate]:
         ranked = []
-        starved_before = now - self._config.starvation_seconds  # those that arrived
         for seq in seqs:
             key = self._memory.lookup_key(seq)
             num_cached_pages = self._memory.num_cached_pages(seq, key)
-            may_be_overtaken = not (seq.num_preempted or seq.arrival <= starved_before)
+            seq.looked_up = now if seq.looked_up is None else seq.looked_up
+            is_starved = now - seq.looked_up >= self._config.starvation_seconds
+            may_be_overtaken = not (seq.num_preempted or is_starved)
             order = (
                 seq.priority,
                 may_be_overtaken,

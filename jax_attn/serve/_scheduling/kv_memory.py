@@ -34,7 +34,6 @@ class KvMemory:
         self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
         self.states = None if slots is None else States(config, slots, self.cache)
         self.num_table_pages = 0  # sum of len(seq.pages) over the running
-        self.num_copied = 0  # pages that began like a prompt's, since the start
         self.num_insertions = 0  # into the prefix cache: without a new one, no lookup finds more
         self.version = ""  # of the weights: see `begin_version`
         self._tenants = tenants
@@ -152,7 +151,6 @@ class KvMemory:
             source, num_tokens = partial
             self.moves.append(PageCopy(source, seq.pages[seq.num_shared]))
             seq.num_computed += num_tokens
-            self.num_copied += 1
         seq.slot = heapq.heappop(self._free_slots)
         seq.status = Status.RUNNING
         insort(tenant.running, seq, key=rank)

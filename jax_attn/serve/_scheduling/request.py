@@ -144,8 +144,7 @@ class Sequence:
     namespace: str = ""  # only sequences of the same namespace share pages
     priority: int = 0  # lower first
     deadline: float | None = None  # seconds on the clock of `schedule`
-    # Seconds on the same clock, for metrics and starvation_seconds; the order is that of `add`.
-    arrival: float = 0.0
+    arrival: float = 0.0  # seconds on the same clock, for metrics; the order is that of `add`
     tenant: str = ""  # its owner: tenants have fair shares; `priority` orders within one
     drafter: Drafter | None = None  # None: no drafts
     predicted: list[int] = field(default_factory=list)  # tokens that the output may repeat
@@ -180,6 +179,8 @@ class Sequence:
     spare_states: list[int] = field(default_factory=list, init=False)  # allocated, not used yet
     order: int = field(default=-1, init=False)  # arrival number
     num_preempted: int = field(default=0, init=False)  # number of preemptions
+    # When admission first looked it up: since then later arrivals may overtake it.
+    looked_up: float | None = field(default=None, init=False)
     is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
     # Drafts are in flight, so its position is unknown: it takes no part in steps either.
     is_drafting: bool = field(default=False, init=False)

@@ -31,7 +31,7 @@ class SchedulerConfig:
     max_waiting: int
     max_kv_pages_step: int  # entries of a step's page table; shared pages count once per sequence
     max_prefill_chunk: int = 0  # below prefill_chunk: chunks do not grow
-    # A sequence that has waited so long since its arrival is not overtaken any more.
+    # A sequence that has waited so long since it might have entered is not overtaken any more.
     starvation_seconds: float = STARVATION_SECONDS
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # sizes, in tokens, that steps are padded to
