@@ -512,9 +512,7 @@ def _check_blocks(
         if tokens < 1:
             raise ValueError(f"masks.{op}: {name}: expected tokens >= 1, got {tokens}.")
     if len(indptr) == 0 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
-        raise ValueError(
-            f"masks.{op}: indptr: expected ascending numbers from 0 on, got {indptr}."
-        )
+        raise ValueError(f"masks.{op}: indptr: expected ascending numbers from 0 on, got {indptr}.")
     if indptr[-1] != len(indices):
         raise ValueError(
             f"masks.{op}: indices: expected indptr[-1] = {indptr[-1]} block columns, got"

@@ -1,9 +1,10 @@
 """Copies of pages, or of slots of states, out of the device's pools and into them.
 
-`copy_within` copies pages of a pool to others. `HostPages` keeps pages in the host's memory for the prefix cache: pinned, by JAX's memory kinds, so
-that copies run beside computations, and nothing waits on the host. The device's work is in the
-order of calls, so a page is there before the layers of the next step read it. A hand-over of a
-request takes pages out, and puts them into the pools of another engine.
+`copy_within` copies pages of a pool to others. `HostPages` keeps pages in the host's memory for the
+prefix cache: pinned, by JAX's memory kinds, so that copies run beside computations, and nothing
+waits on the host. The device's work is in the order of calls, so a page is there before the layers
+of the next step read it. A hand-over of a request takes pages out, and puts them into the pools of
+another engine.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from jax_attn.serve._engine.async_engine import AsyncEngine, Recipient
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent, SharedEvents
 from jax_attn.serve._scheduling.events import TokenEvent
-from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.prefix_cache import num_common
+from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
 

@@ -3,10 +3,10 @@
 Tenants take turns (see `tenants`): prompt tokens and admission go to the tenant that has had the
 fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
 
-The cache-aware order is that of RadixAttention: longest matched prefix first, which is a depth-first
-order of the tree. A sequence also waits while another one computes pages that it could share, such
-as its sibling of n > 1. Neither lasts longer than starvation_seconds, counted from the first time that it might have entered:
-then it goes by arrival.
+The cache-aware order is that of RadixAttention: longest matched prefix first, which is a
+depth-first order of the tree. A sequence also waits while another one computes pages that it could
+share, such as its sibling of n > 1. Neither lasts longer than starvation_seconds, counted from the
+first time that it might have entered: then it goes by arrival.
 
 Shares alone would let a request wait for ever: one that needs more pages than its tenant's share,
 while others keep the pool full. So a tenant that has waited twice its fair time is *overdue*: its
