@@ -239,7 +239,10 @@ def _add_tangents(
     return (of_v, t_lse + jnp.moveaxis(p_t.sum(axis=-1), 3, 1)[..., None]), None
 
 
-_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+# By default a GPU rounds f32 operands to TF32, which the kernels do not.
+_einsum = functools.partial(
+    jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST
+)
 
 
 class _Logits(NamedTuple):

@@ -7,6 +7,7 @@ kernels, and memory for one block of logits in forward mode.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,9 @@ from jax_attn._xla.attention_operands import AttentionOperands
 from jax_attn._xla.transforms import varying_alike
 
 _BLOCK = 512  # keys whose logits are in memory at the same time
+
+# By default a GPU rounds f32 operands to TF32, which the kernels do not.
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class _Rows(NamedTuple):
@@ -70,13 +74,13 @@ def attend(
         values = jnp.where(block.live[:, None, None], v[block.row], 0).astype(jnp.float32)
         if not softmax:
             weights = jnp.where(seen, logits, 0)
-            return (top, total, o + jnp.einsum("hgts,she->hgte", weights, values)), None
+            return (top, total, o + _einsum("hgts,she->hgte", weights, values)), None
         logits = jnp.where(seen, logits, -jnp.inf)
         highest = jnp.maximum(top, jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
         base = jnp.where(jnp.isneginf(highest), 0, highest)
         weights, scale = jnp.exp(logits - base), jnp.exp(top - base)
         total = total * scale + weights.sum(axis=-1, keepdims=True)
-        return (highest, total, o * scale + jnp.einsum("hgts,she->hgte", weights, values)), None
+        return (highest, total, o * scale + _einsum("hgts,she->hgte", weights, values)), None
 
     shape = num_kv_heads, group, num_tokens
     start = (
@@ -97,7 +101,9 @@ def attend(
         o, lse = o / total, jnp.where(is_empty, -jnp.inf, base + jnp.log(total))
 
     def of_rows(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 2, 0).reshape(num_tokens, num_qo_heads, -1)
+        # Cotangents of padding rows may be NaN. They reach nothing through a row that is 0.
+        x = jnp.moveaxis(x, 2, 0).reshape(num_tokens, num_qo_heads, -1)
+        return jnp.where(rows.live[:, None, None], x, 0)
 
     return of_rows(o).astype(operands.q.dtype), of_rows(lse)[..., 0]
 
@@ -125,7 +131,7 @@ def _logits(
         seen &= keys.position[None] <= position + spec.window_right
     seen = seen[None, None]
     assert spec.sm_scale is not None
-    logits = spec.sm_scale * jnp.einsum("thgd,shd->hgts", q, keys_of_block)
+    logits = spec.sm_scale * _einsum("thgd,shd->hgts", q, keys_of_block)
     if spec.logits_soft_cap:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if spec.variant is not None:

@@ -63,10 +63,15 @@ def awkward_rows(rng, num_rows, heads, dim):
     return x
 
 
+def padded(rows, dim):
+    """Rows with zeros up to dim columns, as they lie in pages."""
+    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, dim - rows.shape[-1])])
+
+
 @on_every_platform
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-@pytest.mark.parametrize("value_dim", [40, 48])  # CUDA needs multiples of 16
+@pytest.mark.parametrize("value_dim", [40, 48])  # on CUDA rows of 40 are padded to 48
 def test_append_writes_what_the_reference_writes(kv_dtype, dtype, value_dim, backend):
     rng = np.random.default_rng(3)
     dims = {"head_dim_qk": 128, "head_dim_vo": value_dim}
@@ -82,16 +87,17 @@ def test_append_writes_what_the_reference_writes(kv_dtype, dtype, value_dim, bac
     scales = scales_of(kv_dtype, rng)
     got = jax.jit(ja.append_kv)(*pages, k_new, v_new, plan, layer=1, **scales)
     page = lengths.page_indices[0]
-    for pool, shape, new, scale in zip(
-        got, shapes, (k_new, v_new), scales.values() or (None, None), strict=True
+    for pool, shape, new, scale, dim in zip(
+        got, shapes, (k_new, v_new), scales.values() or (None, None), spec.padded_dims, strict=True
     ):
         assert pool.shape == shape and not np.asarray(pool[0]).any()
         rows = np.asarray(pool)[1, page]
-        want = encoded(new[:16], kv_dtype, scale)
+        want = encoded(padded(new[:16], dim), kv_dtype, scale)
         if kv_dtype in OWN_SCALES:
             same = np.isnan(decoded(rows, dtype, kv_dtype))
             assert (same == np.isnan(decoded(want, dtype, kv_dtype))).all()
-            assert same[4, 0, 3] and same[5, 1, -1] and same[6, 0].any() and not same[5, 0].any()
+            last = new.shape[-1] - 1
+            assert same[4, 0, 3] and same[5, 1, last] and same[6, 0].any() and not same[5, 0].any()
             keep = ~same.any(axis=-1)  # NaN has many bit patterns
         else:
             keep = ~(np.isnan(rows) & np.isnan(want)).any(axis=-1)
@@ -221,9 +227,12 @@ def test_attention_over_codes_has_the_bits_of_plain_pages(case, kv_dtype, backen
     dtype = names.get(case.name, "bfloat16")
     case = dataclasses.replace(case, dtype=dtype, contents=("normal",))
     batch = build(case)
-    codes = [encoded(pages, kv_dtype) for pages in (batch.k, batch.v)]
-    plain = [decoded(pages, dtype, kv_dtype) for pages in codes]
     spec = backend.spec(**(case.spec_fields() | {"kv_dtype": kv_dtype}))
+    plain = [decoded(encoded(pages, kv_dtype), dtype, kv_dtype) for pages in (batch.k, batch.v)]
+    codes = [
+        encoded(padded(pages, dim), kv_dtype)
+        for pages, dim in zip((batch.k, batch.v), spec.padded_dims, strict=True)
+    ]
     want = attend(backend.spec(**case.spec_fields()), batch, *plain)
     got = attend(spec, batch, *codes)
     assert np.isfinite(np.float32(got[0])).all() and np.abs(np.float32(got[0])).max() > 0.1

@@ -88,6 +88,8 @@ def check(case, backends=BEST_CPU, content=None):
         eps += 4e-5  # rounding of an lse of up to 350 in float32
     want, sizes = expect(), expect(magnitudes=True)
     for backend in backends:
+        if content == "huge" and backend.platform != "cpu":
+            eps += 2.0**19 * 2.0**-24  # weights are those of the f32 lse, which is -(2^19) or so
         with backend.active():
             got = run(plan, batch, d_o, d_lse)
             again = run(plan, batch, d_o, d_lse)
@@ -110,6 +112,16 @@ def check(case, backends=BEST_CPU, content=None):
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
 def test_case(case, backend):
     check(case, cpu_backends(case) if backend.platform == "cpu" else [backend])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_kernel(dtype, monkeypatch):
+    """In jnp, as on CUDA beyond 256 columns; cotangents of padding rows are NaN there, too."""
+    monkeypatch.setattr(ja.AttentionSpec, "has_backward_kernel", False)
+    jax.clear_caches()
+    case = next(case for case in CASES if case.name.startswith("head_dim_320_512"))
+    check(dataclasses.replace(case, dtype=dtype))
+    jax.clear_caches()
 
 
 @on_every_platform
