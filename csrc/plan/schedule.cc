@@ -206,7 +206,9 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
   const bool several = HaveSeveralHeights(tiling.tiles);
   const bool large = HaveLargeStates(several, tiling.tiles[0]);
   const i64 margin = MarginOfSplits(large);
-  if (MayHaveRanges(rules, num_tiles)) {
+  const i64 mean = total_cost / rules.num_queues;
+  if (MayHaveRanges(rules, num_tiles) &&
+      AreRangesWorthIt(rules, several, margin, mean, best->makespan)) {
     if (AssignRanges(rules, tiling, best->makespan, &trial) &&
         AreRangesWorthIt(rules, several, margin, trial.makespan, best->makespan)) {
       std::swap(*best, trial);

@@ -92,7 +92,9 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
       may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
       if (may_retry) {
         const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
-        if (MayHaveRanges(rules, tiles.num_tiles)) {
+        if (MayHaveRanges(rules, tiles.num_tiles) &&
+            AreRangesWorthIt(rules, several, margin, total_cost / rules.num_queues,
+                             schedule->makespan)) {
           replaced = TryRanges(c, tiles, schedule->makespan, schedule);
           may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
         }
