@@ -70,9 +70,9 @@ inline bool MayBeWorthFewerSplits(const PlanRules& rules, i32 r, i64 longest_spa
   return r == 0 || i64{rules.item_cost} * rules.kv_cost[0] + longest_span_cost < than;
 }
 
-// Retries of Algorithm 1, in order, while queues are uneven. They have shorter chunks. With large
-// states the first one has the chunks of the first schedule, by weight: sections would not be kept
-// together, which costs time that the model does not know (rules/order.h).
+// Retries of Algorithm 1, in order, while queues are uneven. With large states the first one has
+// the chunks of the first schedule, by weight: sections would not be kept together, which costs
+// time that the model does not know (rules/order.h).
 struct Retry {
   i64 longest_cost;
   bool by_weight;
@@ -80,13 +80,15 @@ struct Retry {
 inline constexpr int kNumRetries = 4;
 
 // first_longest_cost: of the first schedule. If LongestWholeCost made it kUncut, chunks of the
-// usual length are tried, too.
+// usual length L are tried, too. Shorter chunks fill queues; chunks somewhat longer than L may fill
+// each queue once, where two pieces of L would not.
 inline Retry RetryOf(const PlanRules& rules, i64 total_span_cost, i64 first_longest_cost,
                      bool large_states, i32 r) {
   if (large_states && r == 0) return {first_longest_cost, true};
-  const i32 n = large_states ? r - 1 : r;
-  const i32 twice_divisor = n > 0 ? 2 + 2 * n : first_longest_cost == kUncut ? 2 : 3;  // 4, 6, 8
-  return {LongestChunkCost(rules, total_span_cost, twice_divisor), false};
+  constexpr i32 kSixths[kNumRetries] = {4, 7, 8, 3}, kSixthsOfLarge[kNumRetries] = {0, 4, 3, 2};
+  const bool is_usual = first_longest_cost == kUncut && r == large_states;
+  const i32 sixths = is_usual ? 6 : large_states ? kSixthsOfLarge[r] : kSixths[r];
+  return {LongestChunkCost(rules, total_span_cost, 2) * sixths / 6, false};
 }
 
 }  // namespace jax_attn

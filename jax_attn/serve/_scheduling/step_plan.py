@@ -8,7 +8,7 @@ from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
-STARVATION_SECONDS = 10.0
+STARVATION_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
