@@ -33,6 +33,8 @@ from jax_attn.serve._scheduling.pages import PageAllocator
 # Children of a node that are compared with the tokens after a match, the oldest first: there may be
 # thousands below the root.
 _PARTIAL_LOOKUPS = 64
+# The least part of a page that is worth a copy. All prompts may begin with the same token.
+_LEAST_PART = 1 / 4
 
 # A child is found by its first page; below the root, where namespaces part, by (namespace, page).
 _ChildKey: TypeAlias = bytes | tuple[str, bytes]
@@ -222,6 +224,8 @@ class RadixCache:
     def partial_page(self, namespace: str, node: Node, key: bytes) -> tuple[int, int] | None:
         """A page of the device after `node` that begins with tokens of `key`: (page, how many).
 
+        None: there is none with a quarter of a page of them.
+
         node: of a match, where its part on the device ends. key: the packed tokens that follow. The
         page is the cache's: copy it, before anything that writes it now or later.
         """
@@ -234,7 +238,7 @@ class RadixCache:
             num_tokens = num_common(wanted, child.key, most)
             if num_tokens > (0 if best is None else best[1]):
                 best = child.pages[0], num_tokens
-        return best
+        return best if best is not None and best[1] >= _LEAST_PART * self.page_size else None
 
     def insert(self, namespace: str, key: bytes, pages: list[int]) -> Inserted:
         """Gives the cache the pages that hold the tokens of `key`.
