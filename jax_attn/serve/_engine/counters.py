@@ -43,9 +43,11 @@ class Counters:
         scheduler: SchedulerStats,
         num_pages: int,
         num_compilations: int,
+        num_buckets_left: int,
         device_bytes: dict[int, int],
     ) -> dict[str, Any]:
-        """See Engine.stats. num_compilations: after the warm-up. device_bytes: by device."""
+        """See Engine.stats. num_compilations: after the warm-up, unexpected ones.
+        num_buckets_left: not compiled yet. device_bytes: by device."""
         num_kept = scheduler.num_free_pages + scheduler.num_cached_pages
         return {
             "waiting": scheduler.num_waiting,
@@ -61,6 +63,7 @@ class Counters:
             "preemptions": scheduler.num_preemptions,
             **self.totals,
             "compilations": num_compilations,
+            "buckets_left": num_buckets_left,
             "step_seconds": dict(self._seconds),
             "device_bytes": device_bytes,
         }

@@ -10,14 +10,13 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
@@ -26,7 +25,7 @@ from jax.stages import Compiled
 
 from jax_attn import models
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
-from jax_attn.serve._engine import buckets, sampling
+from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
 from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
@@ -35,6 +34,9 @@ from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
 _COPY = "copies of pages"  # the executable of `copy_pages`
+
+# Called with the number of executables done, their total, and the last one's name.
+Progress: TypeAlias = Callable[[int, int, str], None]
 
 
 class Scores(NamedTuple):
@@ -130,9 +132,20 @@ class Device:
             for bucket in self.buckets
         }
         self._executables: dict[str, Compiled] = {}  # by name
+        self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
+        # Steps donate these arrays while other buckets are compiled.
+        self._shapes = jax.tree.map(
+            self._shape_of,
+            (
+                self._weights,
+                self._state,
+                (self._k_pages, self._v_pages, self._states),
+                self._lora_arrays,
+            ),
+        )
         self._page_copies = PoolCopies("pages", self._pools, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
         # A page with a prompt's first tokens is copied; states are those of ends of pages.
@@ -252,11 +265,11 @@ class Device:
     def plan(
         self, entries: Sequence[ScheduledSequence], rows_of: buckets.RowsOf | None = None
     ) -> Batch:
-        """Packs the arguments of the smallest bucket that holds the entries. Runs on the host.
+        """Packs the arguments of the smallest compiled bucket that holds the entries.
 
-        rows_of: needed if the entries have pictures.
+        Runs on the host. rows_of: needed if the entries have pictures.
         """
-        bucket = next(bucket for bucket in self.buckets if bucket.holds(entries))
+        bucket = next(bucket for bucket in self._usable if bucket.holds(entries))
         return buckets.make_batch(bucket, entries, self._slots, rows_of)
 
     @property
@@ -332,16 +345,14 @@ class Device:
 
     def compile_copies(self) -> None:
         """Compiles them at their first use, which is not a shape that the warm-up has missed."""
-        before = len(_compile_seconds)
-        for copies, pools in (
-            (self._page_copies, self._pools),
-            (self._state_copies, self._states),
-        ):
-            if not copies.is_compiled:
-                for compile in copies.tasks(pools).values():
-                    compile()
-        if self._num_compiles_warm is not None:
-            self._num_compiles_warm += len(_compile_seconds) - before
+        with compilations.expected():
+            for copies, pools in (
+                (self._page_copies, self._pools),
+                (self._state_copies, self._states),
+            ):
+                if not copies.is_compiled:
+                    for compile in copies.tasks(pools).values():
+                        compile()
 
     def set_state(
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
@@ -370,22 +381,63 @@ class Device:
 
     # ---- compilation ---------------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Runs `compile_all`, then everything once. Returns the names of the executables."""
-        names = self.compile_all(progress)
+    def warm_up(self, progress: Progress | None = None) -> list[str]:
+        """Compiles everything that a step can need, and runs it once. Returns names."""
+        return self._warm_up(self.buckets, progress)
+
+    def warm_up_first(self, progress: Progress | None = None) -> list[str]:
+        """As `warm_up`, for as few buckets as any step can run in. `compile_later` does the others.
+
+        These have the largest number of sequences, so they also share what samples: one for any
+        step, and one for decodes. It is all of them where XLA times kernels on the device, which
+        must do nothing else then.
+        """
+        if jax.default_backend() != "cpu":
+            return self.warm_up(progress)
+        largest = self.buckets[-1]
+        first = [
+            bucket
+            for bucket in self.buckets
+            if bucket is largest or bucket.num_tokens == bucket.num_rows == largest.num_rows
+        ]
+        return self._warm_up(first, progress)
+
+    def compile_later(self, check: Callable[[], None]) -> None:
+        """Compiles the buckets that are left, the smallest first. Any thread may, while steps run.
+
+        Each is used once it is compiled. check: called before each executable; what it raises ends
+        this.
+        """
+        for bucket in self._missing:
+            for name, compile in self._tasks([bucket]).items():
+                if name not in self._executables:
+                    check()
+                    self._executables[name] = compile()
+            self._use_compiled()
+
+    @property
+    def num_buckets_left(self) -> int:
+        """Buckets that no step can use yet, as they are not compiled."""
+        return len(self.buckets) - len(self._usable)
+
+    def _warm_up(self, some: Sequence[Bucket], progress: Progress | None) -> list[str]:
+        names = self._compile(some, progress)
         self._run_all()
         self.forget_compilations()
         return names
 
-    def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Compiles everything that a step can need.
+    def compile_all(self) -> None:
+        """Compiles everything that a step can need, without running it."""
+        self._compile(self.buckets, None)
 
-        Shows its progress. Returns names.
+    def _compile(self, some: Iterable[Bucket], progress: Progress | None) -> list[str]:
+        """Compiles what these buckets need, and shows the progress. Returns names.
 
-        progress: called with the number of executables done, their total, and the last one's name.
-        An exception that it raises ends the compilation.
+        progress: an exception that it raises ends the compilation.
         """
-        tasks = self._tasks()
+        tasks = self._tasks(some)
+        for name in self._executables:
+            tasks.pop(name, None)
         # Large ones are last in a list of buckets and first here, so the pool does not end with
         # one.
         with (
@@ -403,38 +455,58 @@ class Device:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        self._use_compiled()
         return list(tasks)
+
+    def _use_compiled(self) -> None:
+        """Lets steps use the buckets whose executables are all there."""
+        missing = self._missing
+        self._usable = [bucket for bucket in self.buckets if bucket not in missing]
+
+    @property
+    def _missing(self) -> list[Bucket]:
+        return [
+            bucket
+            for bucket in self.buckets
+            if not self._executables.keys() >= {_forward_name(bucket), *_sample_names(bucket)}
+        ]
 
     @property
     def num_compiles_after_warm_up(self) -> int:
-        """XLA compilations in this process since then. 0, unless some shape was not static."""
+        """XLA compilations in this process since then, other than those of `compile_later`.
+
+        0, unless some shape was not static.
+        """
         if self._num_compiles_warm is None:
             return 0
-        return len(_compile_seconds) - self._num_compiles_warm
+        return compilations.num_unexpected() - self._num_compiles_warm
 
     def forget_compilations(self) -> None:
         """Has `num_compiles_after_warm_up` count from now on."""
-        self._num_compiles_warm = len(_compile_seconds)
+        self._num_compiles_warm = compilations.num_unexpected()
 
-    def _tasks(self) -> dict[str, Callable[[], Compiled]]:
-        """A function that compiles each executable, by name. All may run at once."""
+    def _tasks(self, some: Iterable[Bucket]) -> dict[str, Callable[[], Compiled]]:
+        """A function that compiles each executable of the buckets, by name. All may run at once."""
         vocab_size = self._config.vocab_size
+        _, state, *_ = self._shapes
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
-            "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
+            "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
         }
-        for bucket in self.buckets:
+        some = list(some)
+        for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
-        if self._host is not None:
+        if self._host is not None and not self._page_copies.is_compiled:
             tasks |= self._page_copies.tasks(self._pools)
-        if self._copies_pages:
+        if self._copies_pages and _COPY not in self._executables:
             tasks[_COPY] = partial(copy_within, self._pools)
-        for num_rows, mask in self._allow_all.items():
+        for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
+            mask = self._allow_all[num_rows]
             for kind in sampling.KINDS:
-                sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
+                sample = partial(_compile, sampling.sample, state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
@@ -443,22 +515,25 @@ class Device:
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         lora_tree = None if self._loras is None else self._loras.tree
+        weights, state, cache, lora_arrays = self._shapes
         compute = buckets.make_forward(self._config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(
             compute,
             donate_argnums=(3, 4, 5),
-            compiler_options=_options(bucket.num_tokens, self._weights) | (options or {}),
+            compiler_options=_options(bucket.num_tokens, weights) | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
-        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages, self._states)
         features = None
         if bucket.picture_shape is not None:
             shape = bucket.num_tokens, *bucket.picture_shape
             features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
-        arguments = words, last_tokens, *cache, self._lora_arrays, features
-        return _compile(forward, self._weights, *arguments)
+        return _compile(forward, weights, words, state.last_tokens, *cache, lora_arrays, features)
+
+    def _shape_of(self, array: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = None if self._split is None else array.sharding
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
@@ -468,7 +543,7 @@ class Device:
             forward,
             mesh=self._split.mesh,
             in_specs=(
-                [x.sharding.spec for x in self._weights],
+                [x.sharding.spec for x in self._shapes[0]],
                 P(),
                 P(),
                 pages,
@@ -523,7 +598,7 @@ class Device:
     def _run_all(self) -> None:
         """Runs everything once, which loads kernels and captures graphs."""
         self.set_state(0, SamplingParams(max_tokens=1), [], 0)
-        for bucket in self.buckets:
+        for bucket in self._usable:
             # An empty batch is legal.
             scores = self.forward(buckets.make_batch(bucket, (), self._slots))
             for kind in sampling.KINDS:
@@ -584,7 +659,7 @@ _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2
 
 
-def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
+def _options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Options of XLA, which only GPUs use.
 
     XLA times a matmul by itself, with weights that stay in the cache, and does not count the part
@@ -600,7 +675,8 @@ def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
 
 def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
     """Compiles a function made by jax.jit."""
-    executable: Compiled = function.lower(*args, **kwargs).compile()
+    with compilations.expected():
+        executable: Compiled = function.lower(*args, **kwargs).compile()
     return executable
 
 
@@ -612,12 +688,5 @@ def _sample_name(num_rows: int, kind: sampling.Kind) -> str:
     return f"sample, {num_rows} sequences, {kind}"
 
 
-_compile_seconds: list[float] = []  # one entry for each compilation in this process
-
-
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compile_seconds.append(duration_secs)
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_event)
+def _sample_names(bucket: Bucket) -> list[str]:
+    return [_sample_name(bucket.num_rows, kind) for kind in sampling.KINDS]

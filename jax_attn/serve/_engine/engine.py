@@ -52,7 +52,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -63,7 +63,7 @@ from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
 from jax_attn.serve._engine.counters import Counters
-from jax_attn.serve._engine.device import Device
+from jax_attn.serve._engine.device import Device, Progress
 from jax_attn.serve._engine.draft_model import DraftModel, have_same_tokens
 from jax_attn.serve._engine.engine_config import EngineConfig, capacities, device_config
 from jax_attn.serve._engine.hand_over import HandedOver
@@ -163,11 +163,26 @@ class Engine:
         self._num_updates = 0  # of the weights
         self._adapters = LoadedAdapters(config.max_loras)
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
+    def warm_up(self, progress: Progress | None = None) -> list[str]:
         """See Device.warm_up."""
         names = [] if self._pictures is None else self._pictures.warm_up(progress)
         names += self._speculation.warm_up(progress) + self.device.warm_up(progress)
         self._speculation.measure_cost(self.device)
+        self._measure_host()
+        return names
+
+    def warm_up_first(self, progress: Progress | None = None) -> list[str]:
+        """See Device.warm_up_first. With a draft model and with several processes it is `warm_up`:
+        the time of the smallest step is measured, and processes call the same executables."""
+        if self.draft_model is not None or isinstance(self.device, LeadingDevice):
+            return self.warm_up(progress)
+        names = [] if self._pictures is None else self._pictures.warm_up(progress)
+        names += self.device.warm_up_first(progress)
+        self._measure_host()
+        return names
+
+    def _measure_host(self) -> None:
+        """Measures what a page in the host's memory costs, once the largest step is warm."""
         if (host := self.scheduler.memory.host) is not None:
             seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
             host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
@@ -176,7 +191,6 @@ class Engine:
                 host.page_tokens,
                 self.config.page_size,
             )
-        return names
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -596,6 +610,7 @@ class Engine:
             self.scheduler.stats(),
             self.config.num_pages,
             self.device.num_compiles_after_warm_up,
+            self.device.num_buckets_left,
             dict(held),
         )
 

@@ -41,6 +41,12 @@ from jax_attn.serve._http.error_shapes import error_response
 from jax_attn.serve._http.files import FileAnswer, Files
 from jax_attn.serve._ollama import ollama_schemas
 from jax_attn.serve._ollama.ollama_api import OllamaApi
+from jax_attn.serve._ollama.ollama_embeddings import (
+    EmbedResponse,
+    OneEmbeddingResponse,
+    prepare_embed,
+    prepare_embedding,
+)
 from jax_attn.serve._openai import batch_schemas, fields, response_schemas, schemas
 from jax_attn.serve._openai.access_log import AccessLog, Record
 from jax_attn.serve._openai.answers import ChoicesAnswer, GenerationAnswer
@@ -48,6 +54,7 @@ from jax_attn.serve._openai.embeddings import (
     EmbeddingReader,
     EmbeddingRequest,
     EmbeddingResponse,
+    PreparedEmbeddings,
 )
 from jax_attn.serve._openai.errors import ApiError, bad_field, model_not_found
 from jax_attn.serve._openai.limits import KeyLimits, Limiter, Ticket
@@ -128,6 +135,7 @@ _TEXT_ROUTES = [
     ("/api/generate", "ollama_generate", "POST"),
     ("/api/show", "ollama_show", "POST"),
     ("/api/tags", "ollama_models", "GET"),
+    ("/api/ps", "ollama_running", "GET"),
     ("/v1/responses", "responses", "POST"),
     ("/v1/responses/input_tokens", "count_response_tokens", "POST"),
     ("/v1/responses/{id}", "response", "GET"),
@@ -226,6 +234,8 @@ def create_app(
         *text_routes,
         *[Route(path, getattr(server, name), methods=[method]) for path, name, method in _FILES],
         Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/api/embed", server.ollama_embed, methods=["POST"]),
+        Route("/api/embeddings", server.ollama_embedding, methods=["POST"]),
         Route("/v1/rerank", server.rerank, methods=["POST"]),
         Route("/v1/score", server.score, methods=["POST"]),
         Route("/classify", server.classify, methods=["POST"]),
@@ -350,11 +360,30 @@ class _Server:
     # ---- embeddings and scores -----------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> EmbeddingResponse:
+        return await self._embed(
+            request, EmbeddingRequest, EmbeddingReader.prepare, EmbeddingResponse
+        )
+
+    async def ollama_embed(self, request: Request) -> EmbeddingResponse:
+        body = ollama_schemas.EmbedRequest
+        return await self._embed(request, body, prepare_embed, EmbedResponse)
+
+    async def ollama_embedding(self, request: Request) -> EmbeddingResponse:
+        body = ollama_schemas.OneEmbeddingRequest
+        return await self._embed(request, body, prepare_embedding, OneEmbeddingResponse)
+
+    async def _embed(
+        self,
+        request: Request,
+        model: type[Body],
+        prepare: Callable[[EmbeddingReader, Body], PreparedEmbeddings],
+        answer: type[EmbeddingResponse],
+    ) -> EmbeddingResponse:
         embedder, reader = self._embedder, self._embedding_reader
         if embedder is None or reader is None:
             raise self._no_model("embedding model", "/v1/rerank, /v1/score or /classify")
-        prepared, *others = await self._sequences(request, EmbeddingRequest, reader.prepare)
-        return EmbeddingResponse(embedder, reader, prepared, *others)
+        prepared, *others = await self._sequences(request, model, partial(prepare, reader))
+        return answer(embedder, reader, prepared, *others)
 
     async def rerank(self, request: Request) -> ScoreResponse:
         return await self._scores(request, RerankRequest, ScoreReader.rerank)
@@ -749,6 +778,9 @@ class _TextServer(_Server):
 
     async def ollama_models(self, request: Request) -> Response:
         return _json(self._ollama.models())
+
+    async def ollama_running(self, request: Request) -> Response:
+        return _json(self._ollama.running())
 
     async def _generate(
         self,
