@@ -626,6 +626,18 @@ QUANTIZED_PRODUCTS = (
 )  # fmt: skip
 
 
+# dtype, devices, threads, vectors, two-shot, norm, quantizes (csrc/jit/kernel_source.h).
+ALL_REDUCES = (
+    (0, 2, 512, 1, False, True, False),
+    (0, 2, 512, 2, False, False, False),
+    (0, 4, 512, 1, False, True, False),
+    (0, 4, 512, 2, True, True, False),
+    (1, 8, 512, 2, False, True, False),
+    (2, 8, 512, 2, True, True, False),
+)
+QUANTIZING_ALL_REDUCES = ((0, 2, 512, 1, False, True, True), (0, 8, 512, 2, True, True, True))
+
+
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Yields sources, with the CTAs per multiprocessor that launches need (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
@@ -649,6 +661,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.plan_source(arch, general), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0
+    for reduction in ALL_REDUCES + (QUANTIZING_ALL_REDUCES if arch >= 89 else ()):
+        yield _core.all_reduce_source(arch, *reduction), 0
     for case in QUANTIZED_PRODUCTS:
         yield _core.quantized_product_source(arch, *case), 0
 

@@ -12,6 +12,7 @@
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
 #include "jit/compile_log.h"
+#include "jit/device_group.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
@@ -208,8 +209,8 @@ nb::list Registrations() {
   };
   for (const auto* targets :
        {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
-        &kProductTargets, &kLinearAttentionTargets, &kLoraTargets, &kQuantizedProductTargets,
-        &kShortConvolutionTargets}) {
+        &kAllReduceTargets, &kProductTargets, &kLinearAttentionTargets, &kLoraTargets,
+        &kQuantizedProductTargets, &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -261,6 +262,7 @@ nb::dict StatsDict() {
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
   dict["quantized_product_launches"] = stats.quantized_product_launches;
+  dict["all_reduce_launches"] = stats.all_reduce_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
 }
@@ -377,6 +379,11 @@ NB_MODULE(_core, m) {
     return Prepared([&](KernelInfo* info) { return PreparePlan({arch, general}, info); });
   });
   m.def("jit_stats", &StatsDict);
+  m.def("can_access_peers", &CanAccessPeers);
+  m.def("all_reduce_fault", [] { return AnyGroupFault().message; });
+  m.attr("max_reducers") = kMaxReducers;
+  m.attr("all_reduce_ctas") = kAllReduceCtas;
+  m.attr("all_reduce_row_bytes") = kAllReduceSlotBytes;
 
   nb::class_<KernelSource>(m, "KernelSource")
       .def_ro("name", &KernelSource::name)
@@ -400,6 +407,12 @@ NB_MODULE(_core, m) {
         [](int64_t arch, bool general) { return PlanKernelSource({arch, general}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
+  m.def("all_reduce_source",
+        [](int64_t arch, int64_t dtype, int64_t num_devices, int64_t num_threads, int64_t vectors,
+           bool two_shot, bool norm, bool quantizes) {
+          return AllReduceKernelSource(
+              {arch, dtype, num_devices, num_threads, vectors, two_shot, norm, quantizes});
+        });
   m.def("quantized_product_source", [](int64_t arch, int64_t dtype, int64_t format,
                                        int64_t tile_rows, int64_t tile_columns,
                                        int64_t scale_rows) {

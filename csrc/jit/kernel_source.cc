@@ -209,6 +209,18 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
 }
 
 template <typename Visitor>
+void VisitFields(const AllReduceKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kNumDevices", k.num_devices);
+  visit("kNumThreads", k.num_threads);
+  visit("kVectors", k.vectors, "of 16 bytes, of a row and thread");
+  visit("kTwoShot", k.two_shot);
+  visit("kNorm", k.norm);
+  visit("kQuantizes", k.quantizes);
+}
+
+template <typename Visitor>
 void VisitFields(const PlanKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
   visit("kGeneral", k.general);
@@ -435,6 +447,19 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
           Options(kernel.arch), FieldsOf(kernel)};
 }
 
+KernelSource MakeSource(const AllReduceKernel& kernel) {
+  const std::string entry = "all_reduce_kernel";
+  std::ostringstream name;
+  name << "all_reduce-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-n"
+       << kernel.num_devices << "-t" << kernel.num_threads << "-v" << kernel.vectors
+       << (kernel.two_shot ? "-two_shot" : "") << (kernel.norm ? "-norm" : "")
+       << (kernel.quantizes ? "-e4m3" : "");
+  return {name.str(), entry,
+          TranslationUnit("cuda/any/all_reduce.cuh", TraitsOf(kernel).str(), "AllReduceBody",
+                          "AllReduce", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
   traits("kNumThreads", int64_t{512}, "one chunk each, for a few hundred requests");
@@ -452,5 +477,6 @@ KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
 KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel); }
+KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(6, kernel); }
 
 }  // namespace jax_attn

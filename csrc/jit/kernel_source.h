@@ -82,6 +82,17 @@ struct QuantizedProductKernel {
   int64_t scale_rows = 0;    // most groups in kProductStep rows: 1 or 2
 };
 
+struct AllReduceKernel {
+  int64_t arch = 0;  // 0: the capability of device 0
+  int64_t dtype = kBF16;
+  int64_t num_devices = 0;
+  int64_t num_threads = 0;
+  int64_t vectors = 0;     // of 16 bytes, that a thread has of a row
+  bool two_shot = false;   // devices send sums, too
+  bool norm = false;       // an RMS norm follows
+  bool quantizes = false;  // and its result is e4m3
+};
+
 struct PlanKernel {
   int64_t arch = 0;      // 0: the capability of device 0
   bool general = false;  // takes prefix levels, kAuto and step lists
@@ -107,6 +118,7 @@ KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const QuantizedProductKernel& kernel);
+KernelSource MakeSource(const AllReduceKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The operation and the fields of a kernel struct. Kernels with equal keys have equal binaries.
@@ -116,6 +128,7 @@ KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const QuantizedProductKernel& kernel);
+KernelKey MakeKey(const AllReduceKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);
 
 // The NVRTC target for a compute capability, with every instruction that it has: "sm_90a" for 90.

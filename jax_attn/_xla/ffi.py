@@ -14,7 +14,7 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
-from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.spec import AttentionSpec, dtype_code
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
 from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
@@ -253,6 +253,34 @@ def append_rotated(
         "jax_attn_append_rotated", results, operands, aliases=aliases, **numbers
     )
     return q, k_out, v_out
+
+
+def all_reduce(
+    operands: tuple[jax.Array, ...], columns: int, **attributes: Any
+) -> tuple[jax.Array, ...]:
+    """The sum over a group of GPUs, and normed rows and their scales
+    (csrc/cuda/any/all_reduce_params.h).
+
+    operands: x [num_rows, columns], and residual and weight if attributes say so, which are those
+    of csrc/ffi/all_reduce.cc.
+    """
+    x = operands[0]
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    results = [like]
+    if attributes["quantizes"]:
+        results.append(jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn))
+        results.append(jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))
+    elif attributes["norm"]:
+        results.append(like)
+    return _call(
+        "jax_attn_all_reduce",
+        results,
+        operands,
+        arch=np.int64(0),
+        dtype=np.int64(dtype_code(x.dtype)),
+        poison=_environment.poison,
+        **attributes,
+    )
 
 
 def product(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+from jax.sharding import Mesh
+
 from jax_attn.models._config.quantized_files import Quantization
 from jax_attn.models._config.recurrent import Recurrent
 from jax_attn.models._config.rope import LongRopeScaling, Rope
@@ -260,6 +262,7 @@ class ModelConfig:
     # experts are split, and whether the vocabulary is split, too.
     heads_axis: str | None = None
     splits_vocabulary: bool = False
+    heads_mesh: Mesh | None = None  # of heads_axis, for `parallel.all_reduce`
 
     @property
     def num_layers(self) -> int:

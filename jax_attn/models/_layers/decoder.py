@@ -30,6 +30,10 @@ With latent attention (projected, weights, place, kind) -> o [n, num_qo_heads, v
 latent.Projected, not rotated."""
 
 
+Total: TypeAlias = Callable[[jax.Array, ModelConfig], jax.Array]
+"""(a device's partial sums, config) -> what a layer goes on with: `_sum`, or `_part`."""
+
+
 class PictureRows(NamedTuple):
     """What the tokens of a step that show pictures have instead of an embedding.
 
@@ -487,6 +491,8 @@ def _layers(
     if config.altup is not None:
         x = altup.expand(x, params["altup_in"])
     num_recurrent = 0
+    is_fused = pictures is None and _norms_follow_sums(config)
+    normed = None  # x after the next layer's first norm, if the layer before computed it
     layers = zip(config.layers, config.kv_places, params["layers"], strict=True)
     for idx, (kind, place, own) in enumerate(layers):
         weights = adapted(own, adapters, idx, config)
@@ -498,6 +504,11 @@ def _layers(
             states.index = num_recurrent
             num_recurrent += 1
             mix = mixers.of(kind.recurrent, config, states)
+        if is_fused:
+            assert attend_here is not None
+            following = [layer["attention_norm"] for layer in params["layers"][idx + 1 : idx + 2]]
+            x, normed = _layer_of_sums(x, normed, weights, following, config, kind, attend_here)
+            continue
         run = partial(
             _layer, weights=weights, config=config, kind=kind, attend=attend_here, mix=mix
         )
@@ -505,6 +516,52 @@ def _layers(
         if idx < len(features):
             x = jnp.where(is_picture, x + features[idx], x)
     return x if config.altup is None else altup.merge(x, params["altup_out"])
+
+
+def _norms_follow_sums(config: ModelConfig) -> bool:
+    """Whether what follows each sum over devices is the residual and an RMS norm alone."""
+    between = (
+        config.o_bias, config.mlp_bias, config.layer_norm, config.norm_bias, config.post_norms,
+        config.parallel, config.normed_residual, config.layer_inputs, config.altup,
+        config.layer_scales, config.recurrent, config.experts and config.experts.beside_mlp,
+    )  # fmt: skip
+    scales = config.residual_scale, config.attention_out_scale, config.down_scale
+    return (
+        config.heads_axis is not None
+        and config.pre_norms
+        and not any(between)
+        and all(scale == 1 for scale in scales)
+        and all(kind.attention and kind.mlp for kind in config.kinds)
+    )
+
+
+def _layer_of_sums(
+    x: jax.Array,
+    normed: jax.Array | None,
+    weights: Params,
+    following: list[jax.Array],
+    config: ModelConfig,
+    kind: LayerKind,
+    attend: Attend,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`_layer` if `_norms_follow_sums`: residuals and norms are computed with the sums.
+
+    normed: x after the layer's first norm; None: not computed yet. following: the weight of the
+    norm after the layer, if it is one of a layer.
+
+    Returns the new x, and x after the norm that follows.
+    """
+    h = _norm(x, weights, "attention_norm", config) if normed is None else normed
+    h = _attention(h, weights, config, kind, attend, total=_part)
+    x, h = _sum_and_norm(h, config, residual=x, norm_weight=weights["mlp_norm"])
+    if "router" in weights and "gate_up" not in weights:
+        h = _experts(h, weights, config, total=_part)
+    else:
+        h = _mlp(h, weights, config, kind.sparsity, total=_part)
+    if not following:
+        return _sum_and_norm(h, config, residual=x), None
+    x, h = _sum_and_norm(h, config, residual=x, norm_weight=following[0])
+    return x, h
 
 
 def _with_own_input(
@@ -623,8 +680,14 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _attention(
-    h: jax.Array, weights: Params, config: ModelConfig, kind: LayerKind, attend: Attend
+    h: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    kind: LayerKind,
+    attend: Attend,
+    total: Total | None = None,
 ) -> jax.Array:
+    total = total or _sum
     if config.latent:
         norm_latent = partial(_scaled_norm, config=config, eps=config.latent.norm_eps)
         o = attend(latent.project(h, weights, config, norm_latent), weights)
@@ -633,7 +696,7 @@ def _attention(
         o = attend(qkv, weights)
         if gate is not None:
             o = o.reshape(gate.shape) * jax.nn.sigmoid(gate)
-    h = _sum(product(o.reshape(len(h), -1), weights["o"]), config)
+    h = total(product(o.reshape(len(h), -1), weights["o"]), config)
     if config.o_bias:
         h += weights["o_bias"][None]
     return _times(h, config.attention_out_scale)
@@ -694,7 +757,14 @@ def _sinks(weights: Params, config: ModelConfig) -> jax.Array | None:
     return weights["sinks"].astype(jnp.float32) if config.sinks else None
 
 
-def _mlp(x: jax.Array, weights: Params, config: ModelConfig, sparsity: float = 0.0) -> jax.Array:
+def _mlp(
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    sparsity: float = 0.0,
+    total: Total | None = None,
+) -> jax.Array:
+    total = total or _sum
     gate_up = product(x, weights["gate_up"])
     if config.mlp_bias:
         gate_up += weights["gate_up_bias"][None]
@@ -705,7 +775,7 @@ def _mlp(x: jax.Array, weights: Params, config: ModelConfig, sparsity: float = 0
         h = _xielu(gate_up, weights["xielu"])
     else:
         h = _gated(gate_up, config)
-    h = _times(_sum(product(h, weights["down"]), config), config.down_scale)
+    h = _times(total(product(h, weights["down"]), config), config.down_scale)
     return h + weights["down_bias"][None] if config.mlp_bias else h
 
 
@@ -720,7 +790,25 @@ def _sparse(x: jax.Array, sparsity: float) -> jax.Array:
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
     """Returns the sum of the devices' partial sums."""
-    return x if config.heads_axis is None else jax.lax.psum(x, config.heads_axis)
+    return x if config.heads_axis is None else _sum_and_norm(x, config)
+
+
+def _part(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Leaves a device's partial sum as it is."""
+    return x
+
+
+def _sum_and_norm(x: jax.Array, config: ModelConfig, **following: Any) -> Any:
+    """Returns the sum of the devices' partial sums, and what follows: see `parallel.all_reduce`."""
+    assert config.heads_axis is not None
+    return parallel.all_reduce(
+        x,
+        config.heads_axis,
+        mesh=config.heads_mesh,
+        norm_offset=config.norm_offset,
+        eps=config.rms_norm_eps,
+        **following,
+    )
 
 
 def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
@@ -746,7 +834,11 @@ def _xielu(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _experts(
-    x: jax.Array, weights: Params, config: ModelConfig, routed: jax.Array | None = None
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    routed: jax.Array | None = None,
+    total: Total | None = None,
 ) -> jax.Array:
     """Runs the experts: x [n, hidden] -> sum over a token's experts of score * output, or of the
     outputs for score * input.
@@ -797,7 +889,7 @@ def _experts(
         if config.experts.shared_gate:
             shared *= jax.nn.sigmoid(product(x, weights["shared_gate"]))
         y += shared
-    return _sum(y, config)
+    return (total or _sum)(y, config)
 
 
 def _rotated_heads(

@@ -97,6 +97,7 @@ class TensorParallel:
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             heads_axis=self.axis_name,
             splits_vocabulary=self.whole.vocab_size % self.size == 0,
+            heads_mesh=self.mesh,
         )
 
     @property

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from jax_attn import models
+from jax_attn import models, parallel
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
@@ -377,7 +377,10 @@ class Device:
     def read(self, sampled: sampling.Sampled) -> sampling.Sampled:
         """Waits for the result, as numpy arrays. jax.device_get would start the copies again."""
         arrays: Any = (None if array is None else np.asarray(array) for array in sampled)
-        return sampling.Sampled(*arrays)
+        read = sampling.Sampled(*arrays)
+        if self._split is not None:
+            parallel.check_all_reduces()  # before tokens of NaN are sent
+        return read
 
     # ---- compilation ---------------------------------------------------------------------------
 
