@@ -501,7 +501,7 @@ class Device:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None and not self._page_copies.is_compiled:
             tasks |= self._page_copies.tasks(self._pools)
-        if self._copies_pages and _COPY not in self._executables:
+        if self._copies_pages:
             tasks[_COPY] = partial(copy_within, self._pools)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
