@@ -18,6 +18,7 @@
 #include "plan/plan.h"
 #include "select/select.h"
 #include "select/tuning.h"
+#include "variant/transform_words.h"
 #include "variant/words.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -88,13 +89,20 @@ void ThrowIfBadSpec(const Status& status) {
 
 // Makes a problem whose configuration is chosen by select/, except for the fields in `overrides`.
 AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
-                             const std::vector<int64_t>& program) {
+                             const std::vector<int64_t>& program,
+                             const std::vector<std::vector<int64_t>>& transforms) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
   ThrowIfBadSpec(DecodeProgram(program.data(), program.size(), &problem.program));
+  for (size_t i = 0; i < std::min<size_t>(2, transforms.size()); ++i) {
+    ThrowIfBadSpec(DecodeTransform(transforms[i].data(), transforms[i].size(),
+                                   problem.program.operands, problem.program.num_operands,
+                                   &problem.transforms[i]));
+  }
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
+  problem.config =
+      SelectAttention(problem.spec, nullptr, &problem.program, problem.transforms_rows());
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // FillCapacities computes with these fields
   FillCapacities(&problem);
@@ -150,7 +158,7 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
 // [(choice, reason)] for the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
-  SelectAttention(problem.spec, &reasons, &problem.program);
+  SelectAttention(problem.spec, &reasons, &problem.program, problem.transforms_rows());
   nb::list list;
   if (problem.spec.arch == 0) reasons.emplace_back("isa", DescribeCpuIsas(problem.spec));
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
@@ -175,6 +183,27 @@ std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
     levels.push_back(program.instructions[i].level);
   }
   return levels;
+}
+
+// Refuses words that are not a transform. types, ranks: of the variant's operands.
+void CheckTransform(const std::vector<int64_t>& words, const std::vector<i32>& types,
+                    const std::vector<i32>& ranks) {
+  ProgramOperand operands[kMaxVariantOperands] = {};
+  const size_t num = std::min<size_t>({types.size(), ranks.size(), kMaxVariantOperands});
+  for (size_t i = 0; i < num; ++i) operands[i] = {types[i], ranks[i]};
+  Transform transform;
+  ThrowIfError(
+      DecodeTransform(words.data(), words.size(), operands, static_cast<i32>(num), &transform));
+  if (!transform.present()) throw std::invalid_argument("transform: expected words, got none.");
+}
+
+// The names of the operations on vectors, by number from kFirstTransformOp on.
+nb::list TransformOps() {
+  nb::list list;
+#define JAX_ATTN_OP(name, word) list.append(word);
+  JAX_ATTN_TRANSFORM_OPS(JAX_ATTN_OP)
+#undef JAX_ATTN_OP
+  return list;
 }
 
 // Reads the gradient of the problem's variant; without a variant there are no words.
@@ -286,17 +315,27 @@ NB_MODULE(_core, m) {
   m.attr("max_variant_operands") = kMaxVariantOperands;
   m.attr("max_derivatives") = kMaxDerivatives;
   m.attr("variant_ops") = VariantOps();
+  m.attr("transform_version") = kTransformVersion;
+  m.attr("first_transform_op") = kFirstTransformOp;
+  m.attr("transform_ops") = TransformOps();
+  m.attr("max_transform_args") = kMaxTransformArgs;
+  m.attr("max_transform_values") = kMaxTransformValues;
+  m.attr("max_transform_results") = kMaxTransformResults;
+  m.attr("max_transform_pool") = kMaxTransformPool;
   m.def("program_levels", &ProgramLevels);
+  m.def("check_transform", &CheckTransform);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")
       .def(
           "__init__",
           [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides,
-             const std::vector<int64_t>& program) {
-            new (self) AttentionProblem(MakeProblem(spec, overrides, program));
+             const std::vector<int64_t>& program,
+             const std::vector<std::vector<int64_t>>& transforms) {
+            new (self) AttentionProblem(MakeProblem(spec, overrides, program, transforms));
           },
-          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>())
+          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>(),
+          nb::arg("transforms") = std::vector<std::vector<int64_t>>())
       .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
       .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
       .def_prop_ro("reasons", &ReasonList)

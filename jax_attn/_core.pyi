@@ -18,15 +18,27 @@ max_operand_rank: int
 max_variant_operands: int
 max_derivatives: int
 variant_ops: list[tuple[str, int, int, int]]
+transform_version: int
+first_transform_op: int
+transform_ops: list[str]
+max_transform_args: int
+max_transform_values: int
+max_transform_results: int
+max_transform_pool: int
 
 def program_levels(words: list[int], /) -> list[int]: ...
+def check_transform(words: list[int], types: list[int], ranks: list[int], /) -> None: ...
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 
 class Problem:
     """An AttentionSpec and the kernel chosen for it (csrc/spec.h)."""
 
     def __init__(
-        self, spec: dict[str, Any], overrides: dict[str, int], program: list[int] = ...
+        self,
+        spec: dict[str, Any],
+        overrides: dict[str, int],
+        program: list[int] = ...,
+        transforms: list[list[int]] = ...,
     ) -> None: ...
     @property
     def spec(self) -> dict[str, Any]: ...

@@ -38,6 +38,7 @@ struct AttentionKernel {
   bool record_times = false;
   bool steps = false;  // items are ranges of step lists
   VariantProgram variant = {};
+  Transform transforms[2];  // of k and v
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 

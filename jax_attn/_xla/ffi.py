@@ -134,7 +134,9 @@ def attention(
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         config_words = spec.kernel_config | {"record_times": 1}
-        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
+        recording = _core.Problem(
+            spec.problem.spec, config_words, spec.program_words, spec.transform_words
+        )
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
