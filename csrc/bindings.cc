@@ -16,6 +16,7 @@
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/state_plan.h"
 #include "select/select.h"
 #include "select/tuning.h"
 #include "variant/transform_words.h"
@@ -292,8 +293,16 @@ nb::dict StatsDict() {
   dict["merge_launches"] = stats.merge_launches;
   dict["quantized_product_launches"] = stats.quantized_product_launches;
   dict["all_reduce_launches"] = stats.all_reduce_launches;
+  dict["linear_attention_launches"] = stats.linear_attention_launches;
+  dict["short_convolution_launches"] = stats.short_convolution_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
+}
+
+LinearAttentionProblem ReadLinear(const std::vector<int64_t>& words) {
+  LinearAttentionProblem problem;
+  ThrowIfError(ReadLinearProblem(words.data(), static_cast<int64_t>(words.size()), &problem));
+  return problem;
 }
 
 }  // namespace
@@ -456,6 +465,26 @@ NB_MODULE(_core, m) {
                                        int64_t tile_rows, int64_t tile_columns,
                                        int64_t scale_rows) {
     return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
+  });
+  m.def("check_state_plan", [](const std::string& op, nb::handle buffer, int64_t begin,
+                               int64_t max_tokens, int64_t num_slots) {
+    const Int32Array words(buffer, 1);
+    StatePlan plan;
+    ThrowIfError(
+        ReadStatePlan(op, words.data(), words.shape(0), begin, max_tokens, num_slots, &plan));
+  });
+  m.def("linear_attention_sources", [](const std::vector<int64_t>& words) {
+    std::vector<KernelSource> sources;
+    for (const LinearAttentionKernel& kernel : LinearAttentionKernels(ReadLinear(words))) {
+      sources.push_back(LinearAttentionKernelSource(kernel));
+    }
+    return sources;
+  });
+  m.def("linear_attention_workspace_words", [](const std::vector<int64_t>& words) {
+    return SizeLinearAttention(ReadLinear(words)).workspace_words;
+  });
+  m.def("short_convolution_source", [](int64_t arch, int64_t dtype, int64_t width, bool silu) {
+    return ShortConvolutionKernelSource({arch, dtype, width, silu});
   });
 }
 

@@ -234,6 +234,45 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kScaleRows", k.scale_rows, "most groups in a step");
 }
 
+const char* DecayName(int64_t decay) {
+  return decay == kNoDecay ? "none" : decay == kHeadDecay ? "head" : "channel";
+}
+const char* LoopName(int64_t main_loop) {
+  return main_loop == kRecurrence       ? "recurrence"
+         : main_loop == kPortableChunks ? "chunks"
+                                        : "wgmma";
+}
+
+const char* PhaseName(int64_t phase) {
+  return phase == kLinearTerms    ? "terms"
+         : phase == kLinearMaps   ? "maps"
+         : phase == kLinearStarts ? "starts"
+                                  : "outputs";
+}
+
+template <typename Visitor>
+void VisitFields(const LinearAttentionKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kHeadDimK", k.head_dim_k);
+  visit("kHeadDimV", k.head_dim_v);
+  visit("kDecay", Named{k.decay, DecayName(k.decay)});
+  visit("kHasDeltaRule", k.delta_rule);
+  visit("kHasL2Norm", k.l2_norm);
+  visit("kHasBf16States", k.bf16_states, "else f32");
+  visit("kMainLoop", Named{k.main_loop, LoopName(k.main_loop)});
+  visit("kPhase", Named{k.phase, PhaseName(k.phase)});
+  visit("kTileColumns", k.tile_columns, "columns of v of one CTA");
+}
+
+template <typename Visitor>
+void VisitFields(const ShortConvolutionKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kWidth", k.width);
+  visit("kHasSilu", k.silu);
+}
+
 template <typename Visitor>
 void VisitFields(const AllReduceKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
@@ -492,6 +531,39 @@ KernelSource MakeSource(const AllReduceKernel& kernel) {
           Options(kernel.arch), FieldsOf(kernel)};
 }
 
+KernelSource MakeSource(const LinearAttentionKernel& kernel) {
+  const std::string entry = "linear_attention_kernel";
+  std::ostringstream name;
+  name << "linear_attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
+       << kernel.head_dim_k << "x" << kernel.head_dim_v << "-" << DecayName(kernel.decay);
+  if (kernel.delta_rule) name << "-delta";
+  if (kernel.l2_norm) name << "-l2";
+  name << "-s" << (kernel.bf16_states ? "bf16" : "f32") << "-" << LoopName(kernel.main_loop) << "-n"
+       << kernel.tile_columns;
+  if (kernel.main_loop != kRecurrence) name << "-" << PhaseName(kernel.phase);
+  constexpr const char* kFolders[kNumLinearLoops] = {"any", "sm80", "sm90"};
+  constexpr const char* kBodies[kNumLinearLoops] = {"LinearRecurrenceBody", "LinearChunksBody",
+                                                    "HopperLinearChunksBody"};
+  const std::string header =
+      std::string("cuda/") + kFolders[kernel.main_loop] + "/linear_attention.cuh";
+  return {name.str(), entry,
+          TranslationUnit(header, TraitsOf(kernel).str(), kBodies[kernel.main_loop],
+                          "LinearAttention", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
+KernelSource MakeSource(const ShortConvolutionKernel& kernel) {
+  const std::string entry = "short_convolution_kernel";
+  std::ostringstream name;
+  name << "short_convolution-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-w"
+       << kernel.width;
+  if (kernel.silu) name << "-silu";
+  return {name.str(), entry,
+          TranslationUnit("cuda/any/short_convolution.cuh", TraitsOf(kernel).str(),
+                          "ShortConvolutionBody", "ShortConvolution", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
   traits("kNumThreads", int64_t{512}, "one chunk each, for a few hundred requests");
@@ -509,6 +581,8 @@ KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
 KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel); }
-KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(6, kernel); }
+KernelKey MakeKey(const LinearAttentionKernel& kernel) { return KeyOf(6, kernel); }
+KernelKey MakeKey(const ShortConvolutionKernel& kernel) { return KeyOf(7, kernel); }
+KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(8, kernel); }
 
 }  // namespace jax_attn

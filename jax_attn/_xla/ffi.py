@@ -21,6 +21,8 @@ from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import refusing, varying_alike
 from jax_attn.masks import BlockMap
 
+CPU = (0, 0)  # a target without a GPU
+
 
 def _runtime_ffi_version() -> tuple[int, int]:
     header = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
@@ -307,28 +309,58 @@ def linear_attention(
     layer: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
+    max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
     scale: float,
+    target: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """o and the states, in the memory of `states` (csrc/cpu/linear_attention.h), on CPUs only.
+    """o and the states, in the memory of `states` (csrc/params.h, LinearAttentionParams).
 
-    chunks_begin: the word of the plan's buffer where chunks begin. Heads and dims are those of the
-    arrays; the other arguments are as in ja.linear_attention.
+    chunks_begin: the word of the plan's buffer where its max_chunks chunks begin. max_qo_len: most
+    tokens of a request. target: as parse_target has it; (0, 0): not known yet. Heads and dims are
+    those of the arrays; the other arguments are as in ja.linear_attention.
     """
+    words = _linear_problem(
+        q, v, g, states,
+        target=target, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
+    )  # fmt: skip
+    num_words = _core.linear_attention_workspace_words(words) if target != CPU else 0
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)]
-    o, states = _call(
+    results += [jax.ShapeDtypeStruct((num_words,), jnp.int32)]
+    o, states, _ = _call(
         "jax_attn_linear_attention",
         results,
         (q, k, v, *_present(g, beta), states, plan_buffer, layer),
         aliases={5: 1},
-        delta_rule=delta_rule,
-        l2_norm=l2_norm,
+        problem=np.array(words, np.int64),
         scale=np.float32(scale),
         chunks_begin=np.int64(chunks_begin),
         poison=_environment.poison,
     )
     return o, states
+
+
+def _linear_problem(
+    q: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    states: jax.Array,
+    *,
+    target: tuple[int, int],
+    max_qo_len: int,
+    max_chunks: int,
+    delta_rule: bool,
+    l2_norm: bool,
+) -> list[int]:
+    """The words of ReadLinearProblem in csrc/select/linear.cc."""
+    decay = 0 if g is None else g.ndim - 1
+    heads = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
+    flags = int(delta_rule), int(l2_norm), int(states.dtype == jnp.bfloat16)
+    of_call = len(q), max_qo_len, max_chunks
+    return [*target, dtype_code(q.dtype.name), *heads, decay, *flags, *of_call]
 
 
 def linear_attention_backward(
@@ -344,6 +376,8 @@ def linear_attention_backward(
     d_states: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
+    max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
     scale: float,
@@ -354,13 +388,17 @@ def linear_attention_backward(
     gradient of the states after the call. See linear_attention.
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
+    words = _linear_problem(
+        q, v, g, states,
+        target=CPU, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
+    )  # fmt: skip
     return _call(
         "jax_attn_linear_attention_backward",
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:6]],
         operands,
         aliases={9: 5},
-        delta_rule=delta_rule,
-        l2_norm=l2_norm,
+        problem=np.array(words, np.int64),
         scale=np.float32(scale),
         chunks_begin=np.int64(chunks_begin),
         poison=_environment.poison,
@@ -403,11 +441,14 @@ def short_convolution(
     layer: jax.Array,
     *,
     chunks_begin: int,
+    max_qo_len: int,
     silu: bool,
+    arch: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """y and the states, in the memory of `states` (csrc/cpu/short_convolution.h), on CPUs only.
+    """y and the states, in the memory of `states` (csrc/params.h, ShortConvolutionParams).
 
-    chunks_begin: as in linear_attention. The other arguments are as in ja.short_convolution.
+    chunks_begin, max_qo_len: as in linear_attention. arch: 0 on CPUs, or if not known yet. The
+    other arguments are as in ja.short_convolution.
     """
     bias = jnp.zeros(len(weight)) if bias is None else bias
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, states)]
@@ -417,8 +458,12 @@ def short_convolution(
         (x, weight.astype(jnp.float32), bias.astype(jnp.float32), states, plan_buffer, layer),
         aliases={3: 1},
         vmap_method="sequential",
+        arch=np.int64(arch),
+        dtype=np.int64(dtype_code(x.dtype.name)),
+        width=np.int64(weight.shape[1]),
         silu=silu,
         chunks_begin=np.int64(chunks_begin),
+        max_qo_len=np.int64(max_qo_len),
         poison=_environment.poison,
     )
     return y, states

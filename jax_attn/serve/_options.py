@@ -351,11 +351,15 @@ def _port(text: str) -> int:
 
 
 def engine_config(
-    num_pages: int, args: argparse.Namespace, num_host_pages: int = 0
+    num_pages: int,
+    args: argparse.Namespace,
+    num_host_pages: int = 0,
+    num_host_states: int | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
+        num_host_states=num_host_states,
         page_size=args.page_size,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
         eight_bit_products=args.eight_bit_products,

@@ -106,6 +106,18 @@ SYSTEMS = {
     "states, growing": config(
         num_states=20, page_size=7, num_pages=20, max_waiting=5, step_sizes=(8, 16)
     ),
+    "states, host": config(
+        num_states=16, checkpoint_tokens=8, num_pages=30, num_host_pages=40, num_host_states=12
+    ),
+    "states, host, tight": config(
+        page_size=1,
+        num_pages=120,
+        max_kv_pages_step=240,
+        num_states=16,
+        checkpoint_tokens=4,
+        num_host_pages=60,
+        num_host_states=5,
+    ),
     "states, no prefix cache": config(num_pages=40, prefix_cache=False, num_states=16),
 }
 
@@ -453,7 +465,7 @@ def test_who_waited_behind_a_starved_sequence_enters_when_that_is_aborted():
 
 def test_stats_of_a_new_scheduler():
     stats = dataclasses.asdict(Scheduler(config()).stats())
-    assert stats.pop("states") is None and stats.pop("host") is None
+    assert all(stats.pop(name) is None for name in ("states", "host", "host_states"))
     assert stats.pop("num_free_pages") == 100 and set(stats.values()) == {0}
 
 

@@ -320,6 +320,7 @@ def train_forward(
     positions: jax.Array,
     plans: tuple[ja.AttentionPlan, ...],
     logit_rows: jax.Array,
+    state_plans: tuple[ja.StatePlan, ...] = (),
 ) -> jax.Array:
     """`forward` for training: differentiable in `params`, without a cache.
 
@@ -329,23 +330,24 @@ def train_forward(
 
     Args:
       params: not in Panels, and not quantized.
-      config: static. Without recurrent layers.
+      config: static.
       tokens: [num_pages * page_size] i32. A request's tokens begin at a page; values in the padding
         are ignored, but must be tokens.
       positions: [num_pages * page_size] i32. Position of each token in its sequence.
       plans: one for each spec of `train_specs`. Requests have the rows of their own pages.
       logit_rows: [n] i32. The tokens to compute logits for.
+      state_plans: of models with recurrent layers: plans of `state_spec` for consecutive parts of
+        the tokens, max_tokens each, with one number of slots. A plan's requests have whole pages,
+        padding included. States are zeros at first; a plan may read slots that an earlier one
+        writes: the first has the prompts, the second the answers that share their pages.
 
     Returns logits [n, vocab_size] f32.
 
     Raises:
-      ValueError: plans for other windows or another attention, or tokens that do not fill pages.
+      ValueError: plans for other windows or another attention, state plans for other tokens, or
+        tokens that do not fill pages.
     """
-    if config.recurrent is not None:
-        raise ValueError(
-            "train_forward: config: expected a model without recurrent layers, which have no"
-            f" gradient here, got {config.family}."
-        )
+    waves = _waves(config, len(tokens), state_plans)
     kinds = config.attention_kinds
     if len(plans) != len(kinds):
         raise ValueError(f"train_forward: plans: expected {len(kinds)}, got {len(plans)}.")
@@ -385,8 +387,30 @@ def train_forward(
         k, v = (x.reshape(-1, page_size, *x.shape[1:]) for x in (k, v))
         return ja.attention(q, k, v, plan_of[config.attention_kind(kind)], sinks=sinks)
 
-    x = _layers(tokens, params, config, attend_latent if config.latent else attend)
+    attend_any = attend_latent if config.latent else attend
+    x = _layers(tokens, params, config, attend_any, states=waves)
     return _logits(x[logit_rows], params, config)
+
+
+def _waves(
+    config: ModelConfig, num_tokens: int, plans: tuple[ja.StatePlan, ...]
+) -> recurrence.InWaves | None:
+    """The recurrence of `train_forward`; None: the model has none. Raises ValueError."""
+    sizes, found = config.recurrent, [plan.spec.max_tokens for plan in plans]
+    if sizes is None and not plans:
+        return None
+    expected = "none" if sizes is None else f"plans of {num_tokens} tokens together"
+    if sizes is None or sum(found) != num_tokens or not plans:
+        raise ValueError(
+            f"train_forward: state_plans: expected {expected}, as {config.family} has"
+            f" {'no ' if sizes is None else ''}recurrent layers, got plans of {found}."
+        )
+    slots = {plan.spec.num_slots for plan in plans}
+    if len(slots) > 1:
+        raise ValueError(
+            f"train_forward: state_plans: expected one num_slots, got {sorted(slots)}."
+        )
+    return recurrence.InWaves(sizes, plans)
 
 
 def project(

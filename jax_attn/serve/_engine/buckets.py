@@ -49,7 +49,7 @@ class Bucket:
             return True
         most = self.state_spec.max_qo_len
         assert most is not None
-        num_checkpoints = sum(len(entry.checkpoints) for entry in entries)
+        num_checkpoints = len(_checkpoints(entries))
         return num_checkpoints <= self.state_spec.max_checkpoints and all(
             entry.num_tokens <= most for entry in entries
         )
@@ -187,11 +187,15 @@ def state_spec(
     num_tokens: int,
     num_rows: int,
     is_first_choice: bool,
+    max_drafts: int = 0,
+    batch_invariant: bool = False,
 ) -> ja.StateSpec | None:
     """The spec of recurrent states of a bucket.
 
-    Buckets with a row for each token are for decodes alone, a token a sequence, unless there is no
-    other bucket for a step.
+    batch_invariant: tokens are computed one by one, so that cuts of a prompt change no bits.
+
+    Buckets with a row for each token are for decodes alone, unless there is no other bucket for a
+    step: a token a sequence, and drafts in front of it (accepted in the last step) and behind it.
     """
     of_decodes = num_tokens == num_rows and is_first_choice
     return models.state_spec(
@@ -200,7 +204,8 @@ def state_spec(
         max_tokens=num_tokens,
         max_batch=num_rows,
         num_slots=capacities.num_states,
-        max_qo_len=1 if of_decodes else num_tokens,
+        max_qo_len=min(num_tokens, 1 + 2 * max_drafts) if of_decodes else num_tokens,
+        chunk_tokens=1 if batch_invariant else None,
         max_checkpoints=0 if of_decodes else capacities.step_checkpoints,
     )
 
@@ -310,7 +315,7 @@ def make_batch(
     kind = slots.fill(
         rows,
         [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
-        [e.begin + e.num_tokens - len(e.drafts) - e.seq.num_prompt for e in entries],
+        [e.begin + e.num_certain - e.seq.num_prompt for e in entries],
     )
     scored = _score(entries, qo_indptr, logit_rows, rows, slots)
     if scored:
@@ -366,19 +371,24 @@ def _show_pictures(
 def _plan_states(
     spec: ja.StateSpec, entries: Seq[ScheduledSequence], qo_indptr: np.ndarray
 ) -> ja.StatePlan:
-    checkpoints = [
-        (i, num_tokens - entry.begin, slot)
-        for i, entry in enumerate(entries)
-        for num_tokens, slot in entry.checkpoints
-        if slot != entry.writes_state
-    ]
     return ja.plan_linear_attention(
         spec,
         qo_indptr,
         [entry.reads_state for entry in entries],
         [entry.writes_state for entry in entries],
-        checkpoints=np.array(checkpoints, np.int32).reshape(-1, 3),
+        commit_lens=[entry.num_certain for entry in entries],
+        checkpoints=np.array(_checkpoints(entries), np.int32).reshape(-1, 3),
     )
+
+
+def _checkpoints(entries: Seq[ScheduledSequence]) -> list[tuple[int, int, int]]:
+    """(entry, tokens of it, slot) of the states to write beside those of the entries."""
+    return [
+        (i, num_tokens - entry.begin, slot)
+        for i, entry in enumerate(entries)
+        for num_tokens, slot in entry.checkpoints
+        if slot != entry.writes_state
+    ]
 
 
 def _draft(
@@ -398,7 +408,7 @@ def _draft(
     for i in drafting:
         n = len(entries[i].drafts)
         more = list(range(num_rows, num_rows + n))
-        logit_rows[more] = qo_indptr[i] + np.arange(n)
+        logit_rows[more] = qo_indptr[i] + entries[i].num_certain - 1 + np.arange(n)
         rows[more] = rows[i]
         fields["slot"][more] = no_slot  # the host finds out which of them is the newest token
         fields["position"][more] += np.arange(n, dtype=np.int32)

@@ -60,7 +60,7 @@ class DeviceConfig:
     eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
-    has_drafts: bool = False  # a step may have rows that follow drafts
+    max_drafts: int = 0  # of a sequence in a step
     max_loras: int = 0
     max_lora_rank: int = 0
     devices: tuple[jax.Device, ...] | None = None
@@ -71,7 +71,7 @@ class DeviceConfig:
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._has_drafts = config.has_drafts
+        self._has_drafts = config.max_drafts > 0
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -86,7 +86,7 @@ class Device:
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         self._num_states = capacities.num_states
-        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, self._has_drafts)
         if config.batch_invariant:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
@@ -111,7 +111,13 @@ class Device:
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config, dtype, capacities, *size, is_first_choice=size != sizes[-1]
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                is_first_choice=size != sizes[-1],
+                max_drafts=config.max_drafts,
+                batch_invariant=config.batch_invariant,
             )
             self.buckets.append(
                 Bucket(
@@ -134,6 +140,7 @@ class Device:
         self._executables: dict[str, Compiled] = {}  # by name
         self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
+        self._host_states: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
         # Steps donate these arrays while other buckets are compiled.
@@ -152,6 +159,8 @@ class Device:
         self._copies_pages = capacities.prefix_cache and not capacities.num_states
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
+        if capacities.num_host_states:
+            self._host_states = HostPages(self._state_copies)
 
     def reset(self) -> None:
         """Makes an empty kv cache, empty states and new sampler state, also after a failure.
@@ -162,10 +171,11 @@ class Device:
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
             pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
+            self._states = models.init_states(self._config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
+            self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        self._states = models.init_states(self._config, self._num_states, self.dtype)
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
@@ -175,8 +185,9 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
-        if self._host is not None:
-            self._host.clear()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.clear()
         self._count_bytes()
 
     # ---- weights -------------------------------------------------------------------------------
@@ -298,15 +309,24 @@ class Device:
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[Move | PageCopy]) -> None:
-        """Copies pages on the device, to the host and back, in this order, after the steps
-        before."""
-        for kind, group in itertools.groupby(moves, type):
+        """Copies pages on the device, and pages and states to the host and back, after the steps
+        before.
+
+        Pages move in the order of the list, and states in theirs. The two are in different pools,
+        so states do not cut a batch of pages short.
+        """
+        states = [x for x in moves if isinstance(x, Move) and x.is_state]
+        pages = [x for x in moves if isinstance(x, PageCopy) or not x.is_state]
+        for kind, group in itertools.groupby(pages, type):
             if kind is PageCopy:
                 self.copy_pages([(x.source, x.page) for x in group if isinstance(x, PageCopy)])
                 continue
             assert self._host is not None
-            of_host = [x for x in group if isinstance(x, Move)]
-            self._k_pages, self._v_pages = self._host.move(self._pools, of_host)
+            with_host = [x for x in group if isinstance(x, Move)]
+            self._k_pages, self._v_pages = self._host.move(self._pools, with_host)
+        if states:
+            assert self._host_states is not None
+            self._states = self._host_states.move(self._states, states)
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages of the pools, one after the other: (from, to)."""
@@ -501,6 +521,8 @@ class Device:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None and not self._page_copies.is_compiled:
             tasks |= self._page_copies.tasks(self._pools)
+        if self._host_states is not None and not self._state_copies.is_compiled:
+            tasks |= self._state_copies.tasks(self._states)
         if self._copies_pages:
             tasks[_COPY] = partial(copy_within, self._pools)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
@@ -541,7 +563,7 @@ class Device:
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
-        pages = self._split.pages_spec
+        pages, states = self._split.pages_spec, self._split.states_spec
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
@@ -551,11 +573,11 @@ class Device:
                 P(),
                 pages,
                 pages,
-                None,
+                states,
                 [] if self._loras is None else self._loras.specs,
                 P(),
             ),
-            out_specs=(P(), P(), pages, pages, None),
+            out_specs=(P(), P(), pages, pages, states),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
@@ -577,19 +599,24 @@ class Device:
 
         return min(measure() for _ in range(num_runs))
 
-    def return_seconds(self) -> float:
-        """Measures the time in which pool_copies.PAGES pages come back from the host. For an empty
-        cache: page 0 is overwritten."""
+    def return_seconds(self) -> tuple[float, float]:
+        """Measures the times in which pool_copies.PAGES pages, and a slot of states (0: there are
+        none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
-        def measure() -> float:
-            jax.block_until_ready(self._pools)
+        def measure(moves: list[Move]) -> float:
+            jax.block_until_ready((self._pools, self._states))
             begin = time.perf_counter()
-            self.move([Move(False, 0, 0)] * PAGES)
-            jax.block_until_ready(self._pools)
+            self.move(moves)
+            jax.block_until_ready((self._pools, self._states))
             return time.perf_counter() - begin
 
-        self.move([Move(True, 0, 0)])
-        return min(measure() for _ in range(_MEASURED_STEPS))
+        def least(count: int, is_state: bool) -> float:
+            self.move([Move(True, 0, 0, is_state)])
+            moves = [Move(False, 0, 0, is_state)] * count
+            return min(measure(moves) for _ in range(_MEASURED_STEPS))
+
+        states = 0.0 if self._host_states is None else least(1, is_state=True)
+        return least(PAGES, is_state=False), states
 
     def executable(self, bucket: Bucket) -> Compiled:
         return self._executables[_forward_name(bucket)]
@@ -608,8 +635,10 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._host_states is not None:
+            self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
         if self._copies_pages:
-            self.copy_pages([(0, 0)])
+            self.move([PageCopy(0, 0)])
 
 
 def _with_pictures(

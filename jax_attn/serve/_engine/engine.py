@@ -82,7 +82,6 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
-from jax_attn.serve._scheduling.host_tier import PageCopy
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -148,8 +147,9 @@ class Engine:
         if draft_model is not None:
             # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(
-                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0
-            )
+                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
+                num_host_states=0,
+            )  # fmt: skip
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
             drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
@@ -184,8 +184,10 @@ class Engine:
     def _measure_host(self) -> None:
         """Measures what a page in the host's memory costs, once the largest step is warm."""
         if (host := self.scheduler.memory.host) is not None:
-            seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
-            host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
+            of_pages, of_state = self.device.return_seconds()
+            of_token = self.device.token_seconds()
+            host.call_tokens, host.page_tokens = of_pages / of_token, of_pages / of_token / PAGES
+            host.state_tokens = of_state / of_token
             log.info(
                 "a page comes back from the host in the time of %.2f of its %d tokens",
                 host.page_tokens,
@@ -257,7 +259,7 @@ class Engine:
         deadline = seq.deadline
         self.scheduler.finish(seq, FinishReason.ABORT)
         del self._outputs.live[seq_id]
-        self._move_pages()
+        self._run_moves()
         pages, states = self.device.take(*memory.cached(seq))
         params = seq.params
         if seq.num_output:  # the prompt's have been reported
@@ -312,7 +314,7 @@ class Engine:
         of_pages = [_like(shapes[0], handed.pages[i]) for i in pages]
         of_states = [_like(shapes[1], each) for each in handed.states[: len(slots)]]
         try:
-            self._move_pages()  # what had to make room
+            self._run_moves()  # what had to make room
             self._speculation.forget([*pages.values()])
             self.device.put([*pages.values()], of_pages, slots, of_states)
         except Exception:
@@ -419,7 +421,7 @@ class Engine:
             self._constrained.begin(live)
         if not plan.entries:
             return None
-        self._move_pages()
+        self._run_moves()
         self._speculation.draft(plan.entries, self.device)
         rows_of = None
         if self._pictures is not None:
@@ -440,8 +442,8 @@ class Engine:
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
         return LaunchedStep(batch, scores, samples, drafts)
 
-    def _move_pages(self) -> None:
-        """Copies pages on the device, to the host and back, before the step that needs them."""
+    def _run_moves(self) -> None:
+        """Runs the scheduler's moves of pages and states, before the step that needs them."""
         moves = self.scheduler.memory.moves.take()
         if not moves:
             return
@@ -454,8 +456,8 @@ class Engine:
                 host.is_open = False
                 log.exception("the host has no memory for pages; it is used no more")
             raise
-        written = [x.page for x in moves if isinstance(x, PageCopy) or not x.to_host]
-        self._speculation.forget(written)
+        written = [move.page_written for move in moves]
+        self._speculation.forget([page for page in written if page is not None])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -658,26 +660,11 @@ def _check_recurrent(
             "a draft model: expected one without recurrent layers, got "
             f"{draft_model.config.family}."
         )
-    if model.recurrent is None:
-        if config.num_states is not None:
-            raise ValueError(
-                f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
-                f" layers, got {config.num_states}."
-            )
-        return
-    refused: list[tuple[str, Any]] = [
-        ("max_drafts", 0),
-        ("num_host_pages", 0),
-        ("tensor_parallel", 1),
-        ("context_parallel", 1),
-        ("batch_invariant", False),  # chunks of any length round differently
-    ]
-    for name, neutral in refused:
-        if (value := getattr(config, name)) != neutral:
-            raise ValueError(
-                f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
-                f" got {value}."
-            )
+    if model.recurrent is None and config.num_states is not None:
+        raise ValueError(
+            f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
+            f" layers, got {config.num_states}."
+        )
 
 
 def _check_draft_model(

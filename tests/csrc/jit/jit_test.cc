@@ -136,7 +136,8 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
   for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
-                            "quantized_product_kernel", "all_reduce_kernel"}) {
+                            "quantized_product_kernel", "all_reduce_kernel",
+                            "linear_attention_kernel", "short_convolution_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
@@ -1165,6 +1166,115 @@ void TestQuantizedProduct() {
   CHECK(GetJitStats().quantized_product_launches == 5);
 }
 
+void TestShortConvolution() {
+  ShortConvolutionParams convolution = {};
+  convolution.plan.max_chunks = 10;
+  fake_driver.param_bytes = sizeof(convolution);
+  const ShortConvolutionKernel kernel = {90, kBF16, 4, true};
+  CHECK_OK(PrepareShortConvolution(kernel));
+  CHECK_OK(LoadShortConvolution(kernel, 1));
+  struct Case {
+    i32 channels;
+    int64_t max_qo_len;
+    unsigned grid;
+  };
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
+  for (const auto& [channels, max_qo_len, grid] :
+       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+    convolution.num_channels = channels;
+    CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == (grid > 0) && (grid == 0 || calls[0].grid == grid));
+  }
+  convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
+  CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
+              "short_convolution: plan: expected at most 2^31 - 1 CTAs");
+  CHECK(GetJitStats().short_convolution_launches == 7);
+}
+
+// The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
+// for a decode.
+void TestRecurrenceGrid() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kF32, 128, 128, kHeadDecay, true, true, true};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 16, problem.num_v_heads = 32;
+  problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
+  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  problem.max_chunks = 3;
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  problem.kernel.decay = kChannelDecay;
+  problem.kernel.head_dim_v = 256;
+  problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+}
+
+// Long prompts of bf16 are chunks: split if they are longer than a segment.
+void TestLinearChunks() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kBF16, 128, 128, kHeadDecay, true, true, false};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 2, problem.num_v_heads = 8;
+  problem.max_tokens = problem.max_qo_len = 65536, problem.max_chunks = 1026;
+  CHECK(SelectLinearAttention(problem).main_loop == kHopperChunks);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 64);  // 16 segments x 8 heads: 128 CTAs
+  const auto num_kernels = [&] { return LinearAttentionKernels(problem).size(); };
+  CHECK(SelectLinearAttention(problem).tile_columns == 128);
+  CHECK(num_kernels() == 4);
+  problem.kernel.arch = 80;
+  CHECK(SelectLinearAttention(problem).main_loop == kPortableChunks);
+
+  LinearAttentionParams params = {};
+  fake_driver.param_bytes = sizeof(params);
+  params.workspace = reinterpret_cast<void*>(0x8000);
+  problem.kernel.arch = 90;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  std::vector<Call> calls = TakeCalls();
+  CHECK(calls.size() == 5 && calls[0].name == "memset32 0");
+  CHECK(calls[0].address == 0x8000 && calls[0].count == 1);
+  CHECK(calls[1].grid == 1026 * 2);  // for each chunk a CTA for each q and k head
+  for (int i = 2; i < 5; ++i) CHECK(calls[i].grid == 11);
+
+  problem.max_qo_len = 4096;  // no longer than a segment
+  CHECK(SizeLinearAttention(problem).segment_chunks == 0 && num_kernels() == 2);
+  problem.max_tokens = 64, problem.max_qo_len = 64, problem.max_chunks = 2;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  calls = TakeCalls();
+  CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+
+  // Chunks of one token: no cut of a prompt changes bits.
+  problem.max_chunks = 66;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence && num_kernels() == 1);
+
+  // Few tokens of few heads: narrower tiles fill more of the device.
+  problem.max_tokens = problem.max_qo_len = 2048, problem.max_chunks = 34;
+  CHECK(SelectLinearAttention(problem).tile_columns == 64);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 4);
+
+  const auto is_recurrence = [&] {
+    return SelectLinearAttention(problem).main_loop == kRecurrence;
+  };
+  problem.max_qo_len = 16;
+  CHECK(is_recurrence());
+  problem.max_qo_len = 64;
+  CHECK(!is_recurrence());
+  for (const int64_t dtype : {kF16, kF32}) {
+    problem.kernel.dtype = dtype;
+    CHECK(is_recurrence());
+  }
+  problem.kernel.dtype = kBF16;
+  problem.kernel.decay = kChannelDecay;
+  CHECK(is_recurrence());
+  problem.kernel.decay = kNoDecay;
+  problem.kernel.head_dim_k = 136;
+  CHECK(is_recurrence());
+}
+
 void TestPlan() {
   PlanParams plan = {};
   plan.header = reinterpret_cast<PlanHeader*>(0x4000);
@@ -1250,6 +1360,9 @@ int main() {
   TestAppendAndMerge();
   TestQuantizedProduct();
   TestAllReduce();
+  TestShortConvolution();
+  TestRecurrenceGrid();
+  TestLinearChunks();
   TestPlan();
   TestConcurrentDevices();
   TestFork();

@@ -82,6 +82,7 @@ class FakeDevice:
         self.num_tokens_run = 0
         self.writers: dict[int, str] = {}  # page -> namespace; free pages have none
         self.states: dict[int, int] = {}  # slot -> digest
+        self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
         self.num_copies = 0  # of pages that began like a prompt's
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
@@ -108,8 +109,12 @@ class FakeDevice:
                 arrived[page] = i
                 self.num_copies += 1
                 continue
-            to_host, page, host_page = move
-            if to_host:
+            to_host, page, host_page, is_state = move
+            if is_state and to_host:
+                self.host_states[host_page] = self.states[page]
+            elif is_state:
+                self.states[page] = self.host_states[host_page]
+            elif to_host:
                 digests = [self.slots[page, offset] for offset in offsets]
                 assert POISON not in digests, "a page that is free is stored"
                 self.host[host_page] = self.writers[page], digests
