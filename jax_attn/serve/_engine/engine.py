@@ -266,7 +266,7 @@ class Engine:
         deadline = seq.deadline
         self.scheduler.finish(seq, FinishReason.ABORT)
         del self._outputs.live[seq_id]
-        self._move_pages()
+        self._run_moves()
         pages, states = self.device.take(*memory.cached(seq))
         params = seq.params
         if seq.num_output:  # the prompt's have been reported
@@ -321,7 +321,7 @@ class Engine:
         of_pages = [_like(shapes[0], handed.pages[i]) for i in pages]
         of_states = [_like(shapes[1], each) for each in handed.states[: len(slots)]]
         try:
-            self._move_pages()  # what had to make room
+            self._run_moves()  # what had to make room
             self._speculation.forget([*pages.values()])
             self.device.put([*pages.values()], of_pages, slots, of_states)
         except Exception:
@@ -433,7 +433,7 @@ class Engine:
             self._constrained.begin(live)
         if not plan.entries:
             return None
-        self._move_pages()
+        self._run_moves()
         self._speculation.draft(plan.entries, self.device)
         rows_of = None
         if self._pictures is not None:
@@ -454,20 +454,22 @@ class Engine:
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
         return LaunchedStep(batch, scores, samples, drafts)
 
-    def _move_pages(self) -> None:
-        """Copies pages between the device and the host, before the step that needs them."""
-        host = self.scheduler.memory.host
-        if host is None or not (moves := host.take_moves()):
+    def _run_moves(self) -> None:
+        """Runs the scheduler's moves of pages and states, before the step that needs them."""
+        moves = self.scheduler.memory.moves.take()
+        if not moves:
             return
+        host = self.scheduler.memory.host
         try:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            host.is_open = False
-            log.exception("the host has no memory for pages; it is used no more")
+            if host is not None:
+                host.is_open = False
+                log.exception("the host has no memory for pages; it is used no more")
             raise
-        back = [move for move in moves if not (move.to_host or move.is_state)]
-        self._speculation.forget([move.page for move in back])
+        written = [move.page_written for move in moves]
+        self._speculation.forget([page for page in written if page is not None])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""

@@ -9,7 +9,7 @@ import jax
 from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
-from jax_attn.serve._scheduling.step_plan import SchedulerConfig
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 
@@ -34,7 +34,7 @@ class EngineConfig:
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
-    starvation_steps: int = 16  # see SchedulerConfig
+    starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
@@ -113,7 +113,7 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         max_prefill_chunk=config.max_prefill_chunk,
         max_waiting=config.max_waiting,
         max_kv_pages_step=config.max_kv_pages_step or enough,
-        starvation_steps=config.starvation_steps,
+        starvation_seconds=config.starvation_seconds,
         tenant_limits=config.tenant_limits,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
