@@ -22,10 +22,11 @@ constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k o
 constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes of a row
 constexpr int64_t kMaxGrid = 0x7fffffff;
 // short_convolution: tokens of a chunk that a thread takes together. Fewer read more inputs twice;
-// more are taken while so many CTAs a multiprocessor remain. (H200: 83, 86 and 92 us with 64, 32
-// and 16 for 8192 tokens of 8192 channels; 9.4 and 7.8 us with 32 and 16 for 2048 of 1536.)
+// more are taken while so many CTAs a multiprocessor remain. (H200, in us, with 64, 32 and 16: 83,
+// 86 and 92 for 8192 tokens of 8192 channels; 26, 23 and 25 for 4096 of 4096; the last two for 2048
+// of 1536: 9.4 and 7.8.)
 constexpr int64_t kConvolutionRows = 16, kFewConvolutionRows = 8;
-constexpr int64_t kConvolutionCtasPerSm = 6;
+constexpr int64_t kConvolutionCtasPerSm = 3;
 constexpr int64_t kPlanChunkTokens = 64;  // of state plans
 constexpr int64_t kPagesPerThread = 4;    // plan: a thread copies 16 bytes of page ids at a time
 
@@ -432,9 +433,13 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
   return LaunchLoaded(kOp, *loaded, launch, params, stream);
 }
 
-Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info) {
+Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status PrepareLinearAttention(const LinearAttentionProblem& problem) {
   for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
-    JAX_ATTN_RETURN_IF_ERROR(PrepareResolved(kernel, info));
+    JAX_ATTN_RETURN_IF_ERROR(PrepareLinearAttention(kernel));
   }
   return Status::Ok();
 }

@@ -39,8 +39,6 @@ struct LinearRecurrenceBody {
   static constexpr int kTiles = CeilDiv(kDimV, Traits::kTileColumns);
   static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
 
-  static constexpr int kBytes = Element<kDtype>::kBytes;
-  static constexpr int kNumLogs = Traits::kDecay == kChannelDecay ? kDimK : 4;  // of a token
   static constexpr int kTokens = kDimK > 128 ? 4 : 8;  // that are prepared together
   // A log of a decay below it makes the decay 0 in f32, as on CPUs.
   static constexpr float kLowestLog = -88.0f;
@@ -55,20 +53,13 @@ struct LinearRecurrenceBody {
     // token is enough.
     float4 sums[2][kRowWarps][2][kColumns / 4];
   };
-  // What is copied of a unit to come: its state, and operands of its first token as they are in
-  // memory. A thread copies what it will read itself of the state, and a warp what it will prepare
-  // of a token, so nobody waits for others.
-  struct Stage {
-    uint4 state[kRows][kNumThreads];
-    uint4 q[kDimK * kBytes / 16], k[kDimK * kBytes / 16], v[kColumns * kBytes / 16];
-    float g[kNumLogs];
-    float beta;
-  };
+  // States of units to come. A thread copies what it will read itself, so nobody waits for others.
+  using Stage = uint4[kRows][kNumThreads];
   static constexpr bool kHasTwoStages = static_cast<int>(sizeof(Tokens) + 2 * sizeof(Stage)) <=
                                         CtaSmemBudget(Traits::kArch, kMinCtasPerSm);
   static constexpr int kStages = kHasTwoStages ? 2 : 1;
   struct Smem : Tokens {
-    Stage stages[kStages];
+    Stage states[kStages];
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
 
@@ -95,71 +86,39 @@ struct LinearRecurrenceBody {
       first_column = kTiles == 1 ? 0 : rest % kTiles * Traits::kTileColumns;
     }
   };
-  // The plan's words of a unit, one a lane: those of the chunk, and is_first of the next one.
-  struct Record {
-    i32 word;
-
-    __device__ __forceinline__ void Load(int chunk, const StatePlanView& plan) {
-      constexpr int kWords = sizeof(StateChunk) / 4;
-      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-      word = lane == kNextIsFirst ? 1 : 0;
-      if (lane < kWords ? chunk < plan.num_chunks
-                        : lane == kNextIsFirst && chunk + 1 < plan.num_chunks) {
-        word = LoadConstant(&plan.chunks[chunk].begin + lane);
-      }
-    }
-    __device__ __forceinline__ StateChunk Chunk(const StatePlanView& plan) const {
-      return plan.Checked({Word(0), Word(1), Word(2), Word(3), Word(4), Word(5)});
-    }
-    __device__ __forceinline__ bool IsLast() const { return Word(kNextIsFirst) == 1; }
-
-   private:
-    static constexpr int kNextIsFirst = sizeof(StateChunk) / 4 + 2;
-    __device__ __forceinline__ i32 Word(int i) const { return __shfl_sync(kFullWarp, word, i); }
-  };
 
   __device__ __forceinline__ void RunUnits() {
     plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
                                             static_cast<i64>(p_.num_v_heads) * kDimV);
-    // Of this round, of the next ones, whose copies are on their way, and one that is itself.
-    Record records[kStages + 2];
 #pragma unroll
-    for (u32 i = 0; i <= kStages; ++i) records[i].Load(Unit(i, p_.num_v_heads).chunk, plan_);
-#pragma unroll
-    for (u32 i = 0; i < kStages; ++i) Copy(records[i], i);
+    for (u32 i = 0; i < kStages; ++i) Copy(i);
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Unit unit(round, p_.num_v_heads);
       if (unit.chunk >= plan_.num_chunks) break;
-      records[kStages + 1].Load(Unit(round + kStages + 1, p_.num_v_heads).chunk, plan_);
       head_ = unit.head;
       first_column_ = unit.first_column;
-      RunUnit(unit.chunk, round, records[0], records[kStages]);
-#pragma unroll
-      for (int i = 0; i <= kStages; ++i) records[i] = records[i + 1];
+      RunUnit(unit.chunk, round);
     }
     WaitCopies<0>();
   }
 
-  // next: of the unit whose copies take the place of this one's.
-  __device__ __forceinline__ void RunUnit(int index, u32 round, Record record, const Record& next) {
-    const bool begins = index == 0 || record.Chunk(plan_).is_first == 1;
+  __device__ __forceinline__ void RunUnit(int index, u32 round) {
+    StateChunk chunk = plan_.Chunk(index);
+    const bool begins = index == 0 || chunk.is_first == 1;
     bool has_state = false;
 #pragma unroll 1
     while (true) {
       int done = 0;
 #pragma unroll 1
       do {
-        const StateChunk chunk = record.Chunk(plan_);
         const int num = begins ? Min(kTokens, chunk.length - done) : 0;
-        if (!has_state) WaitCopies<kStages - 1>();
-        if (num > 0)
-          Prepare(chunk.begin + done, num, has_state ? nullptr : &s_.stages[round % kStages]);
+        if (num > 0) Prepare(chunk.begin + done, num);  // the first ones while the state arrives
         if (!has_state) {
           has_state = true;
+          WaitCopies<kStages - 1>();
           Widen(round % kStages);
-          __syncwarp();  // the lanes have read the stage
-          Copy(next, round + kStages);
+          Copy(round + kStages);
         }
         if (num == 0) break;
         __syncthreads();
@@ -167,12 +126,12 @@ struct LinearRecurrenceBody {
         for (int t = 0; t < num; ++t) Token(chunk.begin + done + t, t);
         __syncthreads();  // the tokens have been used
         done += kTokens;
-      } while (done < record.Chunk(plan_).length);
+      } while (done < chunk.length);
       if (!begins) return;
-      const int slot = record.Chunk(plan_).write_slot;
-      if (slot >= 0) Write(slot);
-      if (record.IsLast()) return;
-      record.Load(++index, plan_);
+      if (chunk.write_slot >= 0) Write(chunk.write_slot);
+      ++index;
+      if (index >= plan_.num_chunks || plan_.IsFirst(index)) return;
+      chunk = plan_.Chunk(index);
     }
   }
 
@@ -207,66 +166,28 @@ struct LinearRecurrenceBody {
   }
   static constexpr int kStepBytes = kRowLanes * kDimV * (kHasBf16States ? 2 : 4);
 
-  // Copies what a unit reads, if there is one; zeros for slot -1 and behind the last column.
-  __device__ __forceinline__ void Copy(const Record& record, u32 round) {
+  // Copies the state that a round's unit reads, if there is one; zeros for slot -1 and behind the
+  // last column.
+  __device__ __forceinline__ void Copy(u32 round) {
     const Unit unit(round, p_.num_v_heads);
-    const StateChunk chunk = record.Chunk(plan_);
-    Stage& stage = s_.stages[round % kStages];
-    if ((unit.chunk == 0 || chunk.is_first == 1) && unit.chunk < plan_.num_chunks) {
+    if (unit.chunk < plan_.num_chunks && plan_.IsFirst(unit.chunk)) {
       const Part part;
-      const int slot = chunk.read_slot;
+      const int slot = plan_.Chunk(unit.chunk).read_slot;
       const bool loads = slot >= 0 && unit.first_column + part.column < kDimV;
       const char* from = Place(part, Max(slot, 0), unit.head, unit.first_column);
-      uint4* const to = &stage.state[0][threadIdx.x];
+      uint4* const to = &s_.states[round % kStages][0][threadIdx.x];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const bool valid = loads && part.HasRow(i);
         CopyAsync16(SharedAddress(to + i * kNumThreads), valid ? from + i * kStepBytes : from,
                     valid);
       }
-      if (chunk.length > 0) CopyToken(unit, chunk.begin, stage);
     }
     CommitCopies();
   }
 
-  __device__ __forceinline__ void CopyToken(const Unit& unit, i64 token, Stage& stage) const {
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    const i64 of_head = token * p_.num_v_heads + unit.head;
-    const bool is_first_lane = threadIdx.x % kWarpSize == 0;
-    if (warp == 0) {
-      const int group = p_.num_v_heads / p_.num_qk_heads;
-      const i64 at = (token * p_.num_qk_heads + unit.head / group) * kDimK * kBytes;
-      CopyRow<kDimK * kBytes>(stage.q, p_.q, at, kDimK * kBytes);
-      CopyRow<kDimK * kBytes>(stage.k, p_.k, at, kDimK * kBytes);
-      if constexpr (Traits::kDecay == kChannelDecay) {
-        CopyRow<kDimK * 4>(stage.g, p_.g, of_head * kDimK * 4, kDimK * 4);
-      } else if (Traits::kDecay == kHeadDecay && is_first_lane) {
-        CopyAsync4(SharedAddress(stage.g), p_.g + of_head);
-      }
-    }
-    if (warp == 1 % kNumWarps) {
-      CopyRow<kColumns * kBytes>(stage.v, p_.v, (of_head * kDimV + unit.first_column) * kBytes,
-                                 Min(kColumns, kDimV - unit.first_column) * kBytes);
-      if (p_.beta != nullptr && is_first_lane) {
-        CopyAsync4(SharedAddress(&stage.beta), p_.beta + of_head);
-      }
-    }
-  }
-  // By a warp: num_bytes of kRowBytes, both multiples of 16.
-  template <int kRowBytes>
-  __device__ __forceinline__ static void CopyRow(void* to, const void* array, i64 at,
-                                                 int num_bytes) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const char* const from = static_cast<const char*>(array) + at;
-#pragma unroll
-    for (int i = 0; i < CeilDiv(kRowBytes / 16, kWarpSize); ++i) {
-      const int byte = (i * kWarpSize + lane) * 16;
-      if (byte < num_bytes) CopyAsync16(SharedAddress(to) + byte, from + byte, true);
-    }
-  }
-
   __device__ __forceinline__ void Widen(u32 stage) {
-    const uint4* const from = &s_.stages[stage].state[0][threadIdx.x];
+    const uint4* const from = &s_.states[stage][0][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const uint4 raw = from[i * kNumThreads];
@@ -305,38 +226,20 @@ struct LinearRecurrenceBody {
   // --- tokens ---
 
   // q, k, v, g and beta of `num` tokens: a warp has the channels of a token, or its columns.
-  // stage: of the first one, or null.
-  __device__ __forceinline__ void Prepare(int first, int num, const Stage* stage) {
+  __device__ __forceinline__ void Prepare(int first, int num) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    if (stage != nullptr) __syncwarp();  // the lanes' copies have arrived
 #pragma unroll 1
     for (int i = warp; i < 2 * num; i += kNumWarps) {
       const i64 token = first + i / 2;
       if (i % 2 == 0) {
-        PrepareChannels(token, i / 2, i == 0 ? stage : nullptr);
+        PrepareChannels(token, i / 2);
       } else {
-        PrepareColumns(token * p_.num_v_heads + head_, i / 2, i == 1 ? stage : nullptr);
+        PrepareColumns(token * p_.num_v_heads + head_, i / 2);
       }
     }
   }
 
-  // Element `at` of an array in global memory, or `i` of a stage's if there is one.
-  __device__ __forceinline__ static float Operand(const void* array, i64 at, const void* staged,
-                                                  int i) {
-    if (staged == nullptr) return LoadElement<kDtype>(array, at);
-    if constexpr (kDtype == kElementF32) {
-      return static_cast<const float*>(staged)[i];
-    } else {
-      return Element<kDtype>::ToFloat(static_cast<const u16*>(staged)[i]);
-    }
-  }
-  __device__ __forceinline__ static float Operand32(const float* global, const float* staged) {
-    return staged != nullptr ? *staged : __uint_as_float(LoadOperand32(global));
-  }
-
-  __device__ __forceinline__ void PrepareChannels(i64 token, int t, const Stage* stage) {
-    const uint4* const staged_q = stage != nullptr ? stage->q : nullptr;
-    const uint4* const staged_k = stage != nullptr ? stage->k : nullptr;
+  __device__ __forceinline__ void PrepareChannels(i64 token, int t) {
     constexpr int kChannels = CeilDiv(kPaddedDimK, kWarpSize);  // of a lane
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int group = p_.num_v_heads / p_.num_qk_heads;
@@ -344,19 +247,16 @@ struct LinearRecurrenceBody {
     const i64 of_head = token * p_.num_v_heads + head_;
     float q[kChannels], k[kChannels], decay[kChannels];
     float of_channels = 1.0f;
-    if constexpr (Traits::kDecay == kHeadDecay) {
-      of_channels = Decay(Operand32(p_.g + of_head, stage != nullptr ? stage->g : nullptr));
-    }
+    if constexpr (Traits::kDecay == kHeadDecay) of_channels = Decay(p_.g + of_head);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       const int d = i * kWarpSize + lane;
       const bool is_channel = d < kDimK;
-      q[i] = is_channel ? Operand(p_.q, at + d, staged_q, d) : 0.0f;
-      k[i] = is_channel ? Operand(p_.k, at + d, staged_k, d) : 0.0f;
+      q[i] = is_channel ? LoadElement<kDtype>(p_.q, at + d) : 0.0f;
+      k[i] = is_channel ? LoadElement<kDtype>(p_.k, at + d) : 0.0f;
       decay[i] = of_channels;
       if constexpr (Traits::kDecay == kChannelDecay) {
-        const float* const staged = stage != nullptr ? stage->g + d : nullptr;
-        decay[i] = is_channel ? Decay(Operand32(p_.g + of_head * kDimK + d, staged)) : 1.0f;
+        decay[i] = is_channel ? Decay(p_.g + of_head * kDimK + d) : 1.0f;
       }
     }
     float q_factor = p_.scale, k_factor = 1.0f;
@@ -386,19 +286,15 @@ struct LinearRecurrenceBody {
   }
 
   // of_head: the token's number times heads, and the head.
-  __device__ __forceinline__ void PrepareColumns(i64 of_head, int t, const Stage* stage) {
+  __device__ __forceinline__ void PrepareColumns(i64 of_head, int t) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    float beta = 1.0f;
-    if (p_.beta != nullptr) {
-      beta = Operand32(p_.beta + of_head, stage != nullptr ? &stage->beta : nullptr);
-    }
-    const uint4* const staged = stage != nullptr ? stage->v : nullptr;
+    const float beta =
+        p_.beta != nullptr ? __uint_as_float(LoadOperand32(p_.beta + of_head)) : 1.0f;
     float v[kColumns / kWarpSize];
 #pragma unroll
     for (int i = 0; i < kColumns / kWarpSize; ++i) {
       const int column = first_column_ + i * kWarpSize + lane;
-      v[i] = column < kDimV ? Operand(p_.v, of_head * kDimV + column, staged, i * kWarpSize + lane)
-                            : 0.0f;
+      v[i] = column < kDimV ? LoadElement<kDtype>(p_.v, of_head * kDimV + column) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < kColumns / kWarpSize; ++i) {
@@ -407,8 +303,9 @@ struct LinearRecurrenceBody {
     if (lane == 0) s_.beta[t] = beta;
   }
 
-  // exp(log); NaN stays NaN.
-  __device__ __forceinline__ static float Decay(float log) {
+  // exp(g); NaN stays NaN.
+  __device__ __forceinline__ static float Decay(const float* g) {
+    const float log = __uint_as_float(LoadOperand32(g));
     return Exp2((log < kLowestLog ? kLowestLog : log) * kLog2E);
   }
   __device__ __forceinline__ static float WarpSumOf(float x) {

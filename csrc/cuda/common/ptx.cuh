@@ -41,12 +41,7 @@ __device__ __forceinline__ void CopyAsync16(u32 shared, const void* global, bool
                : "memory");
 }
 
-__device__ __forceinline__ void CopyAsync4(u32 shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// CopyAsync16 with a hint to L2: EvictFirst for data that is not read again, EvictNormal for no
-// hint.
+// The same with a hint to L2: EvictFirst for data that is not read again, EvictNormal for no hint.
 __device__ __forceinline__ u64 EvictFirst() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

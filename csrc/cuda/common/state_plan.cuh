@@ -28,10 +28,8 @@ struct StatePlanView {
   // Chunk `i` < num_chunks. One that names rows or slots out of range has none.
   __device__ __forceinline__ StateChunk Chunk(i32 i) const {
     const i32* words = &chunks[i].begin;
-    return Checked({LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2),
-                    LoadConstant(words + 3), LoadConstant(words + 4), LoadConstant(words + 5)});
-  }
-  __device__ __forceinline__ StateChunk Checked(StateChunk c) const {
+    StateChunk c = {LoadConstant(words),     LoadConstant(words + 1), LoadConstant(words + 2),
+                    LoadConstant(words + 3), LoadConstant(words + 4), LoadConstant(words + 5)};
     if (c.begin < 0 || c.length < 0 || c.length > num_tokens - c.begin) c.begin = c.length = 0;
     if (c.read_slot >= num_slots) c.read_slot = -1;
     if (c.write_slot >= num_slots) c.write_slot = -1;

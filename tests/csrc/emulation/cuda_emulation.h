@@ -121,18 +121,17 @@ struct Index {
   int x;
 };
 
-// Bytes in flight to shared memory.
+// 16 bytes in flight to shared memory.
 struct Copy {
   unsigned char* to;
   const void* from;
-  int num_bytes;
   bool valid;
 
   void Land() const {
     if (valid) {
-      std::memcpy(to, from, num_bytes);
+      std::memcpy(to, from, 16);
     } else {
-      std::memset(to, 0, num_bytes);
+      std::memset(to, 0, 16);
     }
   }
 };
@@ -644,24 +643,16 @@ inline i64 GlobalTimer() {
   return ++time;
 }
 
-namespace emulation {
-inline void CopyAsync(u32 shared, const void* global, int num_bytes, bool valid) {
-  for (const void* end : ends_of_pools) {
-    if (valid && global == end) Fail("a copy reads behind a pool");
-  }
-  if (shared % num_bytes != 0 || reinterpret_cast<uintptr_t>(global) % num_bytes != 0) {
-    Fail("misaligned copy");
-  }
-  std::memset(smem + shared, 0xff, num_bytes);  // until it is waited for
-  std::memset(machine.AsyncSmem() + shared, 0xff, num_bytes);
-  machine.current().open_group.push_back({smem + shared, global, num_bytes, valid});
-}
-}  // namespace emulation
 inline void CopyAsync16(u32 shared, const void* global, bool valid) {
-  emulation::CopyAsync(shared, global, 16, valid);
-}
-inline void CopyAsync4(u32 shared, const void* global) {
-  emulation::CopyAsync(shared, global, 4, true);
+  for (const void* end : emulation::ends_of_pools) {
+    if (valid && global == end) emulation::Fail("a copy reads behind a pool");
+  }
+  if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    emulation::Fail("misaligned copy");
+  }
+  std::memset(smem + shared, 0xff, 16);  // until it is waited for
+  std::memset(emulation::machine.AsyncSmem() + shared, 0xff, 16);
+  emulation::machine.current().open_group.push_back({smem + shared, global, valid});
 }
 inline u64 EvictFirst() { return 1; }
 inline u64 EvictNormal() { return 2; }
