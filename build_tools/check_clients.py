@@ -1,8 +1,10 @@
-"""Checks a live server with client libraries: check_clients.py PYTHON [--write].
+"""Checks a live server with client libraries: check_clients.py PYTHON [--npm FOLDER] [--write].
 
-PYTHON is that of an environment with some of the libraries; those that it lacks are skipped. The
-server has the bundled model and a template with tools. --write: the table of versions and results
-goes into docs/server.md. With --against URL this is the part that runs in that environment.
+PYTHON is that of an environment with some of the libraries; those that it lacks are skipped.
+FOLDER has node_modules with some of npm's, which check_clients.mjs calls with `node`.
+
+The server has the bundled model and a template with tools. --write: the table of versions and
+results goes into docs/server.md. With --against URL this is the part that runs in that environment.
 """
 
 from __future__ import annotations
@@ -298,6 +300,23 @@ def huggingface_hub(url: str) -> dict[str, Callable[[], None]]:
     return {"stream": streams, "tools": tools}
 
 
+def dspy(url: str) -> dict[str, Callable[[], None]]:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import dspy as library
+
+    ends = {"api_base": f"{url}/v1", "api_key": "none", "cache": False, "num_retries": 0}
+    model = library.LM(f"openai/{MODEL}", max_tokens=60, **ends)
+
+    def completes() -> None:
+        assert model(ASK)[0]
+
+    def schemas() -> None:  # adapters ask for one only from models that LiteLLM lists
+        schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+        weather_of(json.loads(model(ASK, response_format=schema)[0]))
+
+    return {"completion": completes, "schema": schemas}
+
+
 # The distribution of each library.
 CLIENTS = {
     "openai": openai,
@@ -311,6 +330,7 @@ CLIENTS = {
     "instructor": instructor,
     "openai-agents": openai_agents,
     "huggingface_hub": huggingface_hub,
+    "dspy": dspy,
 }
 
 
@@ -338,7 +358,7 @@ def run_checks(url: str) -> None:
 # ---- here --------------------------------------------------------------------------------------
 
 
-def main(python: str, write: bool) -> int:
+def main(python: str, npm: str | None, write: bool) -> int:
     from jax_attn import models
 
     directory = Path(tempfile.mkdtemp()) / MODEL
@@ -360,17 +380,21 @@ def main(python: str, write: bool) -> int:
                 environment = {
                     name: value for name, value in os.environ.items() if name != "PYTHONPATH"
                 }
-                done = subprocess.run(
-                    [python, __file__, "--against", found[1]],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
+                commands = [[python, __file__, "--against", found[1]]]
+                if npm is not None:
+                    question = json.dumps({"model": MODEL, "text": ASK, "fn": FUNCTION})
+                    script = str(Path(__file__).with_suffix(".mjs"))
+                    commands.append(["node", script, found[1], npm, question])
+                runs = [
+                    subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+                    for command in commands
+                ]
             finally:
                 server.kill()
     finally:
         shutil.rmtree(directory.parent)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    lines = [line for run in runs for line in run.stdout.splitlines()]
+    results = [json.loads(line) for line in lines if line.startswith("[")]
     print(table(results))
     failed = [result for result in results if result[3] is not None]
     for client, version, name, error in failed:
@@ -380,7 +404,7 @@ def main(python: str, write: bool) -> int:
         before, _, rest = text.partition(BEGIN)
         _, _, behind = rest.partition(END)
         PAGE.write_text(f"{before}{BEGIN}{table(results)}{END}{behind}", encoding="utf-8")
-    return 1 if failed or done.returncode or not results else 0
+    return 1 if failed or any(run.returncode for run in runs) or not results else 0
 
 
 def wait_until_ready(url: str) -> None:
@@ -409,4 +433,6 @@ if __name__ == "__main__":
         run_checks(sys.argv[2])
         os._exit(0)  # some libraries leave threads that wait
     else:
-        sys.exit(main(sys.argv[1], "--write" in sys.argv[2:]))
+        more = sys.argv[2:]
+        npm = more[more.index("--npm") + 1] if "--npm" in more else None
+        sys.exit(main(sys.argv[1], npm, "--write" in more))

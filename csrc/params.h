@@ -745,18 +745,23 @@ enum LinearPhase : i32 {
 // Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
 inline constexpr i32 kLinearTokens = 64;
 
+// A lower triangle of kLinearTokens rows without the blocks of 16 x 16 above its diagonal.
+inline constexpr i32 kLowerElements = 16 * 16 * 10;
+// Index of an element of such a triangle: rows of 16, 32, 48 and 64 elements.
+constexpr i32 LowerIndex(i32 row, i32 column) {
+  const i32 block = row / 16;
+  return 128 * block * (block + 1) + row % 16 * 16 * (block + 1) + column;
+}
+
 // What kLinearTerms computes of a chunk for one v head. G is the sum of log decays from the start
-// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. [i, j] is in the place of
-// SwizzledByte; blocks of 16 x 16 above the diagonal are not written.
+// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. Elements are in spec.dtype.
 struct LinearTerms {
-  unsigned short solve[kLinearTokens]
-                      [kLinearTokens];  // (I + A)^-1 diag(beta); not without delta rule
-  unsigned short qk[kLinearTokens]
-                   [kLinearTokens];  // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
-  float since_k[kLinearTokens];      // exp(G_j) n(k_j); without delta rule beta_j
-  float since_q[kLinearTokens];      // scale exp(G_j) n(q_j)
-  float until_k[kLinearTokens];      // exp(G_last - G_j) n(k_j)
-  float decay[32];                   // [0]: exp(G_last)
+  unsigned short solve[kLowerElements];  // (I + A)^-1 diag(beta); not without delta rule
+  unsigned short qk[kLowerElements];     // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
+  float since_k[kLinearTokens];          // exp(G_j) n(k_j); without delta rule beta_j
+  float since_q[kLinearTokens];          // scale exp(G_j) n(q_j)
+  float until_k[kLinearTokens];          // exp(G_last - G_j) n(k_j)
+  float decay[32];                       // [0]: exp(G_last)
 };
 
 // Segments of a call, in an order that does not matter.

@@ -18,15 +18,27 @@ max_operand_rank: int
 max_variant_operands: int
 max_derivatives: int
 variant_ops: list[tuple[str, int, int, int]]
+transform_version: int
+first_transform_op: int
+transform_ops: list[str]
+max_transform_args: int
+max_transform_values: int
+max_transform_results: int
+max_transform_pool: int
 
 def program_levels(words: list[int], /) -> list[int]: ...
+def check_transform(words: list[int], types: list[int], ranks: list[int], /) -> None: ...
 def registrations() -> list[tuple[str, str, dict[str, Any]]]: ...
 
 class Problem:
     """An AttentionSpec and the kernel chosen for it (csrc/spec.h)."""
 
     def __init__(
-        self, spec: dict[str, Any], overrides: dict[str, int], program: list[int] = ...
+        self,
+        spec: dict[str, Any],
+        overrides: dict[str, int],
+        program: list[int] = ...,
+        transforms: list[list[int]] = ...,
     ) -> None: ...
     @property
     def spec(self) -> dict[str, Any]: ...
@@ -86,6 +98,13 @@ def prepare_linear_attention(problem: list[int], index: int, /) -> dict[str, Any
 def prepare_short_convolution(
     arch: int, dtype: int, width: int, silu: bool, /
 ) -> dict[str, Any]: ...
+
+max_reducers: int
+all_reduce_ctas: int
+all_reduce_row_bytes: int
+
+def can_access_peers(ordinals: list[int], /) -> bool: ...
+def all_reduce_fault() -> str: ...
 def jit_stats() -> dict[str, int | float]: ...
 
 class KernelSource:
@@ -101,6 +120,17 @@ def attention_source(problem: Problem, /) -> KernelSource: ...
 def backward_sources(problem: Problem, gradient: list[int], /) -> list[KernelSource]: ...
 def append_source(problem: Problem, rotates: bool, /) -> KernelSource: ...
 def plan_source(arch: int, general: bool, /) -> KernelSource: ...
+def all_reduce_source(
+    arch: int,
+    dtype: int,
+    num_devices: int,
+    num_threads: int,
+    vectors: int,
+    two_shot: bool,
+    norm: bool,
+    quantizes: bool,
+    /,
+) -> KernelSource: ...
 def merge_source(arch: int, dtype: int, /) -> KernelSource: ...
 def check_state_plan(
     op: str, buffer: np.ndarray, begin: int, max_tokens: int, num_slots: int, /

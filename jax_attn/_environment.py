@@ -9,9 +9,10 @@ JAX_ATTN_PRINT_CONFIG=1  print the kernel configuration chosen for each new Atte
 JAX_ATTN_LOG_COMPILE=1   print a line for each CUDA kernel that is compiled or read from the disk
                          cache, and how its key differs from the nearest known one;
                          jax_log_compiles has the same effect
-JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels; empty: no disk cache; default: jax_attn in
-                         XDG_CACHE_HOME, which is ~/.cache if not set. A folder that other users
-                         can write or rename is not used: kernels are then kept in memory only
+JAX_ATTN_CACHE_DIR       folder of compiled CUDA kernels, and of a server's XLA executables; empty:
+                         no disk cache; default: jax_attn in XDG_CACHE_HOME, which is ~/.cache if
+                         not set. A folder that other users can write or rename is not used: what
+                         is compiled is then kept in memory only
 JAX_ATTN_CPU_ISA         instruction set of the CPU kernels for all work items: baseline, avx2,
                          avx512, avx512_bf16, amx or neon; default: the best one the machine has,
                          except that items with few rows use the one that tuning found faster

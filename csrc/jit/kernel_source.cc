@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "jit/sha256.h"
+#include "jit/transform_source.h"
 #include "jit/variant_source.h"
 #include "variant/words.h"
 
@@ -17,6 +18,13 @@ struct Named {
   const char* name;
 };
 
+// A transform of a kernel, the variant whose operands it reads, and the name of its struct.
+struct TransformOf {
+  const Transform* transform;
+  const VariantProgram* program;
+  const char* name;
+};
+
 const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
@@ -25,6 +33,14 @@ const char* DTypeName(int64_t dtype) {
 // variant if there is one.
 class TraitsWriter {
  public:
+  void operator()(const char* name, const TransformOf& of) {
+    if (of.transform->present()) {
+      variant_ += InNamespace(TransformText(of.transform->View(*of.program), of.name));
+    }
+    const std::string type = std::string("variant::") + of.name;
+    out_ << "  using " << name << " = " << (of.transform->present() ? type : "NoTransform")
+         << ";\n";
+  }
   void operator()(const char* name, int64_t value, const char* comment = "") {
     Line("int", name, std::to_string(value), comment);
   }
@@ -80,6 +96,11 @@ class KeyWriter {
   void operator()(const char*, const VariantGradient& gradient) {
     Append(EncodeGradient(gradient));
   }
+  void operator()(const char*, const TransformOf& of) {
+    const std::vector<int64_t> words = EncodeTransform(*of.transform);
+    key_.push_back(static_cast<int64_t>(words.size()));
+    Append(words);
+  }
   const KernelKey& key() const { return key_; }
 
  private:
@@ -117,6 +138,9 @@ class FieldWriter {
   }
   void operator()(const char* name, const VariantGradient& gradient) {
     Add(name, gradient.program.present ? HashOf(EncodeGradient(gradient)) : "none");
+  }
+  void operator()(const char* name, const TransformOf& of) {
+    Add(name, of.transform->present() ? HashOf(EncodeTransform(*of.transform)) : "none");
   }
   const std::vector<KeyField>& fields() const { return fields_; }
 
@@ -158,6 +182,8 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kRecordsTimes", k.record_times, "begin and end of each item");
   visit("kHasSteps", k.steps, "items are ranges of step lists");
   visit("Variant", k.variant);
+  visit("TransformOfK", TransformOf{&k.transforms[0], &k.variant, "GivenOfK"});
+  visit("TransformOfV", TransformOf{&k.transforms[1], &k.variant, "GivenOfV"});
 }
 
 template <typename Visitor>
@@ -248,6 +274,18 @@ void VisitFields(const ShortConvolutionKernel& k, Visitor& visit) {
 }
 
 template <typename Visitor>
+void VisitFields(const AllReduceKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kNumDevices", k.num_devices);
+  visit("kNumThreads", k.num_threads);
+  visit("kVectors", k.vectors, "of 16 bytes, of a row and thread");
+  visit("kTwoShot", k.two_shot);
+  visit("kNorm", k.norm);
+  visit("kQuantizes", k.quantizes);
+}
+
+template <typename Visitor>
 void VisitFields(const PlanKernel& k, Visitor& visit) {
   visit("kArch", k.arch);
   visit("kGeneral", k.general);
@@ -334,6 +372,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.record_times = config.record_times;
   kernel.steps = spec.max_steps > 0;
   kernel.variant = problem.program;
+  for (int i = 0; i < 2; ++i) kernel.transforms[i] = problem.transforms[i];
   return kernel;
 }
 
@@ -361,6 +400,11 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.record_times) name << "-times";
   if (kernel.steps) name << "-steps";
   if (kernel.variant.present) name << "-variant" << HashOf(EncodeProgram(kernel.variant));
+
+  for (int i = 0; i < 2; ++i) {
+    if (!kernel.transforms[i].present()) continue;
+    name << (i == 0 ? "-k" : "-v") << HashOf(EncodeTransform(kernel.transforms[i]));
+  }
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
@@ -474,6 +518,19 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
           Options(kernel.arch), FieldsOf(kernel)};
 }
 
+KernelSource MakeSource(const AllReduceKernel& kernel) {
+  const std::string entry = "all_reduce_kernel";
+  std::ostringstream name;
+  name << "all_reduce-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-n"
+       << kernel.num_devices << "-t" << kernel.num_threads << "-v" << kernel.vectors
+       << (kernel.two_shot ? "-two_shot" : "") << (kernel.norm ? "-norm" : "")
+       << (kernel.quantizes ? "-e4m3" : "");
+  return {name.str(), entry,
+          TranslationUnit("cuda/any/all_reduce.cuh", TraitsOf(kernel).str(), "AllReduceBody",
+                          "AllReduce", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
 KernelSource MakeSource(const LinearAttentionKernel& kernel) {
   const std::string entry = "linear_attention_kernel";
   std::ostringstream name;
@@ -526,5 +583,6 @@ KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel); }
 KernelKey MakeKey(const LinearAttentionKernel& kernel) { return KeyOf(6, kernel); }
 KernelKey MakeKey(const ShortConvolutionKernel& kernel) { return KeyOf(7, kernel); }
+KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(8, kernel); }
 
 }  // namespace jax_attn

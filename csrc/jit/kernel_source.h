@@ -38,6 +38,7 @@ struct AttentionKernel {
   bool record_times = false;
   bool steps = false;  // items are ranges of step lists
   VariantProgram variant = {};
+  Transform transforms[2];  // of k and v
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
@@ -80,6 +81,17 @@ struct QuantizedProductKernel {
   int64_t tile_rows = 0;     // rows of x per tile
   int64_t tile_columns = 0;  // columns of the matrix per tile
   int64_t scale_rows = 0;    // most groups in kProductStep rows: 1 or 2
+};
+
+struct AllReduceKernel {
+  int64_t arch = 0;  // 0: the capability of device 0
+  int64_t dtype = kBF16;
+  int64_t num_devices = 0;
+  int64_t num_threads = 0;
+  int64_t vectors = 0;     // of 16 bytes, that a thread has of a row
+  bool two_shot = false;   // devices send sums, too
+  bool norm = false;       // an RMS norm follows
+  bool quantizes = false;  // and its result is e4m3
 };
 
 struct LinearAttentionKernel {
@@ -128,6 +140,7 @@ KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const QuantizedProductKernel& kernel);
+KernelSource MakeSource(const AllReduceKernel& kernel);
 KernelSource MakeSource(const LinearAttentionKernel& kernel);
 KernelSource MakeSource(const ShortConvolutionKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
@@ -139,6 +152,7 @@ KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const QuantizedProductKernel& kernel);
+KernelKey MakeKey(const AllReduceKernel& kernel);
 KernelKey MakeKey(const LinearAttentionKernel& kernel);
 KernelKey MakeKey(const ShortConvolutionKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);

@@ -35,29 +35,10 @@ std::atomic<int64_t> backward_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> quantized_product_launches{0};
+std::atomic<int64_t> all_reduce_launches{0};
 std::atomic<int64_t> linear_attention_launches{0};
 std::atomic<int64_t> short_convolution_launches{0};
 std::atomic<int64_t> plan_launches{0};
-
-// Makes `context` current in its scope. Free if it is current already, which is usual under XLA.
-class ScopedContext {
- public:
-  ScopedContext(const CudaDriver& driver, CUcontext context) : driver_(driver) {
-    CUcontext current = nullptr;
-    driver.cuCtxGetCurrent(&current);
-    pushed_ = current != context && driver.cuCtxPushCurrent(context) == CUDA_SUCCESS;
-  }
-  ~ScopedContext() {
-    CUcontext popped = nullptr;
-    if (pushed_) driver_.cuCtxPopCurrent(&popped);
-  }
-  ScopedContext(const ScopedContext&) = delete;
-  ScopedContext& operator=(const ScopedContext&) = delete;
-
- private:
-  const CudaDriver& driver_;
-  bool pushed_;
-};
 
 struct Launch {
   int64_t num_ctas = 0;
@@ -433,6 +414,25 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
   return LaunchLoaded(kOp, *loaded, launch, params, stream);
 }
 
+Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
+}
+
+Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& params,
+                       int64_t num_ctas, void* stream, int device_ordinal) {
+  all_reduce_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved("all_reduce", kernel, device_ordinal, &loaded));
+  if (params.num_rows == 0) return Status::Ok();
+  Launch launch;
+  launch.num_ctas = num_ctas;
+  return LaunchLoaded("all_reduce", *loaded, launch, params, stream);
+}
+
 Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info) {
   return PrepareResolved(kernel, info);
 }
@@ -606,6 +606,7 @@ KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(ke
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel) {
   return MakeSource(kernel);
 }
+KernelSource AllReduceKernelSource(const AllReduceKernel& kernel) { return MakeSource(kernel); }
 KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel) {
   return MakeSource(kernel);
 }
@@ -625,6 +626,7 @@ JitStats GetJitStats() {
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
   stats.quantized_product_launches = quantized_product_launches.load(std::memory_order_relaxed);
+  stats.all_reduce_launches = all_reduce_launches.load(std::memory_order_relaxed);
   stats.linear_attention_launches = linear_attention_launches.load(std::memory_order_relaxed);
   stats.short_convolution_launches = short_convolution_launches.load(std::memory_order_relaxed);
   stats.plan_launches = plan_launches.load(std::memory_order_relaxed);

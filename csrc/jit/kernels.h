@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/any/all_reduce_params.h"
 #include "jit/kernel_source.h"
 #include "params.h"
 #include "select/linear.h"
@@ -68,6 +69,12 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
                               const QuantizedProductParams& params, void* stream,
                               int device_ordinal);
 
+Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info = nullptr);
+Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal);
+// num_ctas: the same on all devices, at most kAllReduceCtas.
+Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& params,
+                       int64_t num_ctas, void* stream, int device_ordinal);
+
 // One of LinearAttentionKernels, or all of them.
 Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info = nullptr);
 Status PrepareLinearAttention(const LinearAttentionProblem& problem);
@@ -111,6 +118,7 @@ std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel);
+KernelSource AllReduceKernelSource(const AllReduceKernel& kernel);
 KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel);
 KernelSource ShortConvolutionKernelSource(const ShortConvolutionKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);
@@ -132,6 +140,7 @@ struct JitStats {
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
   int64_t quantized_product_launches = 0;
+  int64_t all_reduce_launches = 0;
   int64_t linear_attention_launches = 0;
   int64_t short_convolution_launches = 0;
   int64_t plan_launches = 0;

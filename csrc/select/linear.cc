@@ -71,7 +71,7 @@ LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(kernel) : kTileColumns;
+  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(problem) : kTileColumns;
   return kernel;
 }
 

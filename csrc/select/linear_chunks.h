@@ -9,7 +9,7 @@ namespace jax_attn {
 bool HasLinearChunks(const LinearAttentionProblem& problem);
 
 // Columns of v of one CTA.
-int64_t ChunkTileColumns(const LinearAttentionKernel& kernel);
+int64_t ChunkTileColumns(const LinearAttentionProblem& problem);
 
 // kernel: chosen, but for its phase.
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,

@@ -282,7 +282,7 @@ def check_cache(
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
     # Kernels number the rows of a layer in 32 bits; with fresh_kv one bit selects the array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
-    if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
+    if spec.variant is not None and spec.variant.reads_kv_rows:
         most = 2**31 - 1
     # The kernel checks a pool whose number of pages is symbolic.
     if isinstance(num_pages, int) and num_pages * spec.page_size > most:

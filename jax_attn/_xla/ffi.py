@@ -136,7 +136,9 @@ def attention(
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         config_words = spec.kernel_config | {"record_times": 1}
-        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
+        recording = _core.Problem(
+            spec.problem.spec, config_words, spec.program_words, spec.transform_words
+        )
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
@@ -257,6 +259,34 @@ def append_rotated(
     return q, k_out, v_out
 
 
+def all_reduce(
+    operands: tuple[jax.Array, ...], columns: int, **attributes: Any
+) -> tuple[jax.Array, ...]:
+    """The sum over a group of GPUs, and normed rows and their scales
+    (csrc/cuda/any/all_reduce_params.h).
+
+    operands: x [num_rows, columns], and residual and weight if attributes say so, which are those
+    of csrc/ffi/all_reduce.cc.
+    """
+    x = operands[0]
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    results = [like]
+    if attributes["quantizes"]:
+        results.append(jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn))
+        results.append(jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))
+    elif attributes["norm"]:
+        results.append(like)
+    return _call(
+        "jax_attn_all_reduce",
+        results,
+        operands,
+        arch=np.int64(0),
+        dtype=np.int64(dtype_code(x.dtype)),
+        poison=_environment.poison,
+        **attributes,
+    )
+
+
 def product(
     x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
@@ -266,6 +296,24 @@ def product(
     """
     results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
     return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
+
+
+def grouped_product(
+    x: jax.Array,
+    panels: jax.Array,
+    group_rows: jax.Array,
+    columns: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """`product` of each row with the matrix of its group, on CPUs only.
+
+    x: [n, in], sorted by group. panels: [groups, ...]. group_rows: [groups] i32, sum at most n.
+
+    Returns [n, columns] of `dtype`; zeros in rows beyond the sum.
+    """
+    results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
+    operands = x, panels, group_rows
+    return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
 
 
 def linear_attention(

@@ -154,6 +154,7 @@ class Runtime:
         if self._engine is not None:
             ready = threading.Event()
             self._engine.on_ready = self._engine.on_failure = ready.set
+            self._engine.serves_early = False
             self._engine.start()
             ready.wait()
             self._engine.on_failure = lambda: None

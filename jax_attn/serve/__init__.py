@@ -16,7 +16,8 @@
 | `_http` | routes, keys | `_anthropic _engine _ipc _ollama _openai _scheduling _text` |
 
 `__main__` and `_options` are the command line, and `_batch` runs a file of requests. `_loading`
-loads models, and `_sizing` computes how many pages fit.
+loads models, `_sizing` computes how many pages fit, and `_executable_cache` keeps XLA's executables
+on disk.
 A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
 `_scheduling` is pure Python: none of its modules imports JAX or numpy.
 
@@ -52,6 +53,7 @@ The modules of each folder:
 | | `progress` | progress of long work: a bar, or lines of the log |
 | | `adapters` | LoRA adapters by name, and their places on the device |
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
+| | `compilations` | counts compilations that nobody expected |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
 | | `hand_over` | a request that leaves one engine and goes on in another |
 | | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
@@ -62,7 +64,7 @@ The modules of each folder:
 | | `prepare`, `messages`, `text_encoder` | from a body to sequences |
 | | `fill_in_middle` | prompts of a prefix and a suffix |
 | | `answers`, `response_format`, `logprobs` | from events to answers |
-| | `pictures` | from data: URLs to pixels, and to places in a prompt |
+| | `pictures` | from URLs to pixels, and to places in a prompt |
 | | `responses_api`, `response_store` | /v1/responses, and its stored responses |
 | | `background`, `conversations` | responses without a connection; /v1/conversations |
 | | `response_items` | items as clients read them back |
@@ -73,15 +75,18 @@ The modules of each folder:
 | `_anthropic` | `messages_api` | /v1/messages: from a body to a chat, from events to blocks |
 | | `message_schemas`, `message_errors` | its bodies; its errors |
 | `_ollama` | `ollama_api`, `ollama_schemas` | /api/: from a body to a chat, to lines; its bodies |
+| | `ollama_embeddings` | /api/embed and /api/embeddings |
 | `_ipc` | `wire`, `remote_engine` | messages; the engine's two ends |
 | `_http` | `server`, `openapi`, `debug_state` | routes; /openapi.json; /debug/state |
 | | `bodies`, `body_threads` | from bytes to a checked body; threads for it |
 | | `error_shapes` | errors in the shape of a route's protocol |
 | | `auth`, `connection`, `framing` | API keys; a connection and its limits; HTTP's messages |
 | | `files`, `batches`, `batch_run` | /v1/files; /v1/batches; runs a file of requests |
+| | `picture_urls` | pictures by http(s) URLs |
 | | `cache_watch` | /debug/cache_events |
 | | `tracing` | OpenTelemetry's spans of requests |
 | | `http_server`, `http_process` | uvicorn; the HTTP process |
 | | `fair_loop` | an event loop with few connections at a time |
+| | `spare_collector` | full garbage collections that look only at what is new |
 | | `log_format` | the log, as text or JSON |
 """

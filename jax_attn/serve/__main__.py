@@ -29,6 +29,7 @@ from jax_attn.serve._engine.engine_config import device_config
 from jax_attn.serve._engine.leading_device import follow
 from jax_attn.serve._engine.processes import Processes, ProcessesError
 from jax_attn.serve._engine.replicas import Replicas
+from jax_attn.serve._executable_cache import use_cache
 from jax_attn.serve._http import auth, log_format
 from jax_attn.serve._http.fair_loop import new_loop
 from jax_attn.serve._http.http_process import HttpProcess
@@ -36,9 +37,9 @@ from jax_attn.serve._http.http_server import (
     HttpConfig,
     HttpServer,
     check_address,
-    spare_the_collector,
 )
 from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.spare_collector import spare_the_collector
 from jax_attn.serve._loading import load, load_all
 from jax_attn.serve._options import engine_config, key_limits, parse
 from jax_attn.serve._sizing import bytes_of_page, choose_num_pages
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except ProcessesError as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
+    use_cache()
     processes: Processes | None = args.processes
     if processes is None:
         return _serve(args)
@@ -135,6 +137,7 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
             adapters=tuple(name for name, _ in args.lora),
             vision=vision,
             max_pictures=args.max_pictures,
+            image_hosts=tuple(args.allow_image_urls),
             max_body_bytes=(4 if vision is None else 32) << 20,
         )
         http = HttpConfig(args.host, args.port, args.max_connections, args.drain_seconds)
@@ -159,7 +162,7 @@ def _serve_here(
     embedding: tuple[models.EmbeddingModel, Embedder] | None,
 ) -> int:
     if engine is not None:
-        engine.on_ready = spare_the_collector
+        engine.on_ready = server.collector.begin
     parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
     for part in parts:
         # A supervisor then starts a new server.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,28 @@ def test_chunks_of_a_prompt_are_a_prompt(backend):
     np.testing.assert_allclose(states[0], expected_states[0], atol=2e-5)
 
 
+@on_every_isa
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_no_cut_changes_bits_if_tokens_are_computed_one_by_one(backend, decay):
+    whole = LinearCase((90,), (-1,), (0,), padding=0, decay=decay)
+    arrays, bits = whole.arrays(), {}
+    for chunk_tokens in (1, None):
+        spec = dataclasses.replace(whole.spec, chunk_tokens=chunk_tokens)
+        for cuts in ((0, 90), (0, 17, 18, 19, 90)):
+            states, parts = arrays["states"], []
+            for begin, end in itertools.pairwise(cuts):
+                rolled = {
+                    n: None if x is None else np.roll(x, -begin, axis=0) for n, x in arrays.items()
+                }
+                slots = [-1 if begin == 0 else 0], [0]
+                plan = ja.plan_linear_attention(spec, [0, end - begin], *slots)
+                o, states = run({**rolled, "states": states}, plan)
+                parts.append(np.asarray(o)[: end - begin])
+            bits[chunk_tokens, cuts[1]] = np.concatenate(parts).tobytes(), states.tobytes()
+    assert bits[1, 90] == bits[1, 17]
+    assert bits[None, 90] != bits[None, 17]  # why there is a choice
+
+
 @on_every_platform
 def test_a_request_alone_has_the_same_bits(backend):
     case = CASES["mixed"]
@@ -250,6 +273,11 @@ def test_bad_arrays(small):
         assert sentence in str(error.value)
     with pytest.raises(TypeError, match=r"linear_attention: plan: expected a plan"):
         ja.linear_attention(**good, plan=None)
+    for number in (0, 65):
+        with pytest.raises(
+            ValueError, match=f"StateSpec: chunk_tokens: expected 1 to 64, .* {number}"
+        ):
+            ja.StateSpec(8, 2, 4, chunk_tokens=number)
     with pytest.raises(NotImplementedError, match="head_dim_k: multiples of 8"):
         ja.LinearAttentionSpec(8, 2, 4, num_qk_heads=1, num_v_heads=1, head_dim_k=12, head_dim_v=8)
 

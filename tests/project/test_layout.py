@@ -23,7 +23,7 @@ _xla                _core _environment _spec _variant masks
 _plan               _core _environment _spec _xla masks
 _ops                _core _environment _plan _spec _variant _xla
 _dense              _ops _plan _spec _variant _xla
-parallel            _dense _ops _plan _spec _xla
+parallel            _core _dense _ops _plan _spec _xla
 mla
 jax_attn            _dense _ops _plan _spec _variant _xla masks mla parallel reference
 compat              _dense _ops _plan _spec
@@ -54,7 +54,7 @@ serve/_ollama       serve/_chat serve/_openai serve/_scheduling
 serve/_ipc          serve/_engine serve/_scheduling
 serve/_http         models serve/_anthropic serve/_engine serve/_ipc serve/_ollama \
                     serve/_openai serve/_scheduling serve/_text
-serve               models serve/_engine serve/_http serve/_openai serve/_scheduling
+serve               _environment models serve/_engine serve/_http serve/_openai serve/_scheduling
 llm                 models models/_layers serve serve/_engine serve/_grammar serve/_openai \
                     serve/_scheduling
 integrations        llm models models/_layers

@@ -115,9 +115,9 @@ def test_a_slow_reader_gets_more_at_once(engine):
 
 def test_ready_only_when_compiled(engine, monkeypatch):
     may_compile = threading.Event()
-    warm_up = engine._engine.warm_up
+    warm_up = engine._engine.warm_up_first
     monkeypatch.setattr(
-        engine._engine, "warm_up", lambda progress: may_compile.wait(240) and warm_up(progress)
+        engine._engine, "warm_up_first", lambda show: may_compile.wait(240) and warm_up(show)
     )
 
     async def main():
@@ -145,7 +145,7 @@ def test_stop_while_compiling(engine, monkeypatch):
             time.sleep(0.01)
             compiled.append(i)
 
-    monkeypatch.setattr(engine._engine, "warm_up", warm_up)
+    monkeypatch.setattr(engine._engine, "warm_up_first", warm_up)
 
     async def main():
         engine.start()
@@ -236,14 +236,14 @@ def test_refusals(engine):
 
 def test_overload(engine, monkeypatch):
     """Ten times what fits: some requests are refused at once, and all accepted ones are served."""
-    warm_up = engine._engine.warm_up
+    warm_up = engine._engine.warm_up_first
 
     def warm_up_while_all_come(progress):
         while len(engine._commands) < 500:
             time.sleep(0.001)
         return warm_up(progress)
 
-    monkeypatch.setattr(engine._engine, "warm_up", warm_up_while_all_come)
+    monkeypatch.setattr(engine._engine, "warm_up_first", warm_up_while_all_come)
 
     async def main():
         async with running(engine):
@@ -367,7 +367,7 @@ def test_a_warm_up_that_raises(engine, monkeypatch):
             time.sleep(0.001)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(engine._engine, "warm_up", fail)
+    monkeypatch.setattr(engine._engine, "warm_up_first", fail)
 
     async def main():
         async with running(engine):

@@ -177,7 +177,8 @@ def test_the_output_is_what_it_is_without(run, repeated, text, which):
     assert got == expected
     assert plain.stats()["draft_tokens"] == 0
     assert engine.stats()["draft_tokens_taken"] >= LEAST_TAKEN[which]
-    assert plain.stats()["steps"] - engine.stats()["steps"] >= LEAST_TAKEN[which] // 2
+    if LEAST_TAKEN[which]:  # without drafts that are right, a late mask may cost steps
+        assert plain.stats()["steps"] - engine.stats()["steps"] >= LEAST_TAKEN[which] // 2
 
 
 def test_the_output_of_a_batch_is_what_it_is_without(run, repeated, text):

@@ -356,12 +356,12 @@ def test_a_model_that_cannot_be_compiled(bert, monkeypatch):
 
 
 def test_nothing_is_compiled_while_it_serves(embedder, monkeypatch):
-    from jax_attn.serve._engine import device
+    from jax_attn.serve._engine import compilations
 
-    before = len(device._compile_seconds)
+    before = compilations.num_unexpected()
     for n in (1, 31, 33, 64):
         embedder.submit("", [[5] * n] * 20).done.result(240)
-    assert len(device._compile_seconds) == before
+    assert compilations.num_unexpected() == before
 
 
 def test_stopping_tells_whoever_waits(bert, monkeypatch):
@@ -397,6 +397,35 @@ def test_openais_client(server, bert):
         client.embeddings.create(model="vectors", input="w5", dimensions=4)
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="text-embedding-3-small", input="w5")
+
+
+def test_ollamas_client(server, bert):
+    """Both of its routes; long texts are cut, unless that is refused."""
+    ollama = pytest.importorskip("ollama", reason="needs the extra `test`")
+    client = ollama.Client(host=server.url)
+    expected = vectors_of(bert, [[1, 5, 6, 2], [1, 7, 2]])
+    answer = client.embed("vectors:latest", ["w5 w6", "w7"])
+    assert np.abs(np.array(answer.embeddings) - expected).max() < TOLERANCE
+    assert (answer.model, answer.prompt_eval_count) == ("vectors", 7)
+    one = client.embed("vectors", "w7", keep_alive=0, options={"num_ctx": 1})
+    assert np.abs(np.array(one.embeddings) - expected[1:]).max() < TOLERANCE
+    old = client.embeddings("vectors", "w7")
+    assert np.abs(np.array(old.embedding) - expected[1]).max() < TOLERANCE
+    limit = bert.config.max_positions
+    cut = vectors_of(bert, [[1, *[5] * (limit - 2), 2]])
+    for length in (limit - 1, 1 << 17):
+        long = client.embed("vectors", "w5 " * length)
+        assert np.abs(np.array(long.embeddings) - cut).max() < TOLERANCE
+        assert long.prompt_eval_count == limit
+    for refused, words in [
+        (lambda: client.embed("vectors", "w5 " * limit, truncate=False), "input"),
+        (lambda: client.embed("vectors", "w5", dimensions=4), "dimensions.*cannot be cut"),
+        (lambda: client.embed("other", "w5"), "'other' makes no embeddings here"),
+        (lambda: client.embed("vectors", ["w5", ""]), "input"),
+        (lambda: client.embeddings("vectors", ""), "prompt"),
+    ]:
+        with pytest.raises(ollama.ResponseError, match=words):
+            refused()
 
 
 def test_beside_a_decoder(tmp_path, qwen):

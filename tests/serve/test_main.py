@@ -167,7 +167,7 @@ def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, mo
         raise RuntimeError("enough")
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up", lambda *args: [])
+    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up_first", lambda *args: [])
     monkeypatch.setattr(AsyncEngine, "_turn", count)
     try:
         assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
@@ -183,7 +183,7 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
         raise RuntimeError("no memory for a step")
 
     monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up", fail)
+    monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up_first", fail)
     assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
     assert "no memory for a step" in caplog.text
 

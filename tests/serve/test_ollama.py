@@ -183,6 +183,9 @@ def test_models(server, client):
     (model,) = client.list().models
     assert (model.model, model.size, model.details.family) == ("tiny", 1234, "llama")
     assert len(model.digest) == 64 and model.modified_at.year > 2000
+    (running,) = client.ps().models
+    assert (running.model, running.digest) == ("tiny", model.digest)
+    assert (running.context_length, running.expires_at.year) == (1000, 9999)
     shown = client.show("tiny:latest")
     assert shown.capabilities == ["completion", "tools", "thinking"]
     assert shown.modelinfo["llama.context_length"] == 1000

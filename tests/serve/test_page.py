@@ -1,5 +1,6 @@
 """The web page in a real browser: it streams, shows the engine's work, and trusts no text."""
 
+import base64
 import contextlib
 import io
 import json
@@ -18,6 +19,11 @@ from jax_attn.serve._openai import answers  # noqa: E402
 expect = playwright_api.expect
 expect.set_options(timeout=1000 * HANG_SECONDS)
 KEY = "a-key-of-one-tenant"
+# One pixel.
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
+    "WjR9awAAAABJRU5ErkJggg=="
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +111,87 @@ def test_chat_with_the_keyboard_alone(page, server):
     seq = server.engine.submitted[-1]
     prompt = server.engine.tokenizer.decode(seq.tokens[: seq.num_prompt])
     assert "# hello\n" in prompt and prompt.endswith("# more\n")  # the answer is between them
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "default": None}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "<b>Oslo"}}\n</tool_call>'
+
+
+def test_tools(browser, tmp_path):
+    """Calls are shown; the next prompts are their results, and then the model goes on."""
+    template = (
+        '{% if tools %}{{ tools | tojson }} <tool_call>{"name": N, "arguments": {}}</tool_call>'
+        "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+        '{# "arguments": #}'
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    engine = FakeEngine(fake_model().tokenizer)
+    engine.limits.max_model_len = 1000
+    with (
+        serving(engine, directory=tmp_path) as server,
+        contextlib.closing(new_page(browser)) as page,
+    ):
+        page.goto(server.url)
+        expect(page.locator("#tools-field")).to_be_hidden()
+        page.click("#tab-chat")
+        expect(page.locator("#tools-field")).to_be_visible()
+        expect(page.locator("#pictures-field")).to_be_hidden()
+        page.fill("#tools", "{}")
+        page.fill("#prompt", "Rain?")
+        page.click("#send")
+        assert page.evaluate("tools.validationMessage").startswith("Tools: expected a JSON list")
+        page.fill("#tools", json.dumps([TOOL]))
+        engine.says = f"See.{CALL}\n{CALL}"
+        page.click("#send")
+        expect(page.locator(".turn pre").nth(1)).to_have_text(
+            'See.\nweather {"city": "<b>Oslo"}\nweather {"city": "<b>Oslo"}'
+        )
+        expect(page.locator("#prompt")).to_have_attribute("aria-label", "Result of weather")
+        num_requests = len(engine.submitted)
+        page.fill("#prompt", "wet")
+        page.click("#send")
+        assert len(engine.submitted) == num_requests
+        engine.says = "Yes."
+        page.fill("#prompt", "dry")
+        page.click("#as-python")
+        assert '"default": None' in page.locator("#code-text").text_content()
+        page.click("#code-close")
+        page.click("#send")
+        expect(page.locator(".turn pre").nth(4)).to_have_text("Yes.")
+        expect(page.locator("#prompt")).to_have_attribute("aria-label", "Prompt")
+        seq = engine.submitted[-1]
+        prompt = engine.tokenizer.decode(seq.tokens[: seq.num_prompt])
+        assert "tool: wet;tool: dry;" in prompt and "weather" in prompt
+
+
+def test_pictures_go_with_the_message(browser, monkeypatch):
+    """They are in the request that the page shows as code, and are shown themselves."""
+    with serving() as server, contextlib.closing(new_page(browser)) as page:
+        card = server.get("/v1/models").json
+        card["data"][0]["features"].append("pictures")
+        page.route("**/v1/models", lambda route: route.fulfill(json=card))
+        page.goto(server.url)
+        page.click("#tab-chat")
+        dot = base64.b64decode(PNG)
+        page.set_input_files(
+            "#pictures-input", {"name": "a.png", "mimeType": "image/png", "buffer": dot}
+        )
+        page.fill("#prompt", "What is it?")
+        page.wait_for_function("pictures.length === 1")
+        page.click("#as-curl")
+        body = json.loads(shlex.split(page.locator("#code-text").text_content())[-1])
+        picture, text = body["messages"][-1]["content"]
+        assert picture["image_url"]["url"] == f"data:image/png;base64,{PNG}"
+        assert text == {"type": "text", "text": "What is it?"}
+        page.click("#code-close")
+        page.click("#send")
+        expect(page.locator(".turn img")).to_have_count(1)
+        # This model reads none: the server says so, and the prompt stays.
+        expect(page.locator(".turn.failed")).to_contain_text("messages[0]")
+        expect(page.locator("#prompt")).to_have_value("What is it?")
 
 
 def test_escape_stops_the_engine_too(page, server, monkeypatch):
@@ -285,6 +372,7 @@ def test_axe_finds_nothing(page, server, scheme, width):
     page.set_viewport_size({"width": width, "height": 844})
     expect(page.locator("#requests tr")).to_have_count(5)
     page.click("#tab-chat")
+    page.evaluate("features = ['tools', 'pictures']; showFields()")
     page.fill("#prompt", "hello")
     page.fill("#max_tokens", "5")
     page.check("#probabilities")
@@ -379,6 +467,15 @@ def test_many_pages_fit(page, server, monkeypatch):
     monkeypatch.setattr(server.engine, "picture", lambda: changed)
     expect(page.locator("#pages-legend")).to_contain_text("in use 60,000")
     assert page.evaluate("document.getElementById('pages').clientHeight") < 300
+
+
+def test_states_of_a_hybrid(page, server, monkeypatch):
+    expect(page.locator("#pages-note")).to_contain_text("tokens")
+    assert "recurrent" not in page.locator("#pages-note").text_content()
+    stats = server.engine.stats() | {"states": {"used": 3, "cached": 1200, "free": 7}}
+    monkeypatch.setattr(server.engine, "stats", lambda: stats)
+    expected = "recurrent states: 3 used, 1,200 cached, 7 free"
+    expect(page.locator("#pages-note")).to_contain_text(expected)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -451,6 +451,37 @@ def test_metrics(server):
     assert 1 <= first < float(lines["jax_attn_inter_token_latency_seconds_count"])
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", {"input": "a", "max_output_tokens": 9}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 9}),
+    ],
+)
+def test_the_first_event_that_is_measured_has_output(route, body):
+    """A stream of responses begins with events that tell nothing of the model."""
+    with serving() as server:
+
+        def num_measured() -> float:
+            lines = server.get("/metrics").body.decode().splitlines()
+            (line,) = [x for x in lines if x.startswith("jax_attn_first_event_seconds_count")]
+            return float(line.rpartition(" ")[2])
+
+        server.engine.holds_at = 0
+        connection = server.connect(post_bytes(route, body | {"stream": True}))
+        eventually(lambda: server.engine.live)
+        if route == "/v1/responses":
+            received = b""
+            while b"response.created" not in received:
+                received += connection.recv(1000)
+        assert num_measured() == 0
+        server.engine.holds_at = None
+        eventually(lambda: num_measured() == 1)
+        eventually(lambda: not server.engine.live)
+        assert num_measured() == 1
+        connection.close()
+
+
 def test_openapi_describes_every_route(server):
     description = server.get("/openapi.json").json
     routes = {route.path.replace("{name:path}", "{model}") for route in server.app.routes}

@@ -533,6 +533,72 @@ def test_grammar(format, parallel, answer, text, fits):
                 matcher.advance(token)
 
 
+def follows(matcher, tokens: list[int]) -> bool:
+    """Whether the grammar allows the tokens; the last one ends the text."""
+    try:
+        for token in tokens:
+            matcher.advance(token)
+    except grammar.GrammarError:
+        return False
+    return True
+
+
+MARKED = [TAGGED, LISTED, LISTED_SPACE, NAMED, NAMED_ID, DEEPSEEK, DEEPSEEK_V3, FUNCTION_GEMMA]
+
+
+@pytest.mark.parametrize("format", [*MARKED, GEMMA_4])
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_calls_follow_their_schemas_once_they_begin(format, is_special, parallel):
+    """Text before, between and behind calls is free, also the beginning of a mark."""
+    tokenizer = fake_model().tokenizer
+    special = {}
+    if is_special:
+        tokenizer.add_special_tokens([format.begin, "<think>", "<other>"])
+        special = {x: tokenizer.token_to_id(x) for x in (format.begin, "<think>", "<other>")}
+    weather = PLAIN_WEATHER if format.quote else WEATHER
+    lark = tools.grammar_once_begun(
+        format, [weather, NOTHING], parallel, special, ["<think>", "</think>"]
+    )
+    grammars = grammar.Grammars(tokenizer, tokenizer.get_vocab_size(), (0,))
+    compiled = grammars.compile(grammar.from_lark(lark))
+
+    def fits(text: str) -> bool:
+        return follows(compiled.matcher(), [*tokenizer.encode(text).ids, 0])
+
+    sun = calls(format, call("get_weather", {"city": "Oslo", "unit": "C"}, format))
+    kelvin = calls(format, call("get_weather", {"city": "Oslo", "unit": "K"}, format))
+    other = calls(format, call("other", {}, format))
+    nothing = calls(format, call("do-nothing", {}, format))
+    assert fits("") and fits("Sun\n in {Oslo} <|x|> [") and fits(f"a {format.begin[:-1]}")
+    assert fits(sun) and fits(f"Let me see.\n\n{sun}")
+    for wrong in (kelvin, other, f"a {kelvin}", f"a {format.begin} b"):
+        assert not fits(wrong), wrong
+    # A second call, and text behind one.
+    assert fits(f"a {sun}\nb {nothing} c") == parallel
+    assert not fits(f"{sun}\n{kelvin}")
+    if is_special:
+        assert fits(f"<think>a</think>{nothing}") and not fits("<other>")
+
+
+def test_several_calls_in_one_list_follow_their_schemas():
+    tokenizer, special = mistral_tokenizer()
+    grammars = grammar.Grammars(tokenizer, tokenizer.get_vocab_size(), (0,))
+    for parallel in (False, True):
+        lark = tools.grammar_once_begun(LISTED, [WEATHER, NOTHING], parallel, special)
+        compiled = grammars.compile(grammar.from_lark(lark))
+        for unit in "CK":
+            one = call("get_weather", {"city": "Oslo", "unit": unit}, LISTED)
+            two = calls(LISTED, call("do-nothing", {}, LISTED), one)
+            tokens = [*tokenizer.encode(f"So: {two}").ids, 0]
+            assert follows(compiled.matcher(), tokens) == (parallel and unit == "C")
+
+
+def test_formats_whose_calls_have_no_mark_of_their_own_are_left_free():
+    assert tools.grammar_once_begun(BARE, [NOTHING], True, {}) is None
+    assert tools.grammar_once_begun(HARMONY, [NOTHING], True, {}) is None
+
+
 # ---- over HTTP ---------------------------------------------------------------------------------
 
 TEMPLATE = (
@@ -667,6 +733,35 @@ def test_a_function_that_is_named_is_called_once(server):
     assert ")*" not in server.engine.submitted[-1].params.grammar
     answer = server.post(CHAT, ASKED | {"tool_choice": "required"}).json["choices"][0]
     assert len(answer["message"]["tool_calls"]) == 2
+
+
+def test_strict_tools_have_a_grammar_without_being_demanded(server):
+    """On the routes of OpenAI and Anthropic; the template does not see `strict`."""
+    server.engine.says = f"Wait.\n{PARIS}"
+    strict = {"type": "function", "function": WEATHER | {"strict": True}}
+    asked = ASKED | {"tools": [strict, TOOLS[1]]}
+    choice = server.post(CHAT, asked).json["choices"][0]
+    assert choice["message"]["content"] == "Wait." and choice["message"]["tool_calls"]
+    made, shown = server.engine.submitted[-1].params, prompt_of(server)
+    assert "get_weather" in shown and "strict" not in shown
+    grammar = server.engine._grammars.matcher(made.grammar)
+    encode = server.engine.tokenizer.encode
+    other = call("do-nothing", {"any": [1]})  # it is not strict: any object
+    assert follows(grammar.copy(), encode(f"Wait.\n{PARIS}\n{other} Done.").ids)
+    assert not follows(grammar.copy(), encode(call("get_weather", {"town": "Paris"})).ids)
+    assert not made.goes_on  # a text of its own, as without a grammar
+    flat = {"type": "function", **WEATHER, "strict": True}
+    body = {"input": "Rain?", "tools": [flat]}
+    assert server.post("/v1/responses", body).status == 200
+    assert server.engine.submitted[-1].params.grammar is not None
+    tool = {"name": "get_weather", "input_schema": WEATHER["parameters"], "strict": True}
+    body = {"messages": ASKED["messages"], "max_tokens": 9, "tools": [tool], "model": "tiny"}
+    assert server.post("/v1/messages", body).status == 200
+    assert server.engine.submitted[-1].params.grammar is not None
+    for plain in ({"strict": False}, {"strict": None}, {}):
+        strict["function"] = WEATHER | plain
+        assert server.post(CHAT, asked).status == 200
+        assert server.engine.submitted[-1].params.grammar is None
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -47,6 +47,24 @@ def test_a_request_has_its_phases_in_the_clients_trace(exporter):
     assert whole.resource.attributes["service.name"] == "jax_attn.serve"
 
 
+def test_a_response_in_the_background_has_its_phases(exporter):
+    """The request ends with its output, not with its answer."""
+    with serving(otlp_endpoint="x") as server:
+        server.engine.holds_at = 2
+        body = {"input": "a", "background": True, "max_output_tokens": 5}
+        begun = server.post("/v1/responses", body).json
+        eventually(lambda: 2 in server.engine.live.values())
+        assert not exporter.get_finished_spans()
+        server.engine.holds_at = None
+        path = f"/v1/responses/{begun['id']}"
+        eventually(lambda: server.get(path).json["status"] == "incomplete")
+    *phases, whole = exporter.get_finished_spans()
+    assert [span.name for span in phases] == ["queue", "prefill", "decode"]
+    assert whole.name == "POST /v1/responses"
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 5
+    assert whole.attributes["http.response.status_code"] == 200
+
+
 def test_a_stream_that_fails_and_a_client_that_leaves(exporter):
     with serving(otlp_endpoint="x") as server:
         server.engine.holds_at = 2

@@ -34,7 +34,7 @@ struct LinearScanShape {
   static constexpr int kV = kColumnTiles * kColumns;
   static constexpr int kNumThreads = kTheRows / 16 * kWarpSize;
   static constexpr int kTermsVectors =
-      static_cast<int>(sizeof(LinearTerms) - 2 * kPartBytes) / 16;  // factors
+      static_cast<int>(sizeof(LinearTerms) - 4 * kLowerElements) / 16;  // factors
 
   struct Stage {
     alignas(1024) unsigned char k[kK / 64 * kPartBytes];

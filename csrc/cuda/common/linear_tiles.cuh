@@ -39,17 +39,17 @@ __device__ __forceinline__ void LoadTile(u32 tile, const void* array, i64 first,
   }
 }
 
-// Copies the lower triangle of a tile of 64 columns that is in its swizzle already. Blocks of 16 x
-// 16 above the diagonal become 0.
+// Copies a lower triangle (LowerIndex) to a tile of 64 columns. Blocks of 16 x 16 above the
+// diagonal become 0.
 template <int kNumThreads>
-__device__ __forceinline__ void LoadLowerTile(u32 tile, const void* array) {
+__device__ __forceinline__ void LoadLowerTile(u32 tile, const unsigned short* triangle) {
   const int thread = Opaque(static_cast<int>(threadIdx.x)) % kNumThreads;
 #pragma unroll
   for (int i = 0; i < CeilDiv(kLinearTokens * 8, kNumThreads); ++i) {
-    const int at = i * kNumThreads + thread;
-    const int row = at / 8, place = at % 8;
-    CopyAsync16(tile + at * 16, static_cast<const char*>(array) + at * 16,
-                ((place ^ row) & 7) / 2 <= row / 16);
+    const int at = i * kNumThreads + thread, row = at / 8, column = at % 8 * 8;
+    const bool valid = column / 16 <= row / 16;
+    CopyAsync16(tile + SwizzledByte(row, column), triangle + (valid ? LowerIndex(row, column) : 0),
+                valid);
   }
 }
 

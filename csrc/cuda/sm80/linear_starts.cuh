@@ -130,42 +130,65 @@ class LinearStartsPhase {
   __device__ __forceinline__ void GoThroughMatrices(int begin, int num_maps, int head, int column) {
     const auto map = [&](int i) { return Map(begin + i * p_.segment_chunks, head); };
     const auto load = [&](int i) {
-      const unsigned char* from = M(map(i));
-      const u32 to = SharedAddress(&shared_.m[i % kBuffers]);
-      for (int at = static_cast<int>(threadIdx.x) * 16; at < 2 * kHalfBytes;
-           at += kNumThreads * 16) {
+      const unsigned char* from = M(map(i)) + threadIdx.x * 16;
+      const u32 to = SharedAddress(&shared_.m[i % kBuffers]) + threadIdx.x * 16;
+#pragma unroll 8
+      for (int at = 0; at < 2 * kHalfBytes; at += kNumThreads * 16) {
         CopyAsync16(to + at, from + at, true);
       }
     };
-    bool is_zero = IsZero(map(0)), has_state = false;
-    if (kBuffers == 2 && !is_zero) load(0);
+    // Asked for i from 0 on, one after the other.
+    u32 zeros = 0;  // of 32 maps
+    const auto is_zero = [&](int i) {
+      if (i % kWarpSize == 0) {
+        zeros = __ballot_sync(kFullWarp, i + lane_ < num_maps && IsZero(map(i + lane_)));
+      }
+      return i >= num_maps || (zeros >> i % kWarpSize & 1) != 0;
+    };
+    Sums s, next;  // B of this map and of the next one
+    bool skips = is_zero(0), has_state = false;
+    if (!skips) {
+      if (kBuffers == 2) load(0);
+      ReadB(B(map(0)) + column, s.x);
+    }
     CommitCopies();
     for (int i = 0; i < num_maps; ++i) {
-      const bool next_is_zero = i + 1 == num_maps || IsZero(map(i + 1));
+      const bool skips_next = is_zero(i + 1);
       if constexpr (kBuffers == 1) {
-        if (!is_zero) load(i);
+        if (!skips) load(i);
       } else {
-        if (!next_is_zero) load(i + 1);
+        if (!skips_next) load(i + 1);
       }
       CommitCopies();
-      if (!is_zero) {
-        if (!has_state) LoadState(i == 0 ? FirstState(map(0)) : B(map(i - 1)), column);
-        Advance(shared_.m[i % kBuffers], B(map(i)) + column);
+      if (!skips_next) ReadB(B(map(i + 1)) + column, next.x);
+      if (!skips) {
+        if (!has_state) {
+          __syncthreads();  // the state that nobody needed is written
+          LoadState(i == 0 ? FirstState(map(0)) : B(map(i - 1)), column);
+        }
+        Advance(shared_.m[i % kBuffers], B(map(i)) + column, s.x);
       }
-      has_state = !is_zero;
-      is_zero = next_is_zero;
+      s = next;
+      has_state = !skips;
+      skips = skips_next;
     }
     WaitCopies<0>();
     __syncthreads();
   }
 
-  // b: [kK, kV], B from the item's columns on, which becomes the new state.
-  __device__ __forceinline__ void Advance(const Matrix& m, float* b) {
-    const int first_row = warp_ * kWarpRows;
-    float s[kWarpRows / 8][4];
+  // The warp's rows of S, or B, from the item's columns on, as accumulators.
+  struct Sums {
+    float x[kWarpRows / 8][4];
+  };
+  __device__ __forceinline__ void ReadB(const float* b, float (&s)[kWarpRows / 8][4]) const {
     ForElements(s, [&](float& x, int row, int column) {
-      x = b[static_cast<i64>(first_row + row) * kV + column];
+      x = b[static_cast<i64>(warp_ * kWarpRows + row) * kV + column];
     });
+  }
+
+  // s: B, which becomes the new state, also in memory.
+  __device__ __forceinline__ void Advance(const Matrix& m, float* b, float (&s)[kWarpRows / 8][4]) {
+    const int first_row = warp_ * kWarpRows;
     WaitCopies<kBuffers - 1>();
     __syncthreads();  // M and S are there
     const u32 high_m = SharedAddress(m.parts[0]) + first_row / 64 * (kK / 64 * kPartBytes);

@@ -298,7 +298,7 @@ class LinearTermsPhase {
           if (row < column) x = 0.0f;
           if (row < column + 1) y = 0.0f;
         }
-        *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.qk) + at) =
+        *reinterpret_cast<u32*>(terms.qk + LowerIndex(row, column)) =
             E::Pack(Product(half == 0 ? qk.x : qk.z, x, q_row[half]),
                     Product(half == 0 ? qk.y : qk.w, y, q_row[half]));
         if constexpr (!Traits::kHasDeltaRule) continue;
@@ -419,7 +419,7 @@ class LinearTermsPhase {
       const int row = 16 * warp_ + lane / 4 + i % 2 * 8;
       const int column = 16 * block + i / 2 * 8 + lane % 4 * 2;
       const float (&beta)[kLinearTokens] = shared_.beta[warp_];
-      *reinterpret_cast<u32*>(reinterpret_cast<char*>(terms.solve) + SwizzledByte(row, column)) =
+      *reinterpret_cast<u32*>(terms.solve + LowerIndex(row, column)) =
           E::Pack(t[i / 2][i % 2 * 2] * beta[column], t[i / 2][i % 2 * 2 + 1] * beta[column + 1]);
     }
   }

@@ -95,7 +95,7 @@ class MessageTool(RequestBody):
     description: str = ""
     input_schema: dict[str, Any] = Field(description="JSON schema of an object")
     cache_control: Ignored
-    strict: Ignored
+    strict: bool = Field(False, description="calls follow the schema also with tool_choice auto")
     eager_input_streaming: Ignored
     input_examples: Ignored
     defer_loading: Ignored

@@ -108,6 +108,7 @@ def _chat_fields(body: ms.CountRequest) -> dict[str, Any]:
                 "name": tool.name,
                 "description": tool.description,
                 "parameters": tool.input_schema,
+                "strict": tool.strict,
             },
         }
         for tool in body.tools

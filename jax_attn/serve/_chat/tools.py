@@ -218,24 +218,78 @@ def grammar_of(
       gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
     """
 
-    def literal(text: str) -> str:
-        return _literal(text, special_tokens or {})
-
-    def head(name: str) -> str:
-        text = format.before_name + name + format.before_arguments
-        return literal(text) if format.begin else _json_literal(text)
-
-    names = [f"f{i}" for i in range(len(functions))]
+    literal = partial(_literal, special_tokens=special_tokens or {})
     more = f"({literal(format.between)} call)*" if parallel and format.between is not None else ""
     lines = [
         "start: calls" if answer is None else "start: calls | answer",
         f"calls: {literal(format.opening)} call {more} {literal(format.closing)}",
-        f"call: {' | '.join(names)}",
     ]
     if answer is not None:
         compact = {"x-guidance": {"whitespace_flexible": False}}
         lines.append(f"answer: {literal(format.answer_opening)} answer_json")
         lines.append(f"answer_json: %json {json.dumps(answer | compact)}")
+    return "\n".join(lines + _call_rules(format, format.before_name, functions, literal)) + "\n"
+
+
+def grammar_once_begun(
+    format: ToolFormat,
+    functions: Sequence[dict[str, Any]],
+    parallel: bool,
+    special_tokens: Mapping[str, int],
+    free_marks: Sequence[str] = (),
+) -> str | None:
+    """A Lark grammar for any text, in which calls follow the schemas of the functions.
+
+    functions, parallel, special_tokens: see `grammar_of`. Without `parallel` the text ends with
+    its call. free_marks: marks that the text may have, though they may be special tokens.
+
+    Returns None where only the whole text is a call, or its channels begin with other marks.
+
+    Raises:
+      gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
+    """
+    mark = format.begin
+    if not mark or format.answer_opening:
+        return None
+    literal = partial(_literal, special_tokens=special_tokens)
+    if mark in special_tokens:  # which TEXT never matches
+        head = f"head: TEXT <[{special_tokens[mark]}]>"
+    else:
+        head = f"head[lazy]: TEXT {json.dumps(mark)}"
+    between, before_name = "", format.before_name.removeprefix(mark)
+    if format.opening:
+        before_name = format.before_name
+        if parallel and format.between is not None:
+            between = f"({literal(format.between)} call)*"
+    free = [f"TEXT <[{special_tokens[x]}]>" for x in free_marks if x in special_tokens]
+    free_parts = "free* " if free else ""
+    lines = [
+        f"start: {free_parts}(calls {free_parts})* TEXT"
+        if parallel
+        else f"start: {free_parts}(calls | TEXT)",
+        head,
+        f"calls: head {literal(format.opening.removeprefix(mark))} call {between}"
+        f" {literal(format.closing)}",
+        "TEXT: /(.|\\n)*/",
+        *([f"free: {' | '.join(free)}"] if free else []),
+    ]
+    return "\n".join(lines + _call_rules(format, before_name, functions, literal)) + "\n"
+
+
+def _call_rules(
+    format: ToolFormat,
+    before_name: str,
+    functions: Sequence[dict[str, Any]],
+    literal: Callable[[str], str],
+) -> list[str]:
+    """Lines of a Lark grammar: the rule `call`, and what it needs."""
+
+    def head(name: str) -> str:
+        text = before_name + name + format.before_arguments
+        return literal(text) if format.begin else _json_literal(text)
+
+    names = [f"f{i}" for i in range(len(functions))]
+    lines = [f"call: {' | '.join(names)}"]
     for rule, function in zip(names, functions, strict=True):
         before = head(function["name"])
         lines.append(f"{rule}: {before} {rule}_arguments {literal(format.behind)}")
@@ -256,7 +310,7 @@ def grammar_of(
             },
         }
         lines.append(f"{rule}_arguments: %json {json.dumps(schema)}")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

@@ -24,6 +24,7 @@ from jax_attn.serve._grammar.grammar import CompiledGrammar
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent
 from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
@@ -81,12 +82,18 @@ class AsyncEngine:
             self._engine.max_sequence_tokens, config.max_running, config.max_waiting
         )
         self.failure: BaseException | None = None
+        # False: all shapes are compiled before the first step, so that runs of a program do not
+        # differ by when a shape was there.
+        self.serves_early = True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
         self.on_cache_events: Callable[[list[CacheEvent]], None] = lambda events: None
         self._compiler = GrammarCompiler(self._engine.grammars)
         self._thread = threading.Thread(target=self._run, name="jax_attn engine", daemon=True)
+        self._compiling = threading.Thread(
+            target=self._compile_later, name="jax_attn compiler", daemon=True
+        )
         self._wake = threading.Condition()
         # Guarded by _wake, like the fields below.
         self._commands: deque[Callable[[], None]] = deque()
@@ -162,6 +169,10 @@ class AsyncEngine:
     def num_cached_tokens(self, seq: Sequence) -> int:
         """See Engine.num_cached_tokens."""
         return self._engine.num_cached_tokens(seq)
+
+    def share_picture_numbers(self, numbers: PictureNumbers) -> None:
+        """Has equal pictures numbered as in other engines. Before `start`."""
+        self._engine.picture_numbers = numbers
 
     @property
     def page_size(self) -> int:
@@ -435,10 +446,13 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            names = self._engine.warm_up(self._check_stop)
+            engine = self._engine
+            warm_up = engine.warm_up_first if self.serves_early else engine.warm_up
+            names = warm_up(self._check_stop)
             self.on_ready()
             self._is_warm = True
             log.info("ready; compiled %d executables: %s", len(names), "; ".join(names))
+            self._compiling.start()
             while self._turn():
                 pass
         except _Stopped:
@@ -449,8 +463,32 @@ class AsyncEngine:
         with self._wake:
             self._accepts = False
         self._end()
+        if self._compiling.is_alive():
+            self._compiling.join()
         if self.failure is not None:
             self.on_failure()
+
+    def _compile_later(self) -> None:
+        """Compiles the shapes that are left, while steps run in others."""
+        device = self._engine.device
+        if not device.num_buckets_left:
+            return
+        try:
+            device.compile_later(self._check_end)
+        except _Stopped:
+            pass
+        except Exception:
+            log.exception(
+                "%d shapes of a step are not compiled; steps are padded to larger ones",
+                device.num_buckets_left,
+            )
+        else:
+            log.info("compiled the shapes that were left")
+        self._command(lambda: None, must=False)  # so that `stats` of an idle engine are new
+
+    def _check_end(self) -> None:
+        if self._stopping or self.failure is not None:
+            raise _Stopped
 
     def _check_stop(self, *progress: object) -> None:
         """Ends a warm-up between two executables: all of them take minutes for a large model."""

@@ -43,9 +43,11 @@ class Counters:
         scheduler: SchedulerStats,
         num_pages: int,
         num_compilations: int,
+        num_buckets_left: int,
         device_bytes: dict[int, int],
     ) -> dict[str, Any]:
-        """See Engine.stats. num_compilations: after the warm-up. device_bytes: by device."""
+        """See Engine.stats. num_compilations: after the warm-up, unexpected ones.
+        num_buckets_left: not compiled yet. device_bytes: by device."""
         num_kept = scheduler.num_free_pages + scheduler.num_cached_pages
         return {
             "waiting": scheduler.num_waiting,
@@ -56,11 +58,13 @@ class Counters:
             "pages_used": num_pages - num_kept,
             "states": scheduler.states,
             "host": scheduler.host,
+            "host_states": scheduler.host_states,
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_hit_tokens": scheduler.num_prompt_tokens_cached,
             "preemptions": scheduler.num_preemptions,
             **self.totals,
             "compilations": num_compilations,
+            "buckets_left": num_buckets_left,
             "step_seconds": dict(self._seconds),
             "device_bytes": device_bytes,
         }

@@ -9,29 +9,31 @@ import collections
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from jax_attn import models
+from jax_attn import models, parallel
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
-from jax_attn.serve._engine import buckets, sampling
+from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
 from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._scheduling.host_tier import Move
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+
+# Called with the number of executables done, their total, and the last one's name.
+Progress: TypeAlias = Callable[[int, int, str], None]
 
 
 class Scores(NamedTuple):
@@ -55,18 +57,19 @@ class DeviceConfig:
     eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
-    has_drafts: bool = False  # a step may have rows that follow drafts
+    max_drafts: int = 0  # of a sequence in a step
     max_loras: int = 0
     max_lora_rank: int = 0
     devices: tuple[jax.Device, ...] | None = None
     # [number, hidden], see Bucket; None: no sequence has pictures.
     picture_shape: tuple[int, int] | None = None
+    longest_picture: int = 0  # tokens
 
 
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._has_drafts = config.has_drafts
+        self._has_drafts = config.max_drafts > 0
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -81,7 +84,7 @@ class Device:
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         self._num_states = capacities.num_states
-        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, self._has_drafts)
         if config.batch_invariant:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
@@ -102,11 +105,18 @@ class Device:
                 *size,
                 kv_dtype=config.kv_dtype,
                 eight_bit_products=config.eight_bit_products,
+                longest_picture=config.longest_picture if shape is not None else 0,
             )
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config, dtype, capacities, *size, is_first_choice=size != sizes[-1]
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                is_first_choice=size != sizes[-1],
+                max_drafts=config.max_drafts,
+                batch_invariant=config.batch_invariant,
             )
             self.buckets.append(
                 Bucket(
@@ -115,7 +125,9 @@ class Device:
                     sharded,
                     config.max_loras > 0,
                     of_states,
-                    position_parts=1 if config.picture_shape is None else 3,
+                    position_parts=1
+                    if config.picture_shape is None
+                    else model.config.position_parts,
                     picture_shape=shape,
                 )
             )
@@ -127,13 +139,27 @@ class Device:
             for bucket in self.buckets
         }
         self._executables: dict[str, Compiled] = {}  # by name
+        self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
+        self._host_states: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
+        # Steps donate these arrays while other buckets are compiled.
+        self._shapes = jax.tree.map(
+            self._shape_of,
+            (
+                self._weights,
+                self._state,
+                (self._k_pages, self._v_pages, self._states),
+                self._lora_arrays,
+            ),
+        )
         self._page_copies = PoolCopies("pages", self._pools, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
+        if capacities.num_host_states:
+            self._host_states = HostPages(self._state_copies)
 
     def reset(self) -> None:
         """Makes an empty kv cache, empty states and new sampler state, also after a failure.
@@ -144,10 +170,11 @@ class Device:
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
             pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
+            self._states = models.init_states(self._config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
+            self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        self._states = models.init_states(self._config, self._num_states, self.dtype)
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
@@ -157,8 +184,9 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
-        if self._host is not None:
-            self._host.clear()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.clear()
         self._count_bytes()
 
     # ---- weights -------------------------------------------------------------------------------
@@ -247,11 +275,11 @@ class Device:
     def plan(
         self, entries: Sequence[ScheduledSequence], rows_of: buckets.RowsOf | None = None
     ) -> Batch:
-        """Packs the arguments of the smallest bucket that holds the entries. Runs on the host.
+        """Packs the arguments of the smallest compiled bucket that holds the entries.
 
-        rows_of: needed if the entries have pictures.
+        Runs on the host. rows_of: needed if the entries have pictures.
         """
-        bucket = next(bucket for bucket in self.buckets if bucket.holds(entries))
+        bucket = next(bucket for bucket in self._usable if bucket.holds(entries))
         return buckets.make_batch(bucket, entries, self._slots, rows_of)
 
     @property
@@ -280,9 +308,14 @@ class Device:
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies pages between the device and the host, after the steps before."""
-        assert self._host is not None
-        self._k_pages, self._v_pages = self._host.move(self._pools, moves)
+        """Copies pages and states between the device and the host, after the steps before."""
+        pages, states = ([x for x in moves if x.is_state is kind] for kind in (False, True))
+        if pages:
+            assert self._host is not None
+            self._k_pages, self._v_pages = self._host.move(self._pools, pages)
+        if states:
+            assert self._host_states is not None
+            self._states = self._host_states.move(self._states, states)
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -313,16 +346,14 @@ class Device:
 
     def compile_copies(self) -> None:
         """Compiles them at their first use, which is not a shape that the warm-up has missed."""
-        before = len(_compile_seconds)
-        for copies, pools in (
-            (self._page_copies, self._pools),
-            (self._state_copies, self._states),
-        ):
-            if not copies.is_compiled:
-                for compile in copies.tasks(pools).values():
-                    compile()
-        if self._num_compiles_warm is not None:
-            self._num_compiles_warm += len(_compile_seconds) - before
+        with compilations.expected():
+            for copies, pools in (
+                (self._page_copies, self._pools),
+                (self._state_copies, self._states),
+            ):
+                if not copies.is_compiled:
+                    for compile in copies.tasks(pools).values():
+                        compile()
 
     def set_state(
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
@@ -347,26 +378,70 @@ class Device:
     def read(self, sampled: sampling.Sampled) -> sampling.Sampled:
         """Waits for the result, as numpy arrays. jax.device_get would start the copies again."""
         arrays: Any = (None if array is None else np.asarray(array) for array in sampled)
-        return sampling.Sampled(*arrays)
+        read = sampling.Sampled(*arrays)
+        if self._split is not None:
+            parallel.check_all_reduces()  # before tokens of NaN are sent
+        return read
 
     # ---- compilation ---------------------------------------------------------------------------
 
-    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Runs `compile_all`, then everything once. Returns the names of the executables."""
-        names = self.compile_all(progress)
+    def warm_up(self, progress: Progress | None = None) -> list[str]:
+        """Compiles everything that a step can need, and runs it once. Returns names."""
+        return self._warm_up(self.buckets, progress)
+
+    def warm_up_first(self, progress: Progress | None = None) -> list[str]:
+        """As `warm_up`, for as few buckets as any step can run in. `compile_later` does the others.
+
+        These have the largest number of sequences, so they also share what samples: one for any
+        step, and one for decodes. It is all of them where XLA times kernels on the device, which
+        must do nothing else then.
+        """
+        if jax.default_backend() != "cpu":
+            return self.warm_up(progress)
+        largest = self.buckets[-1]
+        first = [
+            bucket
+            for bucket in self.buckets
+            if bucket is largest or bucket.num_tokens == bucket.num_rows == largest.num_rows
+        ]
+        return self._warm_up(first, progress)
+
+    def compile_later(self, check: Callable[[], None]) -> None:
+        """Compiles the buckets that are left, the smallest first. Any thread may, while steps run.
+
+        Each is used once it is compiled. check: called before each executable; what it raises ends
+        this.
+        """
+        for bucket in self._missing:
+            for name, compile in self._tasks([bucket]).items():
+                if name not in self._executables:
+                    check()
+                    self._executables[name] = compile()
+            self._use_compiled()
+
+    @property
+    def num_buckets_left(self) -> int:
+        """Buckets that no step can use yet, as they are not compiled."""
+        return len(self.buckets) - len(self._usable)
+
+    def _warm_up(self, some: Sequence[Bucket], progress: Progress | None) -> list[str]:
+        names = self._compile(some, progress)
         self._run_all()
         self.forget_compilations()
         return names
 
-    def compile_all(self, progress: Callable[[int, int, str], None] | None = None) -> list[str]:
-        """Compiles everything that a step can need.
+    def compile_all(self) -> None:
+        """Compiles everything that a step can need, without running it."""
+        self._compile(self.buckets, None)
 
-        Shows its progress. Returns names.
+    def _compile(self, some: Iterable[Bucket], progress: Progress | None) -> list[str]:
+        """Compiles what these buckets need, and shows the progress. Returns names.
 
-        progress: called with the number of executables done, their total, and the last one's name.
-        An exception that it raises ends the compilation.
+        progress: an exception that it raises ends the compilation.
         """
-        tasks = self._tasks()
+        tasks = self._tasks(some)
+        for name in self._executables:
+            tasks.pop(name, None)
         # Large ones are last in a list of buckets and first here, so the pool does not end with
         # one.
         with (
@@ -384,36 +459,58 @@ class Device:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        self._use_compiled()
         return list(tasks)
+
+    def _use_compiled(self) -> None:
+        """Lets steps use the buckets whose executables are all there."""
+        missing = self._missing
+        self._usable = [bucket for bucket in self.buckets if bucket not in missing]
+
+    @property
+    def _missing(self) -> list[Bucket]:
+        return [
+            bucket
+            for bucket in self.buckets
+            if not self._executables.keys() >= {_forward_name(bucket), *_sample_names(bucket)}
+        ]
 
     @property
     def num_compiles_after_warm_up(self) -> int:
-        """XLA compilations in this process since then. 0, unless some shape was not static."""
+        """XLA compilations in this process since then, other than those of `compile_later`.
+
+        0, unless some shape was not static.
+        """
         if self._num_compiles_warm is None:
             return 0
-        return len(_compile_seconds) - self._num_compiles_warm
+        return compilations.num_unexpected() - self._num_compiles_warm
 
     def forget_compilations(self) -> None:
         """Has `num_compiles_after_warm_up` count from now on."""
-        self._num_compiles_warm = len(_compile_seconds)
+        self._num_compiles_warm = compilations.num_unexpected()
 
-    def _tasks(self) -> dict[str, Callable[[], Compiled]]:
-        """A function that compiles each executable, by name. All may run at once."""
+    def _tasks(self, some: Iterable[Bucket]) -> dict[str, Callable[[], Compiled]]:
+        """A function that compiles each executable of the buckets, by name. All may run at once."""
         vocab_size = self._config.vocab_size
+        _, state, *_ = self._shapes
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
-            "slot": partial(_compile, sampling.set_slot, self._state, np.int32(0), *arrays)
+            "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
         }
-        for bucket in self.buckets:
+        some = list(some)
+        for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
-        if self._host is not None:
+        if self._host is not None and not self._page_copies.is_compiled:
             tasks |= self._page_copies.tasks(self._pools)
-        for num_rows, mask in self._allow_all.items():
+        if self._host_states is not None and not self._state_copies.is_compiled:
+            tasks |= self._state_copies.tasks(self._states)
+        for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
+            mask = self._allow_all[num_rows]
             for kind in sampling.KINDS:
-                sample = partial(_compile, sampling.sample, self._state, logits, rows, mask)
+                sample = partial(_compile, sampling.sample, state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
@@ -422,41 +519,44 @@ class Device:
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         lora_tree = None if self._loras is None else self._loras.tree
+        weights, state, cache, lora_arrays = self._shapes
         compute = buckets.make_forward(self._config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(
             compute,
             donate_argnums=(3, 4, 5),
-            compiler_options=_options(bucket.num_tokens, self._weights) | (options or {}),
+            compiler_options=_options(bucket.num_tokens, weights) | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
-        last_tokens, cache = self._state.last_tokens, (self._k_pages, self._v_pages, self._states)
         features = None
         if bucket.picture_shape is not None:
             shape = bucket.num_tokens, *bucket.picture_shape
             features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
-        arguments = words, last_tokens, *cache, self._lora_arrays, features
-        return _compile(forward, self._weights, *arguments)
+        return _compile(forward, weights, words, state.last_tokens, *cache, lora_arrays, features)
+
+    def _shape_of(self, array: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = None if self._split is None else array.sharding
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
-        pages = self._split.pages_spec
+        pages, states = self._split.pages_spec, self._split.states_spec
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
             in_specs=(
-                [x.sharding.spec for x in self._weights],
+                [x.sharding.spec for x in self._shapes[0]],
                 P(),
                 P(),
                 pages,
                 pages,
-                None,
+                states,
                 [] if self._loras is None else self._loras.specs,
                 P(),
             ),
-            out_specs=(P(), P(), pages, pages, None),
+            out_specs=(P(), P(), pages, pages, states),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
@@ -478,19 +578,24 @@ class Device:
 
         return min(measure() for _ in range(num_runs))
 
-    def return_seconds(self) -> float:
-        """Measures the time in which pool_copies.PAGES pages come back from the host. For an empty
-        cache: page 0 is overwritten."""
+    def return_seconds(self) -> tuple[float, float]:
+        """Measures the times in which pool_copies.PAGES pages, and a slot of states (0: there are
+        none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
-        def measure() -> float:
-            jax.block_until_ready(self._pools)
+        def measure(moves: list[Move]) -> float:
+            jax.block_until_ready((self._pools, self._states))
             begin = time.perf_counter()
-            self.move([Move(False, 0, 0)] * PAGES)
-            jax.block_until_ready(self._pools)
+            self.move(moves)
+            jax.block_until_ready((self._pools, self._states))
             return time.perf_counter() - begin
 
-        self.move([Move(True, 0, 0)])
-        return min(measure() for _ in range(_MEASURED_STEPS))
+        def least(count: int, is_state: bool) -> float:
+            self.move([Move(True, 0, 0, is_state)])
+            moves = [Move(False, 0, 0, is_state)] * count
+            return min(measure(moves) for _ in range(_MEASURED_STEPS))
+
+        states = 0.0 if self._host_states is None else least(1, is_state=True)
+        return least(PAGES, is_state=False), states
 
     def executable(self, bucket: Bucket) -> Compiled:
         return self._executables[_forward_name(bucket)]
@@ -502,13 +607,15 @@ class Device:
     def _run_all(self) -> None:
         """Runs everything once, which loads kernels and captures graphs."""
         self.set_state(0, SamplingParams(max_tokens=1), [], 0)
-        for bucket in self.buckets:
+        for bucket in self._usable:
             # An empty batch is legal.
             scores = self.forward(buckets.make_batch(bucket, (), self._slots))
             for kind in sampling.KINDS:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._host_states is not None:
+            self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
 
 
 def _with_pictures(
@@ -561,7 +668,7 @@ _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2
 
 
-def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
+def _options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Options of XLA, which only GPUs use.
 
     XLA times a matmul by itself, with weights that stay in the cache, and does not count the part
@@ -577,7 +684,8 @@ def _options(num_tokens: int, weights: list[jax.Array]) -> dict[str, Any]:
 
 def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
     """Compiles a function made by jax.jit."""
-    executable: Compiled = function.lower(*args, **kwargs).compile()
+    with compilations.expected():
+        executable: Compiled = function.lower(*args, **kwargs).compile()
     return executable
 
 
@@ -589,12 +697,5 @@ def _sample_name(num_rows: int, kind: sampling.Kind) -> str:
     return f"sample, {num_rows} sequences, {kind}"
 
 
-_compile_seconds: list[float] = []  # one entry for each compilation in this process
-
-
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compile_seconds.append(duration_secs)
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_event)
+def _sample_names(bucket: Bucket) -> list[str]:
+    return [_sample_name(bucket.num_rows, kind) for kind in sampling.KINDS]

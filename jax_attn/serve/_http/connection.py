@@ -178,6 +178,11 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         _stop(self._head_timer)
         _stop(self._write_timer)
+        # Without these cycles a connection is freed at once, and no collection has to find it.
+        self.conn.forget()
+        if self.cycle is not None:
+            self.cycle.on_response = _do_nothing
+        self.transport._read_ready_cb = _do_nothing  # type: ignore[attr-defined]  # asyncio's
         counts = self._of_address[self.server_state]
         counts[self._address] -= 1
         if not counts[self._address]:
@@ -262,6 +267,9 @@ class DiscardBody:
             await send(message)
 
         await self._app(scope, receive_and_see, send_behind_the_body)
+
+
+def _do_nothing() -> None: ...
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

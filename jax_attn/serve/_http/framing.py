@@ -57,6 +57,10 @@ class StrictParser(h11.Connection):
         self.fault = ""
         self._may_take_chunk = may_take_chunk
 
+    def forget(self) -> None:
+        """Lets go of the connection, which refers to this."""
+        self._may_take_chunk = lambda: False
+
     def next_event(self) -> Any:
         """Raises h11.RemoteProtocolError."""
         if self.their_state is not h11.IDLE:

@@ -24,7 +24,7 @@ from jax_attn.serve._engine.processes import Processes
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._http import log_format
 from jax_attn.serve._http.fair_loop import new_loop
-from jax_attn.serve._http.http_server import HttpConfig, HttpServer, spare_the_collector
+from jax_attn.serve._http.http_server import HttpConfig, HttpServer
 from jax_attn.serve._http.server import ServerConfig, create_app
 from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
@@ -126,7 +126,7 @@ def main(file_descriptor: int, format: str) -> int:
     except (OSError, ValueError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
-    engine.on_ready = spare_the_collector
+    engine.on_ready = server.collector.begin
     engine.on_failure = server.stop
     engine.on_signal = lambda: server.handle_exit(signal.SIGTERM, None)
     engine.on_leave = server.leave

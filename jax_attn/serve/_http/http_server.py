@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
 import socket
@@ -14,12 +13,14 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jax_attn.serve._http.connection import Connection
+from jax_attn.serve._http.spare_collector import SpareCollector
 
 log = logging.getLogger("jax_attn.serve")
 
 _MAX_HEADER_BYTES = 16384  # request line and headers; uvicorn answers 400 to more
 _BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 _ACCEPTS = 64  # connections accepted at a time, 10 ms, in which no stream goes on
+_CALM = 32  # connections up to which a collection of all objects takes little longer than alone
 _OTHER_FILES = 128  # open files that are not connections
 _MAX_FILES = 65536  # limit on open files; many shells allow 1,024, fewer than the queue has clients
 
@@ -57,6 +58,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._on_drain: Callable[[], None] = app.state.server.drain
+        self.collector = SpareCollector(lambda: len(self.server_state.connections) <= _CALM)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -64,6 +66,10 @@ class HttpServer(uvicorn.Server):
             for listener in server.sockets:
                 with listener.dup() as same:
                     same.listen(_BACKLOG)  # asyncio uses one number for both
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self.collector.end()
 
     def stop(self) -> None:
         """Stops from any thread, after the running answers are complete."""
@@ -97,12 +103,6 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(
             f"--host, --port: expected an address to listen on, got {host}:{port}: {error.strerror}"
         ) from None
-
-
-def spare_the_collector() -> None:
-    """Excludes existing objects from garbage collection: 100,000, 60 ms of each full one."""
-    gc.collect()
-    gc.freeze()
 
 
 def allow_many_connections() -> int:

@@ -82,6 +82,18 @@ _POSTS: list[tuple[str, str, type[BaseModel], type[BaseModel]]] = [
         ollama_schemas.OllamaShown,
     ),
     (
+        "/api/embed",
+        "Vectors of texts, as Ollama's API has them",
+        ollama_schemas.EmbedRequest,
+        ollama_schemas.EmbedAnswer,
+    ),
+    (
+        "/api/embeddings",
+        "The vector of a text, likewise",
+        ollama_schemas.OneEmbeddingRequest,
+        ollama_schemas.OneEmbedding,
+    ),
+    (
         "/v1/batches",
         "Run a file of requests, with --files-directory",
         batch_schemas.BatchRequest,
@@ -124,6 +136,7 @@ _JSON_GETS: list[tuple[str, str, type[BaseModel]]] = [
     ("/v1/batches", "The caller's batches", batch_schemas.BatchList),
     ("/v1/batches/{id}", "A batch", batch_schemas.Batch),
     ("/api/tags", "The models, as Ollama's API has them", ollama_schemas.OllamaModels),
+    ("/api/ps", "The models that are loaded, likewise", ollama_schemas.OllamaRunning),
     ("/version", "Of jax_attn", schemas.Version),
     ("/api/version", "The same", schemas.Version),
     ("/health", "200 when requests can be served, 503 before and after", schemas.Health),

@@ -5,7 +5,6 @@ Messages are tuples of a name and arguments:
 
 | to the host | |
 | --- | --- |
-| start | |
 | submit, number, sequences | is answered; then their events come |
 | abort, ids | no more events of them |
 | snapshot, number | is answered with the snapshot |
@@ -84,10 +83,9 @@ class RemoteEngine:
         return self._is_warm and not self._is_stopping and self.failure is None
 
     def start(self) -> None:
-        """See AsyncEngine.start."""
+        """Listens to the engine, which its host has started."""
         self._inbox = Inbox(asyncio.get_running_loop())
         self._wire.attach(lambda message: self._on_message(*message), self._on_end)
-        self._wire.send(("start",))
 
     async def stop(self, drain: bool) -> None:
         """See AsyncEngine.stop. A second call does nothing."""
@@ -224,6 +222,7 @@ class EngineHost:
         self._engine.on_cache_events = lambda events: self._wire.send(("cache", events))
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self._wire.send, ("signal",))
+        self._engine.start()  # it compiles while the other side still imports modules
         try:
             await ended.wait()
             await self._engine.stop(drain=False)
@@ -256,9 +255,6 @@ class EngineHost:
 
     def _on_message(self, name: str, *plain: Any) -> None:
         getattr(self, f"_on_{name}")(*plain)
-
-    def _on_start(self) -> None:
-        self._engine.start()
 
     def _on_submit(self, number: int, seqs: list[Sequence]) -> None:
         task = self._answer(number, lambda: self._engine.submit(seqs, self))

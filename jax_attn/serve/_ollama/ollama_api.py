@@ -50,7 +50,8 @@ _CAPABILITIES = {
     "pictures": "vision",
 }
 _SHOWN_DEFAULTS = {"repetition_penalty": "repeat_penalty"}
-_LATEST = ":latest"
+LATEST = ":latest"
+_NEVER = "9999-12-31T23:59:59Z"
 _MARKS = 8  # at least the tokens that are around a prefix and a suffix
 
 Make = Callable[[dict[str, Any], str, str, list[Any]], ollama.OllamaAnswerBase]
@@ -156,7 +157,7 @@ class OllamaApi:
     def _name(self, name: str) -> str:
         """The name as other routes know it."""
         known = {*self._preparer.names, *self._preparer.adapters}
-        return name if name in known else name.removesuffix(_LATEST)
+        return name if name in known else name.removesuffix(LATEST)
 
     # ---- models --------------------------------------------------------------------------------
 
@@ -164,6 +165,18 @@ class OllamaApi:
         """Answers /api/tags."""
         names = [*self._preparer.names, *self._preparer.adapters]
         return ollama.OllamaModels(models=list(map(self._model, names)))
+
+    def running(self) -> ollama.OllamaRunning:
+        """Answers /api/ps: what is served is always loaded."""
+        running = [
+            ollama.OllamaRunningModel(
+                **self._model(name).model_dump(exclude={"modified_at"}),
+                expires_at=_NEVER,
+                context_length=self._preparer.max_model_len,
+            )
+            for name in (*self._preparer.names, *self._preparer.adapters)
+        ]
+        return ollama.OllamaRunning(models=running)
 
     def show(self, body: ollama.ShowRequest) -> ollama.OllamaShown:
         """Answers /api/show. Raises ApiError, 404."""
@@ -383,16 +396,16 @@ class OllamaAnswer(GenerationAnswer):
         is_whole = reasons_of(self._choices[0].finish_reason)["finish_reason"] == "stop"
         return self._head(done=True) | {
             "done_reason": "stop" if is_whole else "length",
-            "total_duration": _nanoseconds(now - begin),
+            "total_duration": nanoseconds(now - begin),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first - admitted),
+            "prompt_eval_duration": nanoseconds(first - admitted),
             "eval_count": usage.completion_tokens,
-            "eval_duration": _nanoseconds(now - first),
+            "eval_duration": nanoseconds(now - first),
         }
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 

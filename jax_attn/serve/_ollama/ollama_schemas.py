@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.fields import Ignored, RequestBody, Unsupported
+from jax_attn.serve._openai.vector_answers import MAX_INPUTS
 
 # ---- requests ----------------------------------------------------------------------------------
 
@@ -70,6 +71,20 @@ def _kind_of_think(given: Any) -> str:
 Think: TypeAlias = Annotated[
     Annotated[bool, Tag("switch")] | Annotated[Literal["low", "medium", "high"], Tag("effort")],
     Discriminator(_kind_of_think),
+]
+
+
+def _kind_of_texts(given: Any) -> str:
+    return "texts" if isinstance(given, list) else "text"
+
+
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Texts: TypeAlias = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[
+        list[Text], Tag("texts"), Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)
+    ],
+    Discriminator(_kind_of_texts),
 ]
 
 
@@ -164,6 +179,26 @@ class ShowRequest(RequestBody):
         return self
 
 
+class EmbedRequest(RequestBody):
+    model: str = Field(description="the embedding model; ':latest' may follow")
+    input: Texts = Field(description="a text, or a list of texts")
+    truncate: bool = Field(True, description="false: texts that are too long are refused, not cut")
+    dimensions: int | SkipJsonSchema[None] = Field(
+        None, ge=1, description="the first numbers only, if the model was trained for that"
+    )
+    options: Ignored
+    keep_alive: Ignored
+
+
+class OneEmbeddingRequest(RequestBody):
+    """As older clients ask."""
+
+    model: str
+    prompt: str = Field(min_length=1)
+    options: Ignored
+    keep_alive: Ignored
+
+
 # ---- answers -----------------------------------------------------------------------------------
 
 
@@ -242,6 +277,32 @@ class OllamaModel(BaseModel):
 
 class OllamaModels(BaseModel):
     models: list[OllamaModel]
+
+
+class OllamaRunningModel(BaseModel):
+    name: str
+    model: str
+    size: int = Field(description="bytes of the files with its weights")
+    digest: str
+    details: OllamaDetails
+    expires_at: str = Field(description="never")
+    context_length: int
+
+
+class OllamaRunning(BaseModel):
+    models: list[OllamaRunningModel]
+
+
+class EmbedAnswer(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = Field(description="nanoseconds")
+    load_duration: int
+    prompt_eval_count: int = Field(description="tokens of the texts")
+
+
+class OneEmbedding(BaseModel):
+    embedding: list[float]
 
 
 class OllamaShown(BaseModel):

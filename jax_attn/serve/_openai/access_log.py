@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,6 +35,17 @@ class Record:
     num_output: int = 0
     admitted: float | None = None  # when its first choice began to run
     first_token: float | None = None
+    on_end: Callable[[], None] | None = None  # called at the last `end`
+    _num_open: int = 1
+
+    def go_on(self) -> None:
+        """The request goes on after its answer, until one more `end`."""
+        self._num_open += 1
+
+    def end(self) -> None:
+        self._num_open -= 1
+        if not self._num_open and self.on_end is not None:
+            self.on_end()
 
     def see_first_token(self, now: float) -> None:
         if self.first_token is None:
@@ -75,7 +87,7 @@ class AccessLog:
     """ASGI middleware. The application writes its data into scope["state"]["record"]."""
 
     def __init__(self, app: ASGIApp, enabled: bool, trace: Trace | None = None):
-        """trace: is told of each POST that has ended."""
+        """trace: is told of each POST that has ended, also in the background."""
         self._app, self._enabled, self._trace = app, enabled, trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +97,10 @@ class AccessLog:
         is_clients = _ID.fullmatch(wanted) is not None
         record = Record(wanted if is_clients else f"req-{secrets.token_hex(12)}", is_clients)
         scope.setdefault("state", {})["record"] = record
+        if self._trace is not None and scope["method"] == "POST":
+            parent = Headers(scope=scope).get("traceparent", "")
+            told = record, scope["method"], _printable(scope["path"]), parent
+            record.on_end = partial(self._trace, *told)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -104,11 +120,9 @@ class AccessLog:
         finally:
             is_probe = scope["path"] in _PROBES and record.status in (200, 503)
             if self._enabled and not is_probe:
-                told = record.fields(f"{scope['method']}:{scope['path']}")
-                log.info("%s", _line(told), extra={"fields": told})
-            if self._trace is not None and scope["method"] == "POST":
-                parent = Headers(scope=scope).get("traceparent", "")
-                self._trace(record, scope["method"], _printable(scope["path"]), parent)
+                shown = record.fields(f"{scope['method']}:{scope['path']}")
+                log.info("%s", _line(shown), extra={"fields": shown})
+            record.end()
 
 
 def _line(fields: dict[str, str | int | float | None]) -> str:

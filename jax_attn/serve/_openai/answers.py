@@ -96,12 +96,16 @@ class GenerationAnswer(abc.ABC):
         self._index = {seq.id: index for index, seq in enumerate(prepared.sequences)}
         self._choices = [_Choice() for _ in prepared.sequences]
         self._is_started = False  # whether the answer has begun
-        self._has_events = False  # whether an event has been sent
+        self._has_output = False  # whether an event has been sent since the first token
         # An event (possibly in several pieces) or a keep-alive comment is being sent. Nothing may
         # come between its pieces. A lock would take a tenth of an event's time.
         self._is_sending = False
         self._comment: asyncio.Task[None] | None = None
         self._last_sent = time.monotonic()
+
+    @property
+    def record(self) -> Record:
+        return self._record
 
     @abc.abstractmethod
     async def _respond_whole(self, send: Send) -> None: ...
@@ -144,8 +148,8 @@ class GenerationAnswer(abc.ABC):
         await send_pieces(send, self._framed(pieces, name))
         self._last_sent = time.monotonic()
         self._is_sending = False
-        if not self._has_events:
-            self._has_events = True
+        if not self._has_output and self._record.first_token is not None:
+            self._has_output = True
             self._metrics.first_event.observe(self._last_sent - self._prepared.arrival)
 
     def _framed(self, pieces: list[bytes], name: bytes) -> list[bytes]:

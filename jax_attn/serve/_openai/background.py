@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from jax_attn.serve._openai.access_log import Record
 from jax_attn.serve._openai.errors import ApiError
 
 log = logging.getLogger("jax_attn.serve")
@@ -17,6 +18,9 @@ class BackgroundAnswer(Protocol):
     """See ResponseAnswer."""
 
     id: str
+
+    @property
+    def record(self) -> Record: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -53,6 +57,7 @@ class BackgroundRuns:
 
     def start(self, tenant: str, answer: BackgroundAnswer) -> None:
         run = self._runs[tenant, answer.id] = _Run(answer)
+        answer.record.go_on()
         run.task = asyncio.create_task(self._run(tenant, run))
 
     def get(self, tenant: str, id: str) -> BackgroundAnswer | None:
@@ -86,3 +91,4 @@ class BackgroundRuns:
             answer.fail(ApiError(500, "internal error", code="internal_error"))
         finally:
             del self._runs[tenant, answer.id]
+            answer.record.end()

@@ -85,18 +85,21 @@ class PreparedEmbeddings(PreparedSequences):
 
 class EmbeddingReader:
     def __init__(self, model: models.EmbeddingModel, embedder: ServedEmbedder):
-        self._name, self._max_tokens = embedder.name, embedder.max_tokens
+        self.name, self._max_tokens = embedder.name, embedder.max_tokens
         self._sizes, self._vocab_size = model.sizes, model.config.vocab_size
         self._normalizes = model.pooling.normalize
         self._texts = TextEncoder(model.tokenizer)
 
-    def prepare(self, body: EmbeddingRequest) -> PreparedEmbeddings:
-        """Checks the body and encodes its inputs. Raises ApiError."""
-        if body.model not in (None, self._name):
+    def prepare(self, body: EmbeddingRequest, cuts: bool = False) -> PreparedEmbeddings:
+        """Checks the body and encodes its inputs. Raises ApiError.
+
+        cuts: long texts are cut rather than refused.
+        """
+        if body.model not in (None, self.name):
             assert body.model is not None
             raise ApiError(
                 404,
-                f"model: {body.model[:200]!r} makes no embeddings here, {self._name!r} does",
+                f"model: {body.model[:200]!r} makes no embeddings here, {self.name!r} does",
                 param="model",
                 code="model_not_found",
             )
@@ -106,6 +109,8 @@ class EmbeddingReader:
         sequences: list[list[int]] = []
         num_tokens = 0
         for i, each in enumerate(inputs):
+            if cuts and isinstance(each, str):
+                each = self._texts.encode_beginning(each, self._max_tokens)
             tokens = self.tokens(each, "input" if is_one else f"input[{i}]")
             num_tokens += len(tokens)
             if num_tokens > MAX_REQUEST_TOKENS:
@@ -166,9 +171,12 @@ class EmbeddingResponse(VectorsResponse):
         super().__init__(embedder, prepared, *others)
         self._reader, self._prepared = reader, prepared
 
+    def _cut(self, vectors: np.ndarray) -> np.ndarray:
+        return self._reader.cut(vectors, self._prepared.dimensions)
+
     async def _json(self, vectors: np.ndarray) -> AsyncIterator[bytes]:
         """Yields one vector at a time, a millisecond each: all of them may be 40 MB of text."""
-        vectors = self._reader.cut(vectors, self._prepared.dimensions)
+        vectors = self._cut(vectors)
         n = self._prepared.num_tokens
         usage = EmbeddingUsage(prompt_tokens=n, total_tokens=n)
         whole = EmbeddingList(data=[], model=self._embedder.name, usage=usage)

@@ -33,7 +33,7 @@ class Metrics:
         )
         self.first_event = self._histogram(
             "first_event_seconds",
-            "From a stream's arrival until its first event is written to the client",
+            "From a stream's arrival until an event with output is written to the client",
             _TTFT_SECONDS,
         )
         self.inter_token = self._histogram(
@@ -133,6 +133,9 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
     if first.get("host"):
         kept, text = of("host", "free", "cached"), "Pages in the host's memory"
         yield family(GaugeMetricFamily, "host_pages", text, kept, "state")
+        if first.get("host_states"):
+            text = "Recurrent states in the host's memory"
+            yield family(GaugeMetricFamily, "host_states", text, of("host_states"), "state")
         for name, text in (
             ("stored", "Pages that went to the host's memory"),
             ("returned", "Pages that came back from the host's memory"),
@@ -153,5 +156,7 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
         ("compilations", "Executables compiled while serving, which is to be none"),
     ):
         yield family(CounterMetricFamily, name, text, one(name))
+    text = "Shapes of a step that are not compiled yet; steps use larger ones"
+    yield family(GaugeMetricFamily, "buckets_left", text, one("buckets_left"))
     seconds, text = of("step_seconds"), "Time of the engine's thread, by phase"
     yield family(CounterMetricFamily, "step_seconds", text, seconds, "phase")

@@ -111,7 +111,7 @@ class Preparer:
         self._limits, self.defaults = limits, defaults
         self._tokenizer = model.tokenizer
         self._texts = TextEncoder(model.tokenizer)
-        self._pictures = PictureReader(vision, self.max_model_len, max_pictures)
+        self._pictures = PictureReader(vision, model.tokenizer, self.max_model_len, max_pictures)
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -203,9 +203,7 @@ class Preparer:
         """Prepares a chat completion. prefix: of the answer's identifier. Raises ApiError."""
         self.check_model(body.model)
         tool_format = self._tool_format(body)
-        shown = (
-            [tool.model_dump(exclude_unset=True) for tool in body.tools] if tool_format else None
-        )
+        shown = [tool.shown() for tool in body.tools] if tool_format else None
         _, prompt, pictures, splitter = self._chat_prompt(body, shown)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if pictures and body.truncate_prompt_tokens is not None:
@@ -218,7 +216,7 @@ class Preparer:
         if tool_format is not None:
             params["grammar"] = self._tool_grammar(body, tool_format)
             marks += tool_format.marks
-        has_grammar = params["grammar"] is not None
+        has_grammar = params["grammar"] is not None and not body.answers_freely
         params["goes_on"] = answer_goes_on(body.continue_final_message, has_grammar)
         if splitter is not None:
             marks += [harmony.CHANNEL, reasoning.THINK, reasoning.END_THINK]
@@ -246,7 +244,7 @@ class Preparer:
 
         The template sees the tools, whatever it has the model write to call them.
         """
-        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        tools = [tool.shown() for tool in body.tools or ()]
         return self._chat_prompt(body, tools or None)
 
     def _chat_prompt(
@@ -254,6 +252,7 @@ class Preparer:
     ) -> ChatPrompt:
         shown = self._pictures.read(body.messages)
         text, splitter = self._rendered(body, tools)
+        text = self._pictures.mark(text, shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
         tokens, pictures = self._pictures.place(tokens, shown)
         return ChatPrompt(text, tokens, pictures, splitter)
@@ -301,9 +300,9 @@ class Preparer:
     ) -> str | None:
         """The grammar for calls that the request demands; None: the output is not restricted."""
         answer: Any = None
-        if body.tool_choice == "auto":
-            if (constraint := body.constraint) is None:
-                return None
+        if body.answers_freely:
+            return self._grammar_once_begun(body, tool_format)
+        if body.tool_choice == "auto" and (constraint := body.constraint) is not None:
             answer = self._made(constraint.field, lambda: grammar.usable_schema(constraint.value))
             answer = answer if isinstance(answer, dict) else {}
         functions = [tool.function.model_dump() for tool in body.tools]
@@ -312,11 +311,7 @@ class Preparer:
             functions = [function for function in functions if function["name"] == name]
             if not functions:
                 raise bad_field("tool_choice", f"{name[:64]!r} is none of the tools")
-        # Gemma's format has numbers as they are written.
-        usable = partial(grammar.usable_schema, check_numbers=not tool_format.quote)
-        for function in functions:
-            schema = function["parameters"]
-            function["parameters"] = self._made("tools", partial(usable, schema))
+        self._make_usable(functions, tool_format)
         try:
             text = tools.grammar_of(
                 tool_format, functions, body.may_call_several, answer, self._special_tokens
@@ -328,6 +323,34 @@ class Preparer:
                 "tool_choice 'auto' can",
             ) from None
         return self._made("tools", lambda: grammar.from_lark(text))
+
+    def _grammar_once_begun(
+        self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
+    ) -> str | None:
+        """The grammar for a text whose calls of strict tools follow their schemas, if any."""
+        functions = [tool.function.model_dump() for tool in body.tools]
+        if not any(function["strict"] for function in functions):
+            return None
+        for function in functions:
+            if not function["strict"]:
+                function["parameters"] = {"type": "object"}
+        self._make_usable(functions, tool_format)
+        thoughts = (reasoning.THINK, reasoning.END_THINK) if self._template.thinks else ()
+        try:
+            text = tools.grammar_once_begun(
+                tool_format, functions, body.may_call_several, self._special_tokens, thoughts
+            )
+        except gemma_tool_calls.CannotDemand:
+            return None
+        return None if text is None else self._made("tools", lambda: grammar.from_lark(text))
+
+    def _make_usable(self, functions: list[dict[str, Any]], tool_format: tools.ToolFormat) -> None:
+        """Replaces the schemas by those that grammars are made of."""
+        # Gemma's format has numbers as they are written.
+        usable = partial(grammar.usable_schema, check_numbers=not tool_format.quote)
+        for function in functions:
+            schema = function["parameters"]
+            function["parameters"] = self._made("tools", partial(usable, schema))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names and name not in self.adapters:
@@ -356,7 +379,7 @@ class Preparer:
         most: int | None = None,
     ) -> list[int]:
         shown = self._pictures.read(messages)
-        text = self._render(messages, variables, tools)
+        text = self._pictures.mark(self._render(messages, variables, tools), shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, False, most)
         return self._pictures.place(tokens, shown)[0]
 

@@ -254,7 +254,7 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
             {
                 "type": "function",
                 "function": tool.model_dump(
-                    include={"name", "description", "parameters"}, exclude_unset=True
+                    include={"name", "description", "parameters", "strict"}, exclude_unset=True
                 ),
             }
             for tool in body.tools

@@ -545,13 +545,17 @@ class Function(RequestBody):
     parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
         None, description="JSON schema of an object"
     )
-    strict: Ignored
+    strict: bool = Field(False, description="calls follow the schema also with tool_choice auto")
 
 
 class Tool(RequestBody):
     type: Literal["function"]
     function: Function
     cache_control: Ignored
+
+    def shown(self) -> dict[str, Any]:
+        """What the chat template sees of it."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
 
 
 class NamedFunction(RequestBody):
@@ -666,6 +670,11 @@ class ChatCompletionRequest(SamplingBody):
         if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
             raise PydanticCustomError("max_tokens", "other than max_completion_tokens")
         return self
+
+    @property
+    def answers_freely(self) -> bool:
+        """Whether the answer may be any text, and calls in it."""
+        return self.tool_choice == "auto" and self.constraint is None
 
     @property
     def may_call_several(self) -> bool:

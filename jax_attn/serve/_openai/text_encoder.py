@@ -33,6 +33,21 @@ class TextEncoder:
         self.refuse_long(text, field, max_tokens, most)
         return self._ids(text, add_special_tokens)
 
+    def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
+        """Encodes as much of a text as fits with special tokens, which are not cut."""
+        num_chars = _PIECE
+        plain = self._ids(text[:num_chars], False)
+        while num_chars < len(text) and len(plain) <= max_tokens:
+            num_chars *= 2
+            plain = self._ids(text[:num_chars], False)
+        whole = self._ids(text[:num_chars], True)
+        if len(whole) <= max_tokens:
+            return whole
+        n = len(plain)
+        begin = next(i for i in range(len(whole)) if whole[i : i + n] == plain)
+        end = begin + n - (len(whole) - max_tokens)
+        return whole[:end] + whole[begin + n :]
+
     def refuse_long(self, text: str, field: str, max_tokens: int, most: int | None = None) -> None:
         """Raises ApiError about `field` if a text has far too many tokens. See `encode`."""
         # A token of text takes a hundred bytes and a microsecond. Splitting the text changes the
@@ -56,6 +71,10 @@ class TextEncoder:
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """Encodes texts with special tokens, as a batch. Checks no lengths."""
         return [encoding.ids for encoding in self._batch(texts, True)]
+
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """Encodes texts without special tokens around them. Checks no lengths."""
+        return [encoding.ids for encoding in self._batch(texts, False)]
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch, which lets other threads run meanwhile.

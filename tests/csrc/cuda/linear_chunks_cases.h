@@ -36,7 +36,8 @@ struct LinearCase {
   float least_log;              // decays are exp of logs between this and 0
   bool has_checkpoint = false;  // of request 0 after 5 tokens
   bool is_faulty = false, repeats_keys = false;
-  int parts = 0;  // CTAs for each chunk; 0: one for each q and k head
+  int parts = 0;        // CTAs for each chunk; 0: one for each q and k head
+  int fast_chunk = -1;  // of the tokens, whose decays make a state 0
 };
 
 inline float RoundToBf16(float x) { return Bf16ToFloat(FloatToBf16(x)); }
@@ -74,6 +75,7 @@ void RunLinearCase(const char* what, const LinearCase& c) {
   }
   for (int i = 0; i < tokens * c.v_heads; ++i) {
     g[i] = c.least_log * uniform(rng);
+    if (i / c.v_heads / kLinearTokens == c.fast_chunk) g[i] -= 2;
     beta[i] = c.repeats_keys ? 1.0f : uniform(rng);
   }
   const i64 of_state = static_cast<i64>(kK) * kV;
@@ -225,6 +227,8 @@ void RunLinearCases() {
   // Two or more segments before the last one, whose maps are not 0.
   RunLinearCase<Gdn, BodyOf>("slow decays", {{330}, 1, 1, 2, -0.01f});
   RunLinearCase<Gdn, BodyOf>("fast decays", {{257, 7}, 1, 2, 1, -3.0f, true});
+  RunLinearCase<Gdn, BodyOf>("a map of zeros among others",
+                             {{400}, 1, 1, 1, -0.01f, false, false, false, 0, 2});
   RunLinearCase<Gdn, BodyOf>("repeated keys", {{130}, 1, 1, 0, 0, false, false, true});
   RunLinearCase<Gdn, BodyOf>("a fault", {{30}, 1, 1, 1, -1.0f, false, true});
   using Bf16 = LinearShape<64, 72, 128, true, false, true, kHeadDecay>;

@@ -30,6 +30,7 @@
 #include "jit/counter_pool.h"
 #include "jit/cubin.h"
 #include "jit/cuda_api.h"
+#include "jit/device_group.h"
 #include "jit/disk_cache.h"
 #include "jit/kernels.h"
 #include "jit/sha256.h"
@@ -134,9 +135,9 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.options.assign(options, options + num_options);
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
-  for (const char* entry :
-       {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
-        "quantized_product_kernel", "linear_attention_kernel", "short_convolution_kernel"}) {
+  for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
+                            "quantized_product_kernel", "all_reduce_kernel",
+                            "linear_attention_kernel", "short_convolution_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
@@ -166,6 +167,7 @@ struct {
   std::atomic<int> live_modules{0}, retained[2] = {};  // contexts, by device
   std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, memset_error{0},
       live_allocations{0}, smem_limit{232448};
+  std::atomic<bool> can_access_peers{true};
   std::atomic<const char*> failing{""};  // a function that returns an error
   std::atomic<size_t> param_bytes{0};
 } fake_driver;
@@ -246,6 +248,17 @@ FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
   return *address = context_stack.back() << 32, 0;
 }
 FAKE int cuMemFree_v2(unsigned long long) { return --fake_driver.live_allocations, 0; }
+FAKE int cuMemHostAlloc(void** address, size_t num_bytes, unsigned flags) {
+  ++fake_driver.other_calls;
+  return *address = std::malloc(num_bytes), flags == 3 ? 0 : 1;
+}
+FAKE int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return *can = device != peer && fake_driver.can_access_peers, 0;
+}
+FAKE int cuCtxEnablePeerAccess(uintptr_t peer, unsigned) {
+  Record({"peer " + std::to_string(peer), context_stack.back(), nullptr, 0, 0});
+  return 704;  // XLA has enabled it before
+}
 FAKE int cuStreamCreate(const void** stream, unsigned flags) {
   ++fake_driver.other_calls;
   return *stream = nullptr, flags == 1 ? 0 : 1;
@@ -1089,6 +1102,50 @@ void TestAppendAndMerge() {
   CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
 
+void TestAllReduce() {
+  TakeCalls();
+  fake_driver.can_access_peers = false;
+  DeviceGroup* group = nullptr;
+  CHECK(!CanAccessPeers({0, 1}));
+  CHECK_ERROR(DeviceGroup::Get({0, 1}, &group), "all_reduce: mesh: expected GPUs that can map");
+  fake_driver.can_access_peers = true;
+  CHECK(CanAccessPeers({0, 1}) && !CanAccessPeers({0, 7}));
+  TakeCalls();
+  CHECK_OK(DeviceGroup::Get({1, 0}, &group));
+  std::vector<Call> calls = TakeCalls();
+  CHECK(calls.size() == 4 && calls[0].name == "memset32 0" && calls[0].context == 2);
+  CHECK(static_cast<i64>(calls[0].count) * 4 == AllReduceMemory::HeadBytes(2));
+  CHECK(calls[2].name == "peer 1" && calls[2].context == 2 && calls[3].name == "peer 2");
+  DeviceGroup* same = nullptr;
+  CHECK_OK(DeviceGroup::Get({1, 0}, &same));
+  CHECK(same == group && TakeCalls().empty());
+
+  AllReduceParams params = {};
+  group->Fill(1, &params);
+  CHECK(params.rank == 1 && params.memory[0].begin != params.memory[1].begin);
+  for (int i = 0; i < 2; ++i) CHECK_OK(group->BeginRun(1, 42, Stream(0)));  // written once a run
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].name == "memset32 42" && calls[0].stream == Stream(0));
+  params.num_rows = 3;
+  fake_driver.param_bytes = sizeof(params);
+  const AllReduceKernel kernel = {90, kBF16, 2, 512, 1, false, true, false};
+  CHECK_OK(PrepareAllReduce(kernel));
+  CHECK_OK(LoadAllReduce(kernel, 0));
+  CHECK_OK(LaunchAllReduce(kernel, params, 3, Stream(0), 0));
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].grid == 3);
+
+  CHECK_OK(AnyGroupFault());
+  params.fault->code_and_peer = kAllReduceLate;  // device 0 waited for rank 0, which is device 1
+  CHECK_ERROR(group->BeginRun(0, 43, Stream(1)),
+              "all_reduce: device 0 waited too long for device 1, which is late or gone");
+  CHECK_ERROR(AnyGroupFault(), "late or gone");
+  params.fault->code_and_peer = kAllReduceOther;
+  CHECK_ERROR(AnyGroupFault(), "device 0 and device 1 in different calls at the same time");
+  params.fault->code_and_peer = 0;
+  CHECK(TakeCalls().empty());
+}
+
 void TestQuantizedProduct() {
   QuantizedProductParams product = {};
   product.columns = 1000, product.num_splits = 3;
@@ -1163,6 +1220,7 @@ void TestLinearChunks() {
   CHECK(SelectLinearAttention(problem).main_loop == kHopperChunks);
   CHECK(SizeLinearAttention(problem).segment_chunks == 64);  // 16 segments x 8 heads: 128 CTAs
   const auto num_kernels = [&] { return LinearAttentionKernels(problem).size(); };
+  CHECK(SelectLinearAttention(problem).tile_columns == 128);
   CHECK(num_kernels() == 4);
   problem.kernel.arch = 80;
   CHECK(SelectLinearAttention(problem).main_loop == kPortableChunks);
@@ -1188,6 +1246,15 @@ void TestLinearChunks() {
   CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
   calls = TakeCalls();
   CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+
+  // Chunks of one token: no cut of a prompt changes bits.
+  problem.max_chunks = 66;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence && num_kernels() == 1);
+
+  // Few tokens of few heads: narrower tiles fill more of the device.
+  problem.max_tokens = problem.max_qo_len = 2048, problem.max_chunks = 34;
+  CHECK(SelectLinearAttention(problem).tile_columns == 64);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 4);
 
   const auto is_recurrence = [&] {
     return SelectLinearAttention(problem).main_loop == kRecurrence;
@@ -1292,6 +1359,7 @@ int main() {
   TestLoadFailures();
   TestAppendAndMerge();
   TestQuantizedProduct();
+  TestAllReduce();
   TestShortConvolution();
   TestRecurrenceGrid();
   TestLinearChunks();

@@ -233,6 +233,7 @@ class FakeEngine:
             "preemptions": 1,
             "steps": 250,
             "compilations": 0,
+            "buckets_left": 3,
             "device_bytes": {0: 4096, 1: 4096},
             "jump_forward_tokens": 7,
             "draft_tokens": 20,
