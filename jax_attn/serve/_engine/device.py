@@ -31,6 +31,7 @@ from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._scheduling.host_tier import Move
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Rotation
 
 # Called with the number of executables done, their total, and the last one's name.
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -69,6 +70,7 @@ class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
         self._has_drafts = config.has_drafts
+        self._rotates = capacities.kv_policy is not None
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -297,6 +299,13 @@ class Device:
         assert self._host is not None
         self._k_pages, self._v_pages = self._host.move(self._pools, moves)
 
+    def rotate(self, rotations: Sequence[Rotation]) -> None:
+        """Copies pages with their keys rotated, after the steps before."""
+        for begin in range(0, len(rotations), _ROTATIONS):
+            some = np.array(rotations[begin : begin + _ROTATIONS], np.int32)
+            padded = np.pad(some, ((0, _ROTATIONS - len(some)), (0, 0)), mode="edge")
+            self._k_pages, self._v_pages = self._executables["rotate"](*self._pools, padded)
+
     # ---- a request that goes, or comes ---------------------------------------------------------
 
     def take(self, pages: list[int], states: list[int]) -> tuple[list[Any], list[Any]]:
@@ -474,6 +483,8 @@ class Device:
         tasks: dict[str, Callable[[], Compiled]] = {
             "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
         }
+        if self._rotates:
+            tasks["rotate"] = self._compile_rotate
         some = list(some)
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
@@ -490,6 +501,16 @@ class Device:
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
         return tasks
+
+    def _compile_rotate(self) -> Compiled:
+        config = self._config
+
+        def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
+            return models.move_keys(config, k_pages, v_pages, *rotations.T)
+
+        k_pages, v_pages, _ = self._shapes[2]
+        rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
+        return _compile(jax.jit(move, donate_argnums=(0, 1)), k_pages, v_pages, rotations)
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
@@ -584,6 +605,8 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._rotates:
+            self.rotate([Rotation(0, 1, 0)])
 
 
 def _with_pictures(
@@ -631,6 +654,8 @@ def _split(config: models.ModelConfig, of: DeviceConfig) -> models.TensorParalle
 
 # XLA threads: autotuning is serial on the device anyway, and each thread has buffers.
 _MAX_THREADS = 8
+
+_ROTATIONS = 4  # pages of a call: the sinks of a sequence are mostly one
 
 _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2

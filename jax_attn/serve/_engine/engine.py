@@ -91,6 +91,7 @@ from jax_attn.serve._scheduling.request import (
 )
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
+from jax_attn.serve._scheduling.streaming import StreamingPages
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 log = logging.getLogger("jax_attn.serve")
@@ -127,6 +128,8 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         _check_recurrent(model.config, config, draft_model)
+        several = processes is not None
+        _check_kv_policy(model.config, config, several, draft_model is not None, vision is not None)
         capacity = capacities(config, model.config)
         self._pictures = None if vision is None else PictureEncoder(vision)
         self._picture_numbers = PictureNumbers()
@@ -200,7 +203,10 @@ class Engine:
     @property
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
-        return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
+        most = self.scheduler.max_sequence_tokens
+        if self.config.kv_policy is not None:
+            return most  # the model's positions are those in the cache
+        return min(self.model.config.max_positions, most)
 
     def submit(
         self, seqs: Seq[Sequence], compiled: Mapping[tuple[str, str], CompiledGrammar] | None = None
@@ -330,7 +336,7 @@ class Engine:
         self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
-        _check_sequence(seq, config)
+        _check_sequence(seq, config, self.max_sequence_tokens)
         if seq.pictures:
             if self._pictures is None:
                 raise ValueError(
@@ -440,8 +446,13 @@ class Engine:
         return LaunchedStep(batch, scores, samples, drafts)
 
     def _move_pages(self) -> None:
-        """Copies pages between the device and the host, before the step that needs them."""
-        host = self.scheduler.memory.host
+        """Copies pages within the device, and between it and the host, before the step that needs
+        them."""
+        memory = self.scheduler.memory
+        if rotations := memory.take_rotations():
+            with self._counters.phases["dispatch"]:
+                self.device.rotate(rotations)
+        host = memory.host
         if host is None or not (moves := host.take_moves()):
             return
         try:
@@ -620,12 +631,14 @@ def _like(shape: Any, arrays: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(arrays))
 
 
-def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
-    """Raises ValueError if the model cannot run the sequence."""
+def _check_sequence(seq: Sequence, config: models.ModelConfig, most: int) -> None:
+    """Raises ValueError if the model cannot run the sequence. most: tokens of a sequence."""
     params = seq.params
-    if seq.num_prompt + params.max_tokens > config.max_positions:
+    # Fewer for want of pages: the scheduler's sentence.
+    most = max(most, config.max_positions)
+    if seq.num_prompt + params.max_tokens > most:
         raise ValueError(
-            f"max_tokens: expected prompt and output within the model's {config.max_positions} "
+            f"max_tokens: expected prompt and output within the model's {most} "
             f"tokens, got {seq.num_prompt} + {params.max_tokens}."
         )
     sampling.check(params)
@@ -674,6 +687,43 @@ def _check_recurrent(
                 f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
                 f" got {value}."
             )
+
+
+def _check_kv_policy(
+    model: models.ModelConfig,
+    config: EngineConfig,
+    has_processes: bool,
+    has_draft_model: bool,
+    has_pictures: bool,
+) -> None:
+    """Refuses what does not work with a kv policy."""
+    if config.kv_policy is None:
+        return
+    if (reason := models.why_not_moved(model)) is not None:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
+            f" {config.kv_policy}."
+        )
+    refused = [
+        ("kv_dtype", None, config.kv_dtype),
+        ("tensor_parallel", 1, config.tensor_parallel),
+        ("context_parallel", 1, config.context_parallel),
+        ("several processes", False, has_processes),
+        ("a draft model", False, has_draft_model),
+        ("pictures", False, has_pictures),
+    ]
+    for name, neutral, value in refused:
+        if value != neutral:
+            raise ValueError(
+                f"EngineConfig: {name}: expected {neutral} with kv_policy, got {value}."
+            )
+    most = StreamingPages(config.kv_policy, config.page_size).max_table_pages * config.page_size
+    if most > model.max_positions:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected sinks and window within {model.max_positions}"
+            f" tokens, the model's positions, got {most} with a block of the text and whole pages;"
+            " use a smaller window."
+        )
 
 
 def _check_draft_model(
