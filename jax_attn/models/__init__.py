@@ -50,7 +50,6 @@ from jax_attn.models._layers.decoder import (
 )
 from jax_attn.models._layers.lora import Adapters
 from jax_attn.models._layers.lora_pools import LoraPools
-from jax_attn.models._layers.moved_pages import move_keys, why_not_moved
 from jax_attn.models._layers.recurrence import States
 from jax_attn.models._layers.tensor_parallel import TensorParallel
 from jax_attn.models._layers.weight_updates import WeightUpdates

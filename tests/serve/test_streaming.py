@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
-from jax_attn import models
 from jax_attn.models._layers import decoder
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig

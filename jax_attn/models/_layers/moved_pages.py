@@ -1,4 +1,4 @@
-"""Copies of pages whose keys are rotated to other positions (RoPE, arXiv 2104.09864, section 3.2)."""
+"""Copies of pages whose keys are rotated to other positions: RoPE (arXiv 2104.09864)."""
 
 from __future__ import annotations
 

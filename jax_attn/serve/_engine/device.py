@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jax_attn import models
+from jax_attn.models._layers.moved_pages import move_keys
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
@@ -506,7 +507,7 @@ class Device:
         config = self._config
 
         def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
-            return models.move_keys(config, k_pages, v_pages, *rotations.T)
+            return move_keys(config, k_pages, v_pages, *rotations.T)
 
         k_pages, v_pages, _ = self._shapes[2]
         rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)

@@ -59,6 +59,7 @@ from typing import Any
 import jax
 
 from jax_attn import models
+from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
@@ -699,7 +700,7 @@ def _check_kv_policy(
     """Refuses what does not work with a kv policy."""
     if config.kv_policy is None:
         return
-    if (reason := models.why_not_moved(model)) is not None:
+    if (reason := why_not_moved(model)) is not None:
         raise ValueError(
             f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
             f" {config.kv_policy}."

@@ -98,7 +98,7 @@ class KvMemory:
         return seq.originals + seq.pages[self._num_copies(seq) :]
 
     def prompt_key(self, seq: Sequence) -> bytes:
-        """The tokens of the prompt that `seq` has given to the prefix cache or will give, packed."""
+        """The tokens of the prompt that are in the prefix cache or that `seq` brings, packed."""
         return seq.key(0 if seq.originals else self._num_whole(seq.num_prompt))
 
     def lookup_key(self, seq: Sequence) -> bytes:
@@ -355,7 +355,11 @@ class KvMemory:
                 node = node.parent
             pages = self.pages_by_text(seq)
             assert shared == pages[: seq.num_shared].tolist(), f"{seq.id}: shared pages"
-            private += pages[seq.num_shared :] + seq.pages[: self._num_copies(seq)]
+            num_sinks = self._num_copies(seq)
+            end = num_sinks + seq.num_dropped // self.config.page_size
+            holds_more = seq.originals and num_sinks < seq.num_shared <= end
+            assert not holds_more, f"{seq.id}: shared pages that it does not see"
+            private += pages[seq.num_shared :] + seq.pages[:num_sinks]
             num_computed = seq.num_dropped + len(seq.pages) * self.config.page_size
             assert 0 <= seq.num_computed <= num_computed, f"{seq.id}: computed beyond its pages"
         assert len(set(private)) == len(private), "a private page has two owners"

@@ -3,7 +3,8 @@
 The text is cut into blocks of pages. At the beginning of a block, `KvMemory.drop` gives back the
 pages between the first tokens (attention sinks) and the window before the block. So what a token
 sees is a function of its index alone: not of chunks, of other sequences, or of preemptions. A token
-sees the sinks, and between `window` and `window` + block + page tokens before it.
+sees the sinks, and between `window` and `window` + block + page tokens before it. (A token that is
+computed again, as a grammar made its sample void, may see what the next block does.)
 
 Positions are those in the cache (section 3.2). Keys are rotated when they are written, at their
 index in the text. RoPE depends on distances only, and those between the tokens of the window are
