@@ -15,6 +15,7 @@ from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._options import KV_DTYPES, LORA_RANK, engine_config, num_devices
+from jax_attn.serve._scheduling.streaming import StreamingPages
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -135,8 +136,11 @@ def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:
-    """The number of pages that one step full of prompts needs."""
-    return int(-(-args.max_step_tokens // args.page_size))
+    """The number of pages that one step full of prompts needs, or a sequence with a kv policy."""
+    fewest = int(-(-args.max_step_tokens // args.page_size))
+    if args.kv_policy is None:
+        return fewest
+    return max(fewest, StreamingPages(args.kv_policy, args.page_size).max_pages)
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
+from jax_attn import LLM
+from jax_attn.models._config.config import Latent, Temperature
 from jax_attn.models._layers import decoder
+from jax_attn.serve import _options
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._openai.metrics import _families
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 
@@ -177,3 +181,82 @@ def test_drafts_are_verified(model, make_engine, logprobs_of):
     tokens = 4 * prompt(model, 50, 15)  # so that the text repeats itself
     check_all(logprobs_of, engine, sequence(tokens, 60))
     assert engine.stats()["draft_tokens_taken"] > 0
+
+
+def test_of_one_device_of_several(model, logprobs_of):
+    engine = Engine(model, dataclasses.replace(CONFIG, devices=(jax.devices()[0],)))
+    engine.warm_up_first()
+    check_all(logprobs_of, engine, sequence(prompt(model, 50, 30), 70))
+
+
+def test_llm_and_its_limit(directory):
+    options = {"max_running": 2, "max_step_tokens": 16, "page_size": 4, "num_pages": 64}
+    policy = "streaming:window=40,sinks=6"
+    with LLM(directory, kv_policy=policy, max_model_len=3000, **options) as llm:
+        params = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        (output,) = llm.generate(["def "], **params)
+        assert len(output.completions[0].tokens) == 100
+        assert llm.stats()["dropped_pages"] > 10
+        with pytest.raises(ValueError, match="at most 3000"):  # more than the model's 2048
+            llm.generate(["def "], max_tokens=3000)
+
+
+def test_metrics(make_engine):
+    stats = make_engine().stats()
+    (family,) = (x for x in _families([((), stats)]) if x.name == "jax_attn_dropped_pages")
+    assert [sample.value for sample in family.samples] == [0]
+
+
+@pytest.mark.parametrize(
+    "text", ["window=3", "snapkv:", "streaming:sinks", "streaming:sinks=1,sinks=2", "streaming:x=1"]
+)
+def test_a_policy_that_there_is_not_is_refused(text):
+    with pytest.raises(ValueError, match="expected streaming:sinks=4,window=2000, got "):
+        Streaming.parse(text)
+    with pytest.raises(ValueError, match="--kv-policy: expected streaming:sinks=4,window=2000"):
+        _options.from_keywords({"kv_policy": text})
+
+
+def test_defaults_of_a_policy():
+    assert (
+        Streaming.parse("streaming") == Streaming(4, 2000) == Streaming.parse("streaming:sinks=4")
+    )
+    args = _options.from_keywords({"kv_policy": "streaming:window=9", "max_model_len": 77})
+    assert _options.engine_config(50, args).kv_policy == Streaming(4, 9, 77)
+    with pytest.raises(ValueError, match="streaming: window: expected at least 1, got 0"):
+        Streaming.parse("streaming:window=0")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kv_dtype": "int8"}, "kv_dtype: expected None with kv_policy, got int8"),
+        ({"tensor_parallel": 2}, "tensor_parallel: expected 1 with kv_policy, got 2"),
+        ({"context_parallel": 2}, "context_parallel: expected 1 with kv_policy, got 2"),
+        ({"num_pages": 20}, "num_pages: expected at least 27, which a sequence may hold"),
+        ({"max_kv_pages_step": 9}, "max_kv_pages_step: expected at least 27"),
+        (
+            {"kv_policy": Streaming(4, 2000), "num_pages": 2000},
+            "kv_policy: expected sinks and window within 2048 tokens, the model's positions, got",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(model, dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.parametrize(
+    "of_layer, of_model, reason",
+    [
+        ({"window": 8}, {}, "layers with a sliding window"),
+        ({"temperature": Temperature(0.1, 8.0)}, {}, "queries scaled by their position"),
+        ({}, {"qk_norm_after_rope": True}, "norms of keys after RoPE"),
+        ({}, {"latent": Latent(8, 8, 8, 8, 8, False)}, "latent attention"),
+    ],
+)
+def test_models_whose_keys_cannot_move_are_refused(model, of_layer, of_model, reason):
+    layers = tuple(dataclasses.replace(kind, **of_layer) for kind in model.config.layers)
+    config = dataclasses.replace(model.config, layers=layers, **of_model)
+    with pytest.raises(ValueError, match=f"kv_policy: expected None, as llama has {reason}, got"):
+        Engine(model._replace(config=config), CONFIG)

@@ -509,9 +509,11 @@ class Device:
         def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
             return move_keys(config, k_pages, v_pages, *rotations.T)
 
-        k_pages, v_pages, _ = self._shapes[2]
+        pools = self._shapes[2][:2]
+        shardings = None if self._split is None else jax.tree.map(lambda x: x.sharding, pools)
+        rotate: Any = jax.jit(move, donate_argnums=(0, 1), out_shardings=shardings)
         rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
-        return _compile(jax.jit(move, donate_argnums=(0, 1)), k_pages, v_pages, rotations)
+        return _compile(rotate, *pools, rotations)
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
