@@ -130,6 +130,8 @@ def _num_host_pages(config: models.ModelConfig, args: argparse.Namespace) -> int
 
 def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of all slots of recurrent states on one device; 0: the model has none."""
+    if config.recurrent is None:
+        return 0
     num_slots = capacities(engine_config(1, args), config).num_states
     states = jax.eval_shape(lambda: models.init_states(config, num_slots, args.dtype))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))

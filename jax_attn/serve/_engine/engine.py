@@ -337,7 +337,7 @@ class Engine:
         self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
-        _check_sequence(seq, config, self.max_sequence_tokens)
+        _check_sequence(seq, config, self.config.kv_policy is None)
         if seq.pictures:
             if self._pictures is None:
                 raise ValueError(
@@ -632,14 +632,12 @@ def _like(shape: Any, arrays: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(arrays))
 
 
-def _check_sequence(seq: Sequence, config: models.ModelConfig, most: int) -> None:
-    """Raises ValueError if the model cannot run the sequence. most: tokens of a sequence."""
+def _check_sequence(seq: Sequence, config: models.ModelConfig, is_whole: bool) -> None:
+    """Raises ValueError if the model cannot run the sequence. is_whole: there is no kv policy."""
     params = seq.params
-    # Fewer for want of pages: the scheduler's sentence.
-    most = max(most, config.max_positions)
-    if seq.num_prompt + params.max_tokens > most:
+    if is_whole and seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(
-            f"max_tokens: expected prompt and output within the model's {most} "
+            f"max_tokens: expected prompt and output within the model's {config.max_positions} "
             f"tokens, got {seq.num_prompt} + {params.max_tokens}."
         )
     sampling.check(params)
