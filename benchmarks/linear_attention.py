@@ -78,9 +78,10 @@ def decode() -> None:
         o, pool[0] = call(*given, pool[0], plan)
         jax.block_until_ready((o, pool[0]))
 
-    ours = best(step, 10)
     copied = np.zeros(spec.state_shape, np.float32), np.ones(spec.state_shape, np.float32)
-    copy = best(lambda: np.copyto(*copied), 10)
+    # In turns, and of many: both are short, so that other work of the machine shows.
+    pairs = [(best(step, 10), best(lambda: np.copyto(*copied), 10)) for _ in range(30)]
+    ours, copy = (min(times) for times in zip(*pairs, strict=True))
     print(f"decode of {DECODES}: {ours:.2f}, copy {copy:.2f}, ratio {copy / ours:.2f}", flush=True)
 
 

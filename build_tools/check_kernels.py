@@ -122,7 +122,14 @@ _CODE_ROWS = (
     "places of codes and of copies of a producer, which has 56 registers: up to 14 words that it"
     " reads in each step, 62 with head_dim 256",
 )
+_LINEAR_MAPS = (
+    144,
+    "rows of M and B, fragments of M and a product take 192 registers: two words on sm_80, 36 on"
+    " sm_120a; not looked into, no such GPU was at hand",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
+    "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
         _STEP_OF_CODES
     ),
@@ -626,6 +633,37 @@ QUANTIZED_PRODUCTS = (
 )  # fmt: skip
 
 
+# dtype, devices, threads, vectors, two-shot, norm, quantizes (csrc/jit/kernel_source.h).
+ALL_REDUCES = (
+    (0, 2, 512, 1, False, True, False),
+    (0, 2, 512, 2, False, False, False),
+    (0, 4, 512, 1, False, True, False),
+    (0, 4, 512, 2, True, True, False),
+    (1, 8, 512, 2, False, True, False),
+    (2, 8, 512, 2, True, True, False),
+)
+QUANTIZING_ALL_REDUCES = ((0, 2, 512, 1, False, True, True), (0, 8, 512, 2, True, True, True))
+
+# Words of a problem behind its target (csrc/select/linear.cc): dtype, heads of q and of v, dims of
+# k and of v, decay, delta rule, l2 norm, bf16 states, tokens, tokens a request, chunks.
+LINEAR_ATTENTIONS = [
+    (*kernel, tokens, qo_len, chunks)
+    for tokens, qo_len, chunks in ((64, 1, 129), (4096, 4096, 66))
+    for kernel in (
+        (0, 16, 32, 128, 128, 1, 1, 1, 1),
+        (0, 16, 32, 128, 128, 1, 1, 1, 0),
+        (1, 32, 32, 128, 128, 2, 1, 1, 0),
+        (0, 1, 24, 128, 64, 1, 0, 0, 0),
+        (2, 1, 2, 256, 256, 2, 1, 1, 0),
+        (0, 1, 8, 256, 64, 1, 0, 0, 1),
+        (2, 2, 4, 72, 136, 0, 0, 1, 1),
+        (1, 1, 1, 8, 8, 0, 1, 0, 0),
+    )
+]
+# dtype, width, silu
+SHORT_CONVOLUTIONS = ((0, 4, True), (1, 8, True), (2, 4, False), (2, 8, True), (0, 1, False))
+
+
 def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     """Yields sources, with the CTAs per multiprocessor that launches need (0: as many as fit)."""
     appends: dict[str, _core.KernelSource] = {}  # by name
@@ -649,8 +687,19 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.plan_source(arch, general), 0
     for dtype in range(3):
         yield _core.merge_source(arch, dtype), 0
+    for reduction in ALL_REDUCES + (QUANTIZING_ALL_REDUCES if arch >= 89 else ()):
+        yield _core.all_reduce_source(arch, *reduction), 0
     for case in QUANTIZED_PRODUCTS:
         yield _core.quantized_product_source(arch, *case), 0
+    linear = {
+        source.name: source
+        for words in LINEAR_ATTENTIONS
+        for source in _core.linear_attention_sources([arch, 0, *words])
+    }
+    for source in linear.values():
+        yield source, 0
+    for convolution in SHORT_CONVOLUTIONS:
+        yield _core.short_convolution_source(arch, *convolution), 0
 
 
 # --- reading cubins ---

@@ -12,11 +12,14 @@
 #include "cpu/dispatch.h"
 #include "ffi/handlers.h"
 #include "jit/compile_log.h"
+#include "jit/device_group.h"
 #include "jit/kernels.h"
 #include "plan/check.h"
 #include "plan/plan.h"
+#include "plan/state_plan.h"
 #include "select/select.h"
 #include "select/tuning.h"
+#include "variant/transform_words.h"
 #include "variant/words.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -87,13 +90,20 @@ void ThrowIfBadSpec(const Status& status) {
 
 // Makes a problem whose configuration is chosen by select/, except for the fields in `overrides`.
 AttentionProblem MakeProblem(const nb::dict& spec, const nb::dict& overrides,
-                             const std::vector<int64_t>& program) {
+                             const std::vector<int64_t>& program,
+                             const std::vector<std::vector<int64_t>>& transforms) {
   AttentionProblem problem;
   FromDict(spec, &problem.spec);
   ThrowIfBadSpec(DecodeProgram(program.data(), program.size(), &problem.program));
+  for (size_t i = 0; i < std::min<size_t>(2, transforms.size()); ++i) {
+    ThrowIfBadSpec(DecodeTransform(transforms[i].data(), transforms[i].size(),
+                                   problem.program.operands, problem.program.num_operands,
+                                   &problem.transforms[i]));
+  }
   ThrowIfBadSpec(CheckSpec(problem.spec));
   SettleHeadBlocks(&problem.spec);
-  problem.config = SelectAttention(problem.spec, nullptr, &problem.program);
+  problem.config =
+      SelectAttention(problem.spec, nullptr, &problem.program, problem.transforms_rows());
   FromDict(overrides, &problem.config);
   ThrowIfBadSpec(CheckProblem(problem));  // FillCapacities computes with these fields
   FillCapacities(&problem);
@@ -149,7 +159,7 @@ void CheckPlanOf(const AttentionProblem& problem, nb::handle buffer, int64_t num
 // [(choice, reason)] for the configuration that select/ chose.
 nb::list ReasonList(const AttentionProblem& problem) {
   Reasons reasons;
-  SelectAttention(problem.spec, &reasons, &problem.program);
+  SelectAttention(problem.spec, &reasons, &problem.program, problem.transforms_rows());
   nb::list list;
   if (problem.spec.arch == 0) reasons.emplace_back("isa", DescribeCpuIsas(problem.spec));
   for (const auto& [what, why] : reasons) list.append(nb::make_tuple(what, why));
@@ -174,6 +184,27 @@ std::vector<int> ProgramLevels(const std::vector<int64_t>& words) {
     levels.push_back(program.instructions[i].level);
   }
   return levels;
+}
+
+// Refuses words that are not a transform. types, ranks: of the variant's operands.
+void CheckTransform(const std::vector<int64_t>& words, const std::vector<i32>& types,
+                    const std::vector<i32>& ranks) {
+  ProgramOperand operands[kMaxVariantOperands] = {};
+  const size_t num = std::min<size_t>({types.size(), ranks.size(), kMaxVariantOperands});
+  for (size_t i = 0; i < num; ++i) operands[i] = {types[i], ranks[i]};
+  Transform transform;
+  ThrowIfError(
+      DecodeTransform(words.data(), words.size(), operands, static_cast<i32>(num), &transform));
+  if (!transform.present()) throw std::invalid_argument("transform: expected words, got none.");
+}
+
+// The names of the operations on vectors, by number from kFirstTransformOp on.
+nb::list TransformOps() {
+  nb::list list;
+#define JAX_ATTN_OP(name, word) list.append(word);
+  JAX_ATTN_TRANSFORM_OPS(JAX_ATTN_OP)
+#undef JAX_ATTN_OP
+  return list;
 }
 
 // Reads the gradient of the problem's variant; without a variant there are no words.
@@ -208,8 +239,8 @@ nb::list Registrations() {
   };
   for (const auto* targets :
        {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
-        &kProductTargets, &kLinearAttentionTargets, &kLoraTargets, &kQuantizedProductTargets,
-        &kShortConvolutionTargets}) {
+        &kAllReduceTargets, &kProductTargets, &kLinearAttentionTargets, &kLoraTargets,
+        &kQuantizedProductTargets, &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -261,8 +292,17 @@ nb::dict StatsDict() {
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
   dict["quantized_product_launches"] = stats.quantized_product_launches;
+  dict["all_reduce_launches"] = stats.all_reduce_launches;
+  dict["linear_attention_launches"] = stats.linear_attention_launches;
+  dict["short_convolution_launches"] = stats.short_convolution_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
+}
+
+LinearAttentionProblem ReadLinear(const std::vector<int64_t>& words) {
+  LinearAttentionProblem problem;
+  ThrowIfError(ReadLinearProblem(words.data(), static_cast<int64_t>(words.size()), &problem));
+  return problem;
 }
 
 }  // namespace
@@ -284,17 +324,27 @@ NB_MODULE(_core, m) {
   m.attr("max_variant_operands") = kMaxVariantOperands;
   m.attr("max_derivatives") = kMaxDerivatives;
   m.attr("variant_ops") = VariantOps();
+  m.attr("transform_version") = kTransformVersion;
+  m.attr("first_transform_op") = kFirstTransformOp;
+  m.attr("transform_ops") = TransformOps();
+  m.attr("max_transform_args") = kMaxTransformArgs;
+  m.attr("max_transform_values") = kMaxTransformValues;
+  m.attr("max_transform_results") = kMaxTransformResults;
+  m.attr("max_transform_pool") = kMaxTransformPool;
   m.def("program_levels", &ProgramLevels);
+  m.def("check_transform", &CheckTransform);
   m.def("registrations", &Registrations);
 
   nb::class_<AttentionProblem>(m, "Problem")
       .def(
           "__init__",
           [](AttentionProblem* self, const nb::dict& spec, const nb::dict& overrides,
-             const std::vector<int64_t>& program) {
-            new (self) AttentionProblem(MakeProblem(spec, overrides, program));
+             const std::vector<int64_t>& program,
+             const std::vector<std::vector<int64_t>>& transforms) {
+            new (self) AttentionProblem(MakeProblem(spec, overrides, program, transforms));
           },
-          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>())
+          nb::arg("spec"), nb::arg("overrides"), nb::arg("program") = std::vector<int64_t>(),
+          nb::arg("transforms") = std::vector<std::vector<int64_t>>())
       .def_prop_ro("spec", [](const AttentionProblem& p) { return ToDict(p.spec); })
       .def_prop_ro("config", [](const AttentionProblem& p) { return ToDict(p.config); })
       .def_prop_ro("reasons", &ReasonList)
@@ -377,6 +427,11 @@ NB_MODULE(_core, m) {
     return Prepared([&](KernelInfo* info) { return PreparePlan({arch, general}, info); });
   });
   m.def("jit_stats", &StatsDict);
+  m.def("can_access_peers", &CanAccessPeers);
+  m.def("all_reduce_fault", [] { return AnyGroupFault().message; });
+  m.attr("max_reducers") = kMaxReducers;
+  m.attr("all_reduce_ctas") = kAllReduceCtas;
+  m.attr("all_reduce_row_bytes") = kAllReduceSlotBytes;
 
   nb::class_<KernelSource>(m, "KernelSource")
       .def_ro("name", &KernelSource::name)
@@ -400,10 +455,36 @@ NB_MODULE(_core, m) {
         [](int64_t arch, bool general) { return PlanKernelSource({arch, general}); });
   m.def("merge_source",
         [](int64_t arch, int64_t dtype) { return MergeKernelSource({arch, dtype}); });
+  m.def("all_reduce_source",
+        [](int64_t arch, int64_t dtype, int64_t num_devices, int64_t num_threads, int64_t vectors,
+           bool two_shot, bool norm, bool quantizes) {
+          return AllReduceKernelSource(
+              {arch, dtype, num_devices, num_threads, vectors, two_shot, norm, quantizes});
+        });
   m.def("quantized_product_source", [](int64_t arch, int64_t dtype, int64_t format,
                                        int64_t tile_rows, int64_t tile_columns,
                                        int64_t scale_rows) {
     return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
+  });
+  m.def("check_state_plan", [](const std::string& op, nb::handle buffer, int64_t begin,
+                               int64_t max_tokens, int64_t num_slots) {
+    const Int32Array words(buffer, 1);
+    StatePlan plan;
+    ThrowIfError(
+        ReadStatePlan(op, words.data(), words.shape(0), begin, max_tokens, num_slots, &plan));
+  });
+  m.def("linear_attention_sources", [](const std::vector<int64_t>& words) {
+    std::vector<KernelSource> sources;
+    for (const LinearAttentionKernel& kernel : LinearAttentionKernels(ReadLinear(words))) {
+      sources.push_back(LinearAttentionKernelSource(kernel));
+    }
+    return sources;
+  });
+  m.def("linear_attention_workspace_words", [](const std::vector<int64_t>& words) {
+    return SizeLinearAttention(ReadLinear(words)).workspace_words;
+  });
+  m.def("short_convolution_source", [](int64_t arch, int64_t dtype, int64_t width, bool silu) {
+    return ShortConvolutionKernelSource({arch, dtype, width, silu});
   });
 }
 

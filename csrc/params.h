@@ -649,4 +649,175 @@ struct QuantizedProductParams {
 // Rows that a thread of merge has at a time.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 
+// ---- recurrent states (jax_attn/_spec/state_spec.py has the recurrence)
+// --------------------------
+
+// A row of a plan's chunks (jax_attn/_plan/state_plan.py).
+struct StateChunk {
+  i32 begin, length;  // rows of q, k, v and o
+  i32 is_first;       // 1: the state before it is that of read_slot, else that of the chunk before
+  i32 read_slot, write_slot, request;  // slot -1: zeros; nowhere
+};
+
+// Words of a plan's header.
+enum StatePlanWord : i32 {
+  kStatePlanBatch = 0,
+  kStatePlanTokens,
+  kStatePlanChunks,
+  kStatePlanFault,  // not 0: there are no chunks, and results are NaN
+  kStatePlanHeaderWords = 8
+};
+
+// A plan and a pool as kernels on devices read them. Chunks of a request follow each other, and
+// requests follow each other in the order of their tokens. Read it by cuda/common/state_plan.cuh,
+// which takes words out of range for a fault.
+struct StatePlanParams {
+  const i32* header;         // [kStatePlanHeaderWords]
+  const StateChunk* chunks;  // [max_chunks], 4-byte aligned
+  const i32* layer;          // []
+  i32 max_chunks;
+  i32 max_tokens;  // rows of q, k, v and o; those behind the plan's tokens become 0
+  i32 num_slots;
+  i32 num_layers;  // of the pool; 1 if it is not stacked
+};
+
+enum LinearDecay : i32 { kNoDecay = 0, kHeadDecay, kChannelDecay };
+
+// The loops of linear attention on devices.
+enum LinearLoop : i32 {
+  kRecurrence = 0,  // cuda/any/linear_attention.cuh: token by token, the state in registers
+  kPortableChunks,  // cuda/sm80/linear_attention.cuh: chunks, by mma.sync
+  kHopperChunks,    // cuda/sm90/linear_attention.cuh: chunks, by wgmma
+  kNumLinearLoops
+};
+
+// The part of a state that a CTA of the recurrence has. A lane has vectors of 16 bytes of it. A
+// warp has 8 of them side by side, which are lines of 128 bytes, in four rows at a time.
+struct RecurrenceTile {
+  i32 vector;  // elements
+  i32 column_warps, row_warps;
+  i32 rows;  // of a lane
+  constexpr i32 num_threads() const { return column_warps * row_warps * 32; }
+};
+inline constexpr i32 kRecurrenceColumnLanes = 8, kRecurrenceRowLanes = 4;
+// Registers of a lane that hold the state: with f32 sums and what changes them they fit 128, so
+// that 512 threads share a multiprocessor.
+inline constexpr i32 kRecurrenceElements = 64, kRecurrenceResidentThreads = 512;
+constexpr RecurrenceTile RecurrenceTileOf(i64 dim_k, i64 dim_v, bool has_bf16_states,
+                                          i64 tile_columns) {
+  const auto ceil = [](i64 a, i64 b) { return static_cast<i32>((a + b - 1) / b); };
+  RecurrenceTile tile = {};
+  tile.vector = has_bf16_states ? 8 : 4;
+  const i64 columns = dim_v < tile_columns ? dim_v : tile_columns;
+  tile.column_warps = ceil(columns, kRecurrenceColumnLanes * tile.vector);
+  tile.row_warps = ceil(dim_k, kRecurrenceRowLanes * (kRecurrenceElements / tile.vector));
+  tile.rows = ceil(dim_k, kRecurrenceRowLanes * tile.row_warps);
+  return tile;
+}
+
+// Arrays are contiguous and aligned to 16 bytes. Head dims, types and the kind of the decay are
+// Traits of a kernel.
+struct LinearAttentionParams {
+  const void *q, *k;  // [max_tokens, num_qk_heads, dim_k]
+  const void* v;      // [max_tokens, num_v_heads, dim_v]
+  const float* g;     // [max_tokens, num_v_heads] or [.., dim_k], natural log; null: no decay
+  const float* beta;  // [max_tokens, num_v_heads]; null: 1
+  void* states;       // [num_layers, num_slots, num_v_heads, dim_k, dim_v], f32 or bf16
+  void* o;            // like v
+  StatePlanParams plan;
+  float scale;
+  i32 num_qk_heads, num_v_heads;
+  // Chunked loops alone. A request of more chunks than segment_chunks is split into segments of so
+  // many; 0: requests are not split. The first num_zero_words words of the workspace are 0 before
+  // a launch.
+  i32 segment_chunks;
+  void* workspace;  // [workspace_words], 32 bits each, 128-byte aligned
+};
+
+// The launches of a chunked loop, in this order.
+enum LinearPhase : i32 {
+  kLinearTerms = 0,  // what each chunk computes without a state
+  kLinearMaps,       // the map of states of each segment that another one follows
+  kLinearStarts,     // the states before these others
+  kLinearOutputs     // o, and the states behind chunks
+};
+
+// Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
+inline constexpr i32 kLinearTokens = 64;
+
+// A lower triangle of kLinearTokens rows without the blocks of 16 x 16 above its diagonal.
+inline constexpr i32 kLowerElements = 16 * 16 * 10;
+// Index of an element of such a triangle: rows of 16, 32, 48 and 64 elements.
+constexpr i32 LowerIndex(i32 row, i32 column) {
+  const i32 block = row / 16;
+  return 128 * block * (block + 1) + row % 16 * 16 * (block + 1) + column;
+}
+
+// What kLinearTerms computes of a chunk for one v head. G is the sum of log decays from the start
+// of the chunk; n(k) and n(q) are the l2 norm factors, or 1. Elements are in spec.dtype.
+struct LinearTerms {
+  unsigned short solve[kLowerElements];  // (I + A)^-1 diag(beta); not without delta rule
+  unsigned short qk[kLowerElements];     // scale n(q_i) n(k_j) q_i k_j exp(G_i - G_j), i >= j
+  float since_k[kLinearTokens];          // exp(G_j) n(k_j); without delta rule beta_j
+  float since_q[kLinearTokens];          // scale exp(G_j) n(q_j)
+  float until_k[kLinearTokens];          // exp(G_last - G_j) n(k_j)
+  float decay[32];                       // [0]: exp(G_last)
+};
+
+// Segments of a call, in an order that does not matter.
+struct LinearSegment {
+  i32 begin;        // its first chunk
+  i32 first;        // the first chunk of its request
+  i32 is_followed;  // by another one: it has segment_chunks chunks
+};
+
+// Offsets, in bytes, in the workspace of a chunked loop. dims: padded to whole tiles.
+struct LinearWorkspace {
+  i64 num_segments;  // one word, 0 before the launch
+  i64 segments;      // LinearSegment[max_chunks]
+  i64 terms;         // LinearTerms[max_chunks][num_v_heads]
+  // A segment that another one follows is number begin / segment_chunks of these. It maps the state
+  // S before it to M S + B. The state before the first segment of a request is copied, since the
+  // last one may overwrite it in the pool while others read it.
+  i64 is_zero;  // i32[max_maps][num_v_heads]: M is 0
+  i64 m;        // u16[max_maps][num_v_heads][2][dim_k][dim_k]: M = [0] + [1], in tiles
+  i64 b;        // f32[max_maps][num_v_heads][dim_k][dim_v]; then the state behind the segment
+  i64 states;   // like b
+  i64 size;
+
+  constexpr LinearWorkspace(i64 max_chunks, i64 num_v_heads, i64 dim_k, i64 dim_v,
+                            i64 segment_chunks)
+      : num_segments(0), segments(128), terms(0), is_zero(0), m(0), b(0), states(0), size(0) {
+    const i64 max_maps = segment_chunks > 0 ? max_chunks / segment_chunks + 1 : 0;
+    const i64 maps = max_maps * num_v_heads;
+    terms = RoundUpTo128(segments + max_chunks * static_cast<i64>(sizeof(LinearSegment)));
+    is_zero = terms + max_chunks * num_v_heads * static_cast<i64>(sizeof(LinearTerms));
+    m = RoundUpTo128(is_zero + maps * 4);
+    b = m + maps * 4 * dim_k * dim_k;
+    states = b + maps * 4 * dim_k * dim_v;
+    size = states + maps * 4 * dim_k * dim_v;
+  }
+  static constexpr i64 RoundUpTo128(i64 bytes) { return (bytes + 127) / 128 * 128; }
+};
+
+// A causal depthwise convolution of the requests of a plan (jax_attn/_ops/short_convolution.py).
+struct ShortConvolutionParams {
+  const void* x;        // [max_tokens, num_channels]
+  const float* weight;  // [num_channels, width]
+  const float* bias;    // [num_channels]
+  void* states;         // [num_layers, num_slots, width - 1, num_channels], in x's type
+  void* y;              // like x
+  StatePlanParams plan;
+  i32 num_channels;
+  i32 tile_rows;  // tokens of a chunk that one thread takes together
+  i32 row_tiles;  // threads that share the tokens of a chunk
+};
+
+// Neighbouring channels of a thread: 16 bytes, or 8 where the taps of so many channels do not fit
+// the registers, or 1 if rows are no multiple of these.
+constexpr i32 ConvolutionVector(i64 dtype, i64 width, i64 num_channels) {
+  const i32 channels = dtype != 2 && width <= 4 ? 8 : 4;  // 2: f32
+  return num_channels % channels == 0 ? channels : 1;
+}
+
 }  // namespace jax_attn

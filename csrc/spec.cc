@@ -21,6 +21,11 @@ std::vector<int64_t> EncodeProblem(AttentionProblem problem) {
   auto append = [&](const char*, auto& field) { words.push_back(ToWord(field)); };
   VisitFields(problem.spec, append);
   VisitFields(problem.config, append);
+  for (const Transform& transform : problem.transforms) {
+    const std::vector<int64_t> own = EncodeTransform(transform);
+    words.push_back(static_cast<int64_t>(own.size()));
+    words.insert(words.end(), own.begin(), own.end());
+  }
   const std::vector<int64_t> program = EncodeProgram(problem.program);
   words.insert(words.end(), program.begin(), program.end());
   return words;
@@ -37,7 +42,26 @@ Status DecodeProblem(const int64_t* words, size_t num_words, AttentionProblem* p
   auto read = [&](const char*, auto& field) { FromWord(*at++, field); };
   VisitFields(problem->spec, read);
   VisitFields(problem->config, read);
-  return DecodeProgram(at, num_words - num_fields, &problem->program);
+  const int64_t* const end = words + num_words;
+  struct {
+    const int64_t* words;
+    size_t num;
+  } transforms[2];
+  for (auto& transform : transforms) {
+    // num_fields counts both numbers, so the first one is there.
+    if (at >= end || *at < 0 || *at >= end - at) {
+      return Status::Error("expected the words of transforms, got fewer.");
+    }
+    transform = {at + 1, static_cast<size_t>(*at)};
+    at += 1 + *at;
+  }
+  JAX_ATTN_RETURN_IF_ERROR(DecodeProgram(at, static_cast<size_t>(end - at), &problem->program));
+  for (int i = 0; i < 2; ++i) {
+    JAX_ATTN_RETURN_IF_ERROR(
+        DecodeTransform(transforms[i].words, transforms[i].num, problem->program.operands,
+                        problem->program.num_operands, &problem->transforms[i]));
+  }
+  return Status::Ok();
 }
 
 }  // namespace jax_attn

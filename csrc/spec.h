@@ -11,6 +11,7 @@
 #include "params.h"
 #include "status.h"
 #include "variant/program.h"
+#include "variant/transform_words.h"
 
 namespace jax_attn {
 
@@ -163,12 +164,17 @@ struct AttentionProblem {
   AttentionSpec spec;
   KernelConfig config;
   VariantProgram program = {};  // the spec's variant
+  // Of k and v, as they run in the kernels on rows of `dtype`.
+  Transform transforms[2];
+
+  bool transforms_rows() const { return transforms[0].present() || transforms[1].present(); }
 };
 
-inline constexpr int64_t kProblemVersion = 7;
+inline constexpr int64_t kProblemVersion = 8;
 
 // The words of the FFI attribute "problem": the version, every field in the order of VisitFields,
-// and the words of the program (variant/words.h; none without a variant).
+// the words of the transforms of k and v (variant/transform_words.h), each after their number, and
+// the words of the program (variant/words.h; none without a variant).
 std::vector<int64_t> EncodeProblem(AttentionProblem problem);
 
 // Refuses the words of another version of this library and those of a bad program. Does not check

@@ -137,10 +137,14 @@ def attention(
             kv_len=visible.shape[1],
         )
         at = jax.tree.map(lambda x: np.asarray(x, np.int32), facts)
+        q_r, k_r, v_r = (
+            _transformed(name, x, at, spec, variant_operands)
+            for name, x in (("q", q[rows]), ("k", k[places]), ("v", v[places]))
+        )
         o_r, lse_r = attention_dense(
-            q[rows],
-            k[places],
-            v[places],
+            q_r,
+            k_r,
+            v_r,
             visible,
             sm_scale=spec.sm_scale,
             logits_soft_cap=spec.logits_soft_cap,
@@ -149,6 +153,7 @@ def attention(
             at=at,
             variant_operands=variant_operands,
         )
+        o_r = _transformed("o", o_r, at, spec, variant_operands)
         os.append(o_r.astype(dtype))
         lses.append(lse_r)
     xp = _namespace(q)
@@ -156,6 +161,39 @@ def attention(
     os.append(xp.zeros((padding, q.shape[1], v.shape[-1]), dtype))
     lses.append(xp.full((padding, q.shape[1]), -np.inf, _compute_dtype(q)))
     return xp.concatenate(os), xp.concatenate(lses)
+
+
+def _transformed(
+    name: str,
+    x: Array,
+    at: At,
+    spec: AttentionSpec,
+    variant_operands: Mapping[str, Array] | None,
+) -> Array:
+    """The vectors of a request after a transform of the spec's variant, rounded to their dtype.
+
+    x: [tokens, heads, head_dim]. at: arrays that broadcast to [num_qo_heads, qo_len, kv_len].
+    """
+    variant = spec.variant
+    if variant is None or name not in variant.transforms:
+        return x
+    tokens, heads, _ = x.shape
+    facts: dict[str, Any] = {}
+    for fact in ("request", "q_len", "kv_len", *(["q_pos", "q_row"] if name in "qo" else [])):
+        facts[fact] = np.asarray(getattr(at, fact)).reshape(-1, 1)
+    if name in "kv":
+        facts |= {fact: np.asarray(getattr(at, fact)).reshape(-1, 1) for fact in _OF_KEYS}
+        facts["kv_row"] = np.broadcast_to(facts["kv_row"], (tokens, 1))
+    facts["head"] = np.arange(heads, dtype=np.int32)
+    group = spec.num_qo_heads // spec.num_kv_heads
+    facts["kv_head"] = facts["head"] // (group if name in "qo" else 1)
+    wide = np.asarray(x).astype(_compute_dtype(x))
+    with jax.enable_x64(True) if wide.dtype == np.float64 else contextlib.nullcontext():
+        found = variant.apply_transform(name, wide, facts, variant_operands or {})
+    return _namespace(x).asarray(found).astype(x.dtype)
+
+
+_OF_KEYS = ("kv_pos", "kv_row")
 
 
 def _requests(
@@ -576,7 +614,7 @@ def attention_dense(
     if bias is not None:
         logits = logits + bias.astype(dtype)
     visible = xp.broadcast_to(visible, logits.shape)
-    if variant is not None:
+    if variant is not None and variant.has_program:
         assert at is not None
         with jax.enable_x64(True) if dtype == np.float64 else contextlib.nullcontext():
             changed, seen = variant.apply(logits, at, variant_operands or {})

@@ -12,6 +12,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/threads/thread_scratch.h"
+#include "cpu/transform_code.h"
 #include "cpu/variant_code.h"
 #include "select/devices.h"
 
@@ -247,6 +248,15 @@ void AttentionCpu(const AttentionProblem& problem, const AttentionParams& params
     MakeVariantCode(problem.program, problem.spec.logits_soft_cap > 0, nullptr, &code);
     geometry.program = &problem.program;
     geometry.code = &code;
+  }
+  std::vector<TransformCodeLine> lines[2];
+  TransformCode transforms[2];
+  for (int i = 0; i < 2; ++i) {
+    if (!problem.transforms[i].present()) continue;
+    const TransformView view = problem.transforms[i].View(problem.program);
+    lines[i].resize(static_cast<size_t>(MaxCodeLines(view)));
+    MakeTransformCode(view, lines[i].data(), &transforms[i]);
+    geometry.transforms[i] = &transforms[i];
   }
   std::fill_n(params.merge_counters, params.header->num_merge_groups, 0);
   Queues queues(kernels, few, of.few_rows, params, geometry);

@@ -16,6 +16,7 @@ namespace jax_attn {
 struct AttentionSpec;
 struct VariantProgram;
 struct VariantCode;
+struct TransformCode;
 
 // The fields of a problem, besides AttentionParams, that the kernels need.
 struct CpuGeometry {
@@ -23,6 +24,7 @@ struct CpuGeometry {
   i64 tile_kv;   // kv tokens of an online softmax step, which starts at a multiple of it
   const VariantProgram* program;  // a variant's program, and the same in execution order; or null
   const VariantCode* code;
+  const TransformCode* transforms[2];  // of keys and of values; null: they stay as they are
 };
 
 struct Range {

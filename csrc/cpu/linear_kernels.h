@@ -21,13 +21,6 @@ struct LinearParams {
   bool has_delta_rule, has_l2_norm, has_bf16_states;
 };
 
-// A row of a plan's chunks (jax_attn/_plan/state_plan.py).
-struct StateChunk {
-  i32 begin, length;  // rows of q, k, v and o
-  i32 is_first;       // 1: the state before it is that of read_slot, else that of the chunk before
-  i32 read_slot, write_slot, request;
-};
-
 // Columns of v whose states a task computes are a multiple of this.
 inline constexpr i64 kLinearColumns = 32;
 

@@ -23,6 +23,7 @@ extern const std::vector<Target> kAttentionTargets;
 extern const std::vector<Target> kBackwardTargets;
 extern const std::vector<Target> kAppendTargets;
 extern const std::vector<Target> kMergeTargets;
+extern const std::vector<Target> kAllReduceTargets;
 extern const std::vector<Target> kProductTargets;
 extern const std::vector<Target> kLinearAttentionTargets;
 extern const std::vector<Target> kLoraTargets;

@@ -1,4 +1,4 @@
-// jax_attn_linear_attention: unpack, check, launch, return. CPUs only.
+// jax_attn_linear_attention: unpack, check, launch, return. Gradients on CPUs only.
 #include "cpu/linear_attention.h"
 
 #include <algorithm>
@@ -9,12 +9,13 @@
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "ffi/state_plan.h"
+#include "jit/kernels.h"
+#include "select/linear.h"
 
 namespace jax_attn {
 namespace {
 
 constexpr char kOp[] = "linear_attention";
-constexpr int64_t kMaxHeadDim = 256;
 
 // The operands that a call and its gradients share, in the order of their bindings. Absent operands
 // are arrays of rank 1 without elements.
@@ -25,15 +26,66 @@ struct LinearOperands {
 };
 
 struct LinearAttributes {
-  bool has_delta_rule, has_l2_norm;
+  ffi::Span<const int64_t> problem;
   float scale;
   int64_t chunks_begin;  // word of the plan
   bool poison;
 };
 
+// The pool of a call.
+struct LinearPool {
+  int64_t num_layers = 1, num_slots = 0;
+};
+
+Status ReadProblemOf(const LinearAttributes& attributes, LinearAttentionProblem* problem) {
+  return ReadLinearProblem(attributes.problem.begin(),
+                           static_cast<int64_t>(attributes.problem.size()), problem);
+}
+
+// Checks the arrays of a call without reading them.
+Status CheckOperands(const LinearOperands& call, const LinearAttentionProblem& problem,
+                     LinearPool* pool) {
+  const LinearAttentionKernel& kernel = problem.kernel;
+  const int64_t tokens = problem.max_tokens, heads = problem.num_v_heads;
+  const int64_t dim_k = kernel.head_dim_k, dim_v = kernel.head_dim_v;
+  const ffi::DataType type = ToDataType(kernel.dtype);
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "q", call.q, type, {tokens, problem.num_qk_heads, dim_k}));
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "k", call.k, type, {tokens, problem.num_qk_heads, dim_k}));
+  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "v", call.v, type, {tokens, heads, dim_v}));
+  if (kernel.decay == kNoDecay) {
+    JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "g", call.g, ffi::F32, {0}));
+  } else {
+    JAX_ATTN_RETURN_IF_ERROR(kernel.decay == kChannelDecay
+                                 ? CheckBuffer(kOp, "g", call.g, ffi::F32, {tokens, heads, dim_k})
+                                 : CheckBuffer(kOp, "g", call.g, ffi::F32, {tokens, heads}));
+  }
+  if (call.beta.dimensions().size() != 1) {
+    JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "beta", call.beta, ffi::F32, {tokens, heads}));
+  }
+  const auto of_states = call.states.dimensions();
+  const bool is_stacked = of_states.size() == 5;
+  if (of_states.size() != 4 && !is_stacked) {
+    return Status::Error("linear_attention: states: expected rank 4 or 5, got " +
+                         ShapeOf(call.states) + ".");
+  }
+  pool->num_layers = is_stacked ? of_states[0] : 1;
+  pool->num_slots = of_states[is_stacked ? 1 : 0];
+  const ffi::DataType of_state = kernel.bf16_states ? ffi::BF16 : ffi::F32;
+  JAX_ATTN_RETURN_IF_ERROR(
+      is_stacked ? CheckBuffer(kOp, "states", call.states, of_state,
+                               {pool->num_layers, pool->num_slots, heads, dim_k, dim_v})
+                 : CheckBuffer(kOp, "states", call.states, of_state,
+                               {pool->num_slots, heads, dim_k, dim_v}));
+  return CheckBuffer(kOp, "layer", call.layer, ffi::S32, {});
+}
+
+// ---- on CPUs ------------------------------------------------------------------------------------
+
 // What a call reads and where it writes.
 struct LinearProblem {
-  int64_t dtype, tokens, slots;
+  int64_t dtype;
   int64_t layer_begin = 0;  // bytes in front of the layer's states
   LinearParams params = {};
   StatePlan plan;
@@ -41,82 +93,36 @@ struct LinearProblem {
 
 // Checks everything but the results, and reads the plan. params has no o.
 Status Unpack(const LinearOperands& call, const LinearAttributes& attributes,
-              LinearProblem* problem) {
-  LinearParams* const p = &problem->params;
-  const ffi::DataType type = call.q.element_type();
-  problem->dtype = type == ffi::BF16 ? kBF16 : type == ffi::F16 ? kF16 : kF32;
-  const auto of_q = call.q.dimensions(), of_v = call.v.dimensions();
-  const auto of_states = call.states.dimensions();
-  const bool is_stacked = of_states.size() == 5;
-  if (of_q.size() != 3 || of_v.size() != 3 || (of_states.size() != 4 && !is_stacked)) {
-    return Status::Error("linear_attention: q, v, states: expected rank 3, 3, and 4 or 5, got " +
-                         ShapeOf(call.q) + ", " + ShapeOf(call.v) + " and " + ShapeOf(call.states) +
-                         ".");
-  }
-  problem->tokens = of_q[0];
-  p->num_qk_heads = of_q[1];
-  p->dim_k = of_q[2];
-  p->num_v_heads = of_v[1];
-  p->dim_v = of_v[2];
-  problem->slots = of_states[is_stacked ? 1 : 0];
-  for (const int64_t dim : {p->dim_k, p->dim_v}) {
-    if (dim < 8 || dim > kMaxHeadDim || dim % 8 != 0) {
-      return Status::Error("linear_attention: head_dim: expected multiples of 8 up to 256, got " +
-                           std::to_string(dim) + ".");
-    }
-  }
-  if (p->num_qk_heads < 1 || p->num_v_heads < 1 || p->num_v_heads % p->num_qk_heads != 0) {
-    return Status::Error("linear_attention: v: expected a multiple of q's " +
-                         std::to_string(p->num_qk_heads) + " heads, got " +
-                         std::to_string(p->num_v_heads) + ".");
-  }
-  const ffi::DataType expected = ToDataType(problem->dtype);
-  JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "q", call.q, expected, {problem->tokens, p->num_qk_heads, p->dim_k}));
-  JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "k", call.k, expected, {problem->tokens, p->num_qk_heads, p->dim_k}));
-  JAX_ATTN_RETURN_IF_ERROR(
-      CheckBuffer(kOp, "v", call.v, expected, {problem->tokens, p->num_v_heads, p->dim_v}));
-  const size_t rank = call.g.dimensions().size();
-  p->has_channel_decay = rank == 3;
-  if (rank == 3) {
-    JAX_ATTN_RETURN_IF_ERROR(
-        CheckBuffer(kOp, "g", call.g, ffi::F32, {problem->tokens, p->num_v_heads, p->dim_k}));
-  } else if (rank != 1) {
-    JAX_ATTN_RETURN_IF_ERROR(
-        CheckBuffer(kOp, "g", call.g, ffi::F32, {problem->tokens, p->num_v_heads}));
-  }
-  if (rank != 1) p->g = call.g.typed_data<float>();
-  if (call.beta.dimensions().size() != 1) {
-    JAX_ATTN_RETURN_IF_ERROR(
-        CheckBuffer(kOp, "beta", call.beta, ffi::F32, {problem->tokens, p->num_v_heads}));
-    p->beta = call.beta.typed_data<float>();
-  }
-  p->has_bf16_states = call.states.element_type() == ffi::BF16;
-  const ffi::DataType of_state = p->has_bf16_states ? ffi::BF16 : ffi::F32;
-  const int64_t layers = is_stacked ? of_states[0] : 1;
-  JAX_ATTN_RETURN_IF_ERROR(
-      is_stacked ? CheckBuffer(kOp, "states", call.states, of_state,
-                               {layers, problem->slots, p->num_v_heads, p->dim_k, p->dim_v})
-                 : CheckBuffer(kOp, "states", call.states, of_state,
-                               {problem->slots, p->num_v_heads, p->dim_k, p->dim_v}));
-  JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "layer", call.layer, ffi::S32, {}));
+              LinearProblem* unpacked) {
+  LinearAttentionProblem problem;
+  LinearPool pool;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  JAX_ATTN_RETURN_IF_ERROR(CheckOperands(call, problem, &pool));
   const int64_t layer = call.layer.typed_data<int32_t>()[0];
-  if (layer < 0 || layer >= layers) {
-    return Status::Error("linear_attention: layer: expected 0 to " + std::to_string(layers - 1) +
-                         ", got " + std::to_string(layer) + ".");
-  }
-  const int64_t of_layer = problem->slots * p->num_v_heads * p->dim_k * p->dim_v;
-  problem->layer_begin = layer * of_layer * (p->has_bf16_states ? 2 : 4);
-  p->states = static_cast<char*>(call.states.untyped_data()) + problem->layer_begin;
+  JAX_ATTN_RETURN_IF_ERROR(CheckLayer(kOp, static_cast<int32_t>(layer), pool.num_layers));
+  const LinearAttentionKernel& kernel = problem.kernel;
+  unpacked->dtype = kernel.dtype;
+  const int64_t of_layer =
+      pool.num_slots * problem.num_v_heads * kernel.head_dim_k * kernel.head_dim_v;
+  unpacked->layer_begin = layer * of_layer * (kernel.bf16_states ? 2 : 4);
+  LinearParams* const p = &unpacked->params;
   p->q = call.q.untyped_data();
   p->k = call.k.untyped_data();
   p->v = call.v.untyped_data();
+  if (kernel.decay != kNoDecay) p->g = call.g.typed_data<float>();
+  if (call.beta.dimensions().size() != 1) p->beta = call.beta.typed_data<float>();
+  p->states = static_cast<char*>(call.states.untyped_data()) + unpacked->layer_begin;
+  p->num_qk_heads = problem.num_qk_heads;
+  p->num_v_heads = problem.num_v_heads;
+  p->dim_k = kernel.head_dim_k;
+  p->dim_v = kernel.head_dim_v;
   p->scale = attributes.scale;
-  p->has_delta_rule = attributes.has_delta_rule;
-  p->has_l2_norm = attributes.has_l2_norm;
-  return ReadStatePlan(kOp, call.plan, attributes.chunks_begin, problem->tokens, problem->slots,
-                       &problem->plan);
+  p->has_channel_decay = kernel.decay == kChannelDecay;
+  p->has_delta_rule = kernel.delta_rule;
+  p->has_l2_norm = kernel.l2_norm;
+  p->has_bf16_states = kernel.bf16_states;
+  return ReadStatePlan(kOp, call.plan, attributes.chunks_begin, problem.max_tokens, pool.num_slots,
+                       &unpacked->plan);
 }
 
 // Checks that an array has the type and shape of another.
@@ -189,6 +195,56 @@ Status BackwardCpu(ffi::ThreadPool pool, const LinearOperands& operands, ffi::An
   return Status::Ok();
 }
 
+// ---- on CUDA ------------------------------------------------------------------------------------
+
+Status InstantiateCuda(const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  return PrepareLinearAttention(problem);
+}
+
+Status InitializeCuda(int32_t device_ordinal, const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  return LoadLinearAttention(problem, device_ordinal);
+}
+
+Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOperands& call,
+                   ResultBuffer o, ResultBuffer states, ResultBuffer workspace,
+                   const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  LinearPool pool;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  JAX_ATTN_RETURN_IF_ERROR(CheckOperands(call, problem, &pool));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("o", o, call.v));
+  JAX_ATTN_RETURN_IF_ERROR(CheckInPlace("states", states, call.states));
+  const LinearAttentionLaunch launch = SizeLinearAttention(problem);
+  JAX_ATTN_RETURN_IF_ERROR(
+      CheckBuffer(kOp, "workspace", workspace, ffi::S32, {launch.workspace_words}));
+  LinearAttentionParams p = {};
+  JAX_ATTN_RETURN_IF_ERROR(SetStatePlan(kOp, call.plan, call.layer, attributes.chunks_begin,
+                                        problem.max_tokens, pool.num_slots, pool.num_layers,
+                                        &p.plan));
+  if (p.plan.max_chunks != problem.max_chunks) {
+    return Status::Error("linear_attention: plan: expected " + std::to_string(problem.max_chunks) +
+                         " chunks, got " + std::to_string(p.plan.max_chunks) + ".");
+  }
+  p.q = call.q.untyped_data();
+  p.k = call.k.untyped_data();
+  p.v = call.v.untyped_data();
+  if (problem.kernel.decay != kNoDecay) p.g = call.g.typed_data<float>();
+  if (call.beta.dimensions().size() != 1) p.beta = call.beta.typed_data<float>();
+  p.states = states.untyped_data();
+  p.o = o.untyped_data();
+  p.scale = attributes.scale;
+  p.num_qk_heads = static_cast<i32>(problem.num_qk_heads);
+  p.num_v_heads = static_cast<i32>(problem.num_v_heads);
+  p.segment_chunks = static_cast<i32>(launch.segment_chunks);
+  p.workspace = workspace.untyped_data();
+  if (attributes.poison) JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({o, workspace}, stream));
+  return LaunchLinearAttention(problem, p, stream, device_ordinal);
+}
+
 template <typename Binding>
 auto BindOperands(Binding binding) {
   return std::move(binding)
@@ -202,10 +258,16 @@ auto BindOperands(Binding binding) {
       .template Arg<ffi::AnyBuffer>();  // layer
 }
 template <typename Binding>
+auto BindResults(Binding binding) {
+  return std::move(binding)
+      .template Ret<ffi::AnyBuffer>()   // o
+      .template Ret<ffi::AnyBuffer>()   // states
+      .template Ret<ffi::AnyBuffer>();  // workspace; on CPUs without elements
+}
+template <typename Binding>
 auto BindAttributes(Binding binding) {
   return std::move(binding)
-      .template Attr<bool>("delta_rule")
-      .template Attr<bool>("l2_norm")
+      .template Attr<ffi::Span<const int64_t>>("problem")
       .template Attr<float>("scale")
       .template Attr<int64_t>("chunks_begin")
       .template Attr<bool>("poison");
@@ -217,13 +279,32 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 XLA_FFI_DEFINE_HANDLER(
     kExecuteCpu,
     [](ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer g, Buffer beta, Buffer states,
-       Buffer plan, Buffer layer, Result o, Result after, auto... attributes) {
+       Buffer plan, Buffer layer, Result o, Result after, Result, auto... attributes) {
       return ToFfi(
           ExecuteCpu(pool, {q, k, v, g, beta, states, plan, layer}, o, after, {attributes...}));
     },
-    BindAttributes(BindOperands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                       .Ret<ffi::AnyBuffer>()     // o
-                       .Ret<ffi::AnyBuffer>()));  // states
+    BindAttributes(BindResults(BindOperands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()))));
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateCuda, [](auto... attributes) { return ToFfi(InstantiateCuda({attributes...})); },
+    BindAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(
+    kInitializeCuda,
+    [](int32_t device_ordinal, auto... attributes) {
+      return ToFfi(InitializeCuda(device_ordinal, {attributes...}));
+    },
+    BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteCuda,
+    [](CUstream_st* stream, int32_t device_ordinal, Buffer q, Buffer k, Buffer v, Buffer g,
+       Buffer beta, Buffer states, Buffer plan, Buffer layer, Result o, Result after,
+       Result workspace, auto... attributes) {
+      return ToFfi(ExecuteCuda(stream, device_ordinal, {q, k, v, g, beta, states, plan, layer}, o,
+                               after, workspace, {attributes...}));
+    },
+    BindAttributes(BindResults(BindOperands(
+        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()))),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER(
     kBackwardCpu,
@@ -247,6 +328,7 @@ XLA_FFI_DEFINE_HANDLER(
 
 const std::vector<Target> kLinearAttentionTargets = {
     {"jax_attn_linear_attention", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_linear_attention", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
     {"jax_attn_linear_attention_backward", "cpu", nullptr, nullptr, kBackwardCpu},
 };
 

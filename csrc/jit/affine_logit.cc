@@ -1,21 +1,10 @@
 #include "jit/affine_logit.h"
 
-#include <cstdio>
 #include <cstring>
 
+#include "jit/source_text.h"
+
 namespace jax_attn {
-
-std::string HexText(i32 bits) {
-  char text[16];
-  std::snprintf(text, sizeof(text), "0x%08xu", static_cast<unsigned>(bits));
-  return text;
-}
-
-std::string FloatText(float x) {
-  i32 bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return "F32(" + HexText(bits) + ")";
-}
 
 namespace {
 

@@ -51,8 +51,4 @@ KeyPosition FindKeyPosition(const VariantProgram& program, i32 value);
 std::string TextAtKey(const KeyPosition& position, const std::string& other,
                       const std::string& key);
 
-// Numbers as C++ text.
-std::string HexText(i32 bits);
-std::string FloatText(float x);
-
 }  // namespace jax_attn

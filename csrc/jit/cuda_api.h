@@ -20,6 +20,7 @@ using CUfunction = struct CUfunc_st*;
 using CUstream = struct CUstream_st*;
 
 inline constexpr CUresult CUDA_SUCCESS = 0;
+inline constexpr CUresult CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704;
 
 inline constexpr int CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16;
 inline constexpr int CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75;
@@ -34,6 +35,9 @@ inline constexpr int CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3;
 inline constexpr int CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0;
 
 inline constexpr int CU_STREAM_NON_BLOCKING = 1;
+
+inline constexpr int CU_MEMHOSTALLOC_PORTABLE = 1;
+inline constexpr int CU_MEMHOSTALLOC_DEVICEMAP = 2;
 
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
@@ -63,6 +67,9 @@ struct CudaDriver {
                                      int swizzle, int l2_promotion, int oob_fill);
   CUresult (*cuMemAlloc)(CUdeviceptr* address, size_t num_bytes);
   CUresult (*cuMemFree)(CUdeviceptr address);
+  CUresult (*cuMemHostAlloc)(void** address, size_t num_bytes, unsigned int flags);
+  CUresult (*cuDeviceCanAccessPeer)(int* can, CUdevice device, CUdevice peer);
+  CUresult (*cuCtxEnablePeerAccess)(CUcontext peer, unsigned int flags);
   CUresult (*cuStreamCreate)(CUstream* stream, unsigned int flags);
   CUresult (*cuStreamSynchronize)(CUstream stream);
   CUresult (*cuStreamDestroy)(CUstream stream);
@@ -77,6 +84,26 @@ struct CudaDriver {
 
   // "cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)".
   std::string Describe(const char* call, CUresult error) const;
+};
+
+// Makes `context` current in its scope. Free if it is current already, which is usual under XLA.
+class ScopedContext {
+ public:
+  ScopedContext(const CudaDriver& driver, CUcontext context) : driver_(driver) {
+    CUcontext current = nullptr;
+    driver.cuCtxGetCurrent(&current);
+    pushed_ = current != context && driver.cuCtxPushCurrent(context) == CUDA_SUCCESS;
+  }
+  ~ScopedContext() {
+    CUcontext popped = nullptr;
+    if (pushed_) driver_.cuCtxPopCurrent(&popped);
+  }
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  bool pushed_;
 };
 
 // nvrtc.h.

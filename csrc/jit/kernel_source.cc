@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "jit/sha256.h"
+#include "jit/transform_source.h"
 #include "jit/variant_source.h"
 #include "variant/words.h"
 
@@ -17,6 +18,13 @@ struct Named {
   const char* name;
 };
 
+// A transform of a kernel, the variant whose operands it reads, and the name of its struct.
+struct TransformOf {
+  const Transform* transform;
+  const VariantProgram* program;
+  const char* name;
+};
+
 const char* DTypeName(int64_t dtype) {
   return dtype == kBF16 ? "bf16" : dtype == kF16 ? "f16" : "f32";
 }
@@ -25,6 +33,14 @@ const char* DTypeName(int64_t dtype) {
 // variant if there is one.
 class TraitsWriter {
  public:
+  void operator()(const char* name, const TransformOf& of) {
+    if (of.transform->present()) {
+      variant_ += InNamespace(TransformText(of.transform->View(*of.program), of.name));
+    }
+    const std::string type = std::string("variant::") + of.name;
+    out_ << "  using " << name << " = " << (of.transform->present() ? type : "NoTransform")
+         << ";\n";
+  }
   void operator()(const char* name, int64_t value, const char* comment = "") {
     Line("int", name, std::to_string(value), comment);
   }
@@ -80,6 +96,11 @@ class KeyWriter {
   void operator()(const char*, const VariantGradient& gradient) {
     Append(EncodeGradient(gradient));
   }
+  void operator()(const char*, const TransformOf& of) {
+    const std::vector<int64_t> words = EncodeTransform(*of.transform);
+    key_.push_back(static_cast<int64_t>(words.size()));
+    Append(words);
+  }
   const KernelKey& key() const { return key_; }
 
  private:
@@ -117,6 +138,9 @@ class FieldWriter {
   }
   void operator()(const char* name, const VariantGradient& gradient) {
     Add(name, gradient.program.present ? HashOf(EncodeGradient(gradient)) : "none");
+  }
+  void operator()(const char* name, const TransformOf& of) {
+    Add(name, of.transform->present() ? HashOf(EncodeTransform(*of.transform)) : "none");
   }
   const std::vector<KeyField>& fields() const { return fields_; }
 
@@ -158,6 +182,8 @@ void VisitFields(const AttentionKernel& k, Visitor& visit) {
   visit("kRecordsTimes", k.record_times, "begin and end of each item");
   visit("kHasSteps", k.steps, "items are ranges of step lists");
   visit("Variant", k.variant);
+  visit("TransformOfK", TransformOf{&k.transforms[0], &k.variant, "GivenOfK"});
+  visit("TransformOfV", TransformOf{&k.transforms[1], &k.variant, "GivenOfV"});
 }
 
 template <typename Visitor>
@@ -206,6 +232,57 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kTileRows", k.tile_rows, "rows of x");
   visit("kTileColumns", k.tile_columns);
   visit("kScaleRows", k.scale_rows, "most groups in a step");
+}
+
+const char* DecayName(int64_t decay) {
+  return decay == kNoDecay ? "none" : decay == kHeadDecay ? "head" : "channel";
+}
+const char* LoopName(int64_t main_loop) {
+  return main_loop == kRecurrence       ? "recurrence"
+         : main_loop == kPortableChunks ? "chunks"
+                                        : "wgmma";
+}
+
+const char* PhaseName(int64_t phase) {
+  return phase == kLinearTerms    ? "terms"
+         : phase == kLinearMaps   ? "maps"
+         : phase == kLinearStarts ? "starts"
+                                  : "outputs";
+}
+
+template <typename Visitor>
+void VisitFields(const LinearAttentionKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kHeadDimK", k.head_dim_k);
+  visit("kHeadDimV", k.head_dim_v);
+  visit("kDecay", Named{k.decay, DecayName(k.decay)});
+  visit("kHasDeltaRule", k.delta_rule);
+  visit("kHasL2Norm", k.l2_norm);
+  visit("kHasBf16States", k.bf16_states, "else f32");
+  visit("kMainLoop", Named{k.main_loop, LoopName(k.main_loop)});
+  visit("kPhase", Named{k.phase, PhaseName(k.phase)});
+  visit("kTileColumns", k.tile_columns, "columns of v of one CTA");
+}
+
+template <typename Visitor>
+void VisitFields(const ShortConvolutionKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kWidth", k.width);
+  visit("kHasSilu", k.silu);
+}
+
+template <typename Visitor>
+void VisitFields(const AllReduceKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kNumDevices", k.num_devices);
+  visit("kNumThreads", k.num_threads);
+  visit("kVectors", k.vectors, "of 16 bytes, of a row and thread");
+  visit("kTwoShot", k.two_shot);
+  visit("kNorm", k.norm);
+  visit("kQuantizes", k.quantizes);
 }
 
 template <typename Visitor>
@@ -295,6 +372,7 @@ AttentionKernel MakeAttentionKernel(const AttentionProblem& problem) {
   kernel.record_times = config.record_times;
   kernel.steps = spec.max_steps > 0;
   kernel.variant = problem.program;
+  for (int i = 0; i < 2; ++i) kernel.transforms[i] = problem.transforms[i];
   return kernel;
 }
 
@@ -322,6 +400,11 @@ KernelSource MakeSource(const AttentionKernel& kernel) {
   if (kernel.record_times) name << "-times";
   if (kernel.steps) name << "-steps";
   if (kernel.variant.present) name << "-variant" << HashOf(EncodeProgram(kernel.variant));
+
+  for (int i = 0; i < 2; ++i) {
+    if (!kernel.transforms[i].present()) continue;
+    name << (i == 0 ? "-k" : "-v") << HashOf(EncodeTransform(kernel.transforms[i]));
+  }
 
   const std::string entry = "attention_kernel";
   const bool hopper = kernel.main_loop == kHopper;
@@ -435,6 +518,52 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
           Options(kernel.arch), FieldsOf(kernel)};
 }
 
+KernelSource MakeSource(const AllReduceKernel& kernel) {
+  const std::string entry = "all_reduce_kernel";
+  std::ostringstream name;
+  name << "all_reduce-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-n"
+       << kernel.num_devices << "-t" << kernel.num_threads << "-v" << kernel.vectors
+       << (kernel.two_shot ? "-two_shot" : "") << (kernel.norm ? "-norm" : "")
+       << (kernel.quantizes ? "-e4m3" : "");
+  return {name.str(), entry,
+          TranslationUnit("cuda/any/all_reduce.cuh", TraitsOf(kernel).str(), "AllReduceBody",
+                          "AllReduce", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
+KernelSource MakeSource(const LinearAttentionKernel& kernel) {
+  const std::string entry = "linear_attention_kernel";
+  std::ostringstream name;
+  name << "linear_attention-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-d"
+       << kernel.head_dim_k << "x" << kernel.head_dim_v << "-" << DecayName(kernel.decay);
+  if (kernel.delta_rule) name << "-delta";
+  if (kernel.l2_norm) name << "-l2";
+  name << "-s" << (kernel.bf16_states ? "bf16" : "f32") << "-" << LoopName(kernel.main_loop) << "-n"
+       << kernel.tile_columns;
+  if (kernel.main_loop != kRecurrence) name << "-" << PhaseName(kernel.phase);
+  constexpr const char* kFolders[kNumLinearLoops] = {"any", "sm80", "sm90"};
+  constexpr const char* kBodies[kNumLinearLoops] = {"LinearRecurrenceBody", "LinearChunksBody",
+                                                    "HopperLinearChunksBody"};
+  const std::string header =
+      std::string("cuda/") + kFolders[kernel.main_loop] + "/linear_attention.cuh";
+  return {name.str(), entry,
+          TranslationUnit(header, TraitsOf(kernel).str(), kBodies[kernel.main_loop],
+                          "LinearAttention", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
+KernelSource MakeSource(const ShortConvolutionKernel& kernel) {
+  const std::string entry = "short_convolution_kernel";
+  std::ostringstream name;
+  name << "short_convolution-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-w"
+       << kernel.width;
+  if (kernel.silu) name << "-silu";
+  return {name.str(), entry,
+          TranslationUnit("cuda/any/short_convolution.cuh", TraitsOf(kernel).str(),
+                          "ShortConvolutionBody", "ShortConvolution", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
 KernelSource MakeSource(const PlanKernel& kernel) {
   TraitsWriter traits = TraitsOf(kernel);
   traits("kNumThreads", int64_t{512}, "one chunk each, for a few hundred requests");
@@ -452,5 +581,8 @@ KernelKey MakeKey(const MergeKernel& kernel) { return KeyOf(2, kernel); }
 KernelKey MakeKey(const PlanKernel& kernel) { return KeyOf(3, kernel); }
 KernelKey MakeKey(const BackwardKernel& kernel) { return KeyOf(4, kernel); }
 KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel); }
+KernelKey MakeKey(const LinearAttentionKernel& kernel) { return KeyOf(6, kernel); }
+KernelKey MakeKey(const ShortConvolutionKernel& kernel) { return KeyOf(7, kernel); }
+KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(8, kernel); }
 
 }  // namespace jax_attn

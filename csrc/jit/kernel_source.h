@@ -38,6 +38,7 @@ struct AttentionKernel {
   bool record_times = false;
   bool steps = false;  // items are ranges of step lists
   VariantProgram variant = {};
+  Transform transforms[2];  // of k and v
 };
 AttentionKernel MakeAttentionKernel(const AttentionProblem& problem);
 
@@ -82,6 +83,38 @@ struct QuantizedProductKernel {
   int64_t scale_rows = 0;    // most groups in kProductStep rows: 1 or 2
 };
 
+struct AllReduceKernel {
+  int64_t arch = 0;  // 0: the capability of device 0
+  int64_t dtype = kBF16;
+  int64_t num_devices = 0;
+  int64_t num_threads = 0;
+  int64_t vectors = 0;     // of 16 bytes, that a thread has of a row
+  bool two_shot = false;   // devices send sums, too
+  bool norm = false;       // an RMS norm follows
+  bool quantizes = false;  // and its result is e4m3
+};
+
+struct LinearAttentionKernel {
+  int64_t arch = 0;       // 0: the capability of device 0
+  int64_t dtype = kBF16;  // of q, k, v and o
+  int64_t head_dim_k = 0;
+  int64_t head_dim_v = 0;
+  int64_t decay = kHeadDecay;  // LinearDecay
+  bool delta_rule = true;
+  bool l2_norm = false;
+  bool bf16_states = false;         // else f32
+  int64_t main_loop = kRecurrence;  // LinearLoop
+  int64_t phase = kLinearTerms;     // LinearPhase of a chunked loop
+  int64_t tile_columns = 0;         // columns of v of one CTA, a multiple of 32
+};
+
+struct ShortConvolutionKernel {
+  int64_t arch = 0;       // 0: the capability of device 0
+  int64_t dtype = kBF16;  // of x, y and the states
+  int64_t width = 0;
+  bool silu = false;
+};
+
 struct PlanKernel {
   int64_t arch = 0;      // 0: the capability of device 0
   bool general = false;  // takes prefix levels, kAuto and step lists
@@ -107,6 +140,9 @@ KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const QuantizedProductKernel& kernel);
+KernelSource MakeSource(const AllReduceKernel& kernel);
+KernelSource MakeSource(const LinearAttentionKernel& kernel);
+KernelSource MakeSource(const ShortConvolutionKernel& kernel);
 KernelSource MakeSource(const PlanKernel& kernel);
 
 // The operation and the fields of a kernel struct. Kernels with equal keys have equal binaries.
@@ -116,6 +152,9 @@ KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const QuantizedProductKernel& kernel);
+KernelKey MakeKey(const AllReduceKernel& kernel);
+KernelKey MakeKey(const LinearAttentionKernel& kernel);
+KernelKey MakeKey(const ShortConvolutionKernel& kernel);
 KernelKey MakeKey(const PlanKernel& kernel);
 
 // The NVRTC target for a compute capability, with every instruction that it has: "sm_90a" for 90.

@@ -6,6 +6,7 @@
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
 #include "jit/registry.h"
+#include "select/linear_chunks.h"
 #include "select/select.h"
 
 namespace jax_attn {
@@ -20,34 +21,20 @@ constexpr int64_t kCtasPerSm = 8;
 constexpr int64_t kWarpSize = 32;        // append: a warp copies one row of k or of v
 constexpr int64_t kBytesPerThread = 16;  // merge: a thread writes 16 bytes of a row
 constexpr int64_t kMaxGrid = 0x7fffffff;
-constexpr int64_t kPagesPerThread = 4;  // plan: a thread copies 16 bytes of page ids at a time
+// short_convolution: tokens of a chunk that a thread takes together. Fewer read more inputs twice.
+constexpr int64_t kConvolutionRows = 16, kFewConvolutionRows = 8;
+constexpr int64_t kPlanChunkTokens = 64;  // of state plans
+constexpr int64_t kPagesPerThread = 4;    // plan: a thread copies 16 bytes of page ids at a time
 
 std::atomic<int64_t> attention_launches{0};
 std::atomic<int64_t> backward_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> quantized_product_launches{0};
+std::atomic<int64_t> all_reduce_launches{0};
+std::atomic<int64_t> linear_attention_launches{0};
+std::atomic<int64_t> short_convolution_launches{0};
 std::atomic<int64_t> plan_launches{0};
-
-// Makes `context` current in its scope. Free if it is current already, which is usual under XLA.
-class ScopedContext {
- public:
-  ScopedContext(const CudaDriver& driver, CUcontext context) : driver_(driver) {
-    CUcontext current = nullptr;
-    driver.cuCtxGetCurrent(&current);
-    pushed_ = current != context && driver.cuCtxPushCurrent(context) == CUDA_SUCCESS;
-  }
-  ~ScopedContext() {
-    CUcontext popped = nullptr;
-    if (pushed_) driver_.cuCtxPopCurrent(&popped);
-  }
-  ScopedContext(const ScopedContext&) = delete;
-  ScopedContext& operator=(const ScopedContext&) = delete;
-
- private:
-  const CudaDriver& driver_;
-  bool pushed_;
-};
 
 struct Launch {
   int64_t num_ctas = 0;
@@ -423,6 +410,100 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
   return LaunchLoaded(kOp, *loaded, launch, params, stream);
 }
 
+Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
+}
+
+Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& params,
+                       int64_t num_ctas, void* stream, int device_ordinal) {
+  all_reduce_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved("all_reduce", kernel, device_ordinal, &loaded));
+  if (params.num_rows == 0) return Status::Ok();
+  Launch launch;
+  launch.num_ctas = num_ctas;
+  return LaunchLoaded("all_reduce", *loaded, launch, params, stream);
+}
+
+Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info) {
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(PrepareResolved(kernel, info));
+  }
+  return Status::Ok();
+}
+
+Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal) {
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(LoadResolved(kernel, device_ordinal));
+  }
+  return Status::Ok();
+}
+
+Status LaunchLinearAttention(const LinearAttentionProblem& problem,
+                             const LinearAttentionParams& params, void* stream,
+                             int device_ordinal) {
+  constexpr char kOp[] = "linear_attention";
+  linear_attention_launches.fetch_add(1, std::memory_order_relaxed);
+  const LinearAttentionLaunch size = SizeLinearAttention(problem);
+  int64_t num_zero_words = size.num_zero_words;
+  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+    const LoadedKernel* loaded;
+    JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
+    Launch launch;
+    launch.num_ctas = kernel.main_loop == kRecurrence
+                          ? size.num_ctas
+                          : LinearChunkCtas(problem, kernel, loaded->num_sms);
+    if (launch.num_ctas > kMaxGrid) {
+      return Status::Error(std::string(kOp) + ": plan: expected at most 2^31 - 1 CTAs, got " +
+                           std::to_string(launch.num_ctas) +
+                           "; make max_batch or max_tokens smaller.");
+    }
+    launch.zero_words = static_cast<i32*>(params.workspace);
+    launch.num_zero_words = num_zero_words;
+    num_zero_words = 0;  // later launches read what the first one counted
+    JAX_ATTN_RETURN_IF_ERROR(LaunchLoaded(kOp, *loaded, launch, params, stream));
+  }
+  return Status::Ok();
+}
+
+Status PrepareShortConvolution(const ShortConvolutionKernel& kernel, KernelInfo* info) {
+  return PrepareResolved(kernel, info);
+}
+
+Status LoadShortConvolution(const ShortConvolutionKernel& kernel, int device_ordinal) {
+  return LoadResolved(kernel, device_ordinal);
+}
+
+Status LaunchShortConvolution(const ShortConvolutionKernel& kernel,
+                              const ShortConvolutionParams& params, int64_t max_qo_len,
+                              void* stream, int device_ordinal) {
+  constexpr char kOp[] = "short_convolution";
+  short_convolution_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded;
+  JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
+  if (params.num_channels == 0) return Status::Ok();
+  const auto tiles = [](int64_t count, int64_t tile) { return (count + tile - 1) / tile; };
+  ShortConvolutionParams complete = params;
+  complete.tile_rows =
+      static_cast<i32>(max_qo_len <= kFewConvolutionRows ? kFewConvolutionRows : kConvolutionRows);
+  const int64_t rows = std::clamp<int64_t>(max_qo_len, 1, kPlanChunkTokens);
+  complete.row_tiles = static_cast<i32>(tiles(rows, complete.tile_rows));
+  const int64_t width = ConvolutionVector(kernel.dtype, kernel.width, params.num_channels);
+  Launch launch;
+  launch.num_ctas = std::max<int64_t>(params.plan.max_chunks, 1) * complete.row_tiles *
+                    tiles(params.num_channels, width * loaded->num_threads);
+  if (launch.num_ctas > kMaxGrid) {
+    return Status::Error(std::string(kOp) + ": plan: expected at most 2^31 - 1 CTAs, got " +
+                         std::to_string(launch.num_ctas) +
+                         "; make max_batch or max_tokens smaller.");
+  }
+  return LaunchLoaded(kOp, *loaded, launch, complete, stream);
+}
+
 Status PreparePlan(const PlanKernel& kernel, KernelInfo* info) {
   return PrepareResolved(kernel, info);
 }
@@ -511,6 +592,13 @@ KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(ke
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel) {
   return MakeSource(kernel);
 }
+KernelSource AllReduceKernelSource(const AllReduceKernel& kernel) { return MakeSource(kernel); }
+KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel) {
+  return MakeSource(kernel);
+}
+KernelSource ShortConvolutionKernelSource(const ShortConvolutionKernel& kernel) {
+  return MakeSource(kernel);
+}
 KernelSource PlanKernelSource(const PlanKernel& kernel) { return MakeSource(kernel); }
 
 Status CompileKernelSource(const KernelSource& source, std::string* cubin, std::string* log) {
@@ -524,6 +612,9 @@ JitStats GetJitStats() {
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
   stats.quantized_product_launches = quantized_product_launches.load(std::memory_order_relaxed);
+  stats.all_reduce_launches = all_reduce_launches.load(std::memory_order_relaxed);
+  stats.linear_attention_launches = linear_attention_launches.load(std::memory_order_relaxed);
+  stats.short_convolution_launches = short_convolution_launches.load(std::memory_order_relaxed);
   stats.plan_launches = plan_launches.load(std::memory_order_relaxed);
   return stats;
 }

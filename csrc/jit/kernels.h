@@ -12,8 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "cuda/any/all_reduce_params.h"
 #include "jit/kernel_source.h"
 #include "params.h"
+#include "select/linear.h"
 #include "spec.h"
 #include "status.h"
 
@@ -67,6 +69,25 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
                               const QuantizedProductParams& params, void* stream,
                               int device_ordinal);
 
+Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info = nullptr);
+Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal);
+// num_ctas: the same on all devices, at most kAllReduceCtas.
+Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& params,
+                       int64_t num_ctas, void* stream, int device_ordinal);
+
+Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info = nullptr);
+Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal);
+// Zeroes the first words of the workspace (SizeLinearAttention) before the launch.
+Status LaunchLinearAttention(const LinearAttentionProblem& problem,
+                             const LinearAttentionParams& params, void* stream, int device_ordinal);
+
+Status PrepareShortConvolution(const ShortConvolutionKernel& kernel, KernelInfo* info = nullptr);
+Status LoadShortConvolution(const ShortConvolutionKernel& kernel, int device_ordinal);
+// Sets tile_rows and row_tiles of the params. max_qo_len: most tokens of a request.
+Status LaunchShortConvolution(const ShortConvolutionKernel& kernel,
+                              const ShortConvolutionParams& params, int64_t max_qo_len,
+                              void* stream, int device_ordinal);
+
 Status PreparePlan(const PlanKernel& kernel, KernelInfo* info = nullptr);
 Status LoadPlan(const PlanKernel& kernel, int device_ordinal);
 // Zeroes num_words from params.header on and writes the plan there.
@@ -95,6 +116,9 @@ std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel);
+KernelSource AllReduceKernelSource(const AllReduceKernel& kernel);
+KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel);
+KernelSource ShortConvolutionKernelSource(const ShortConvolutionKernel& kernel);
 KernelSource PlanKernelSource(const PlanKernel& kernel);
 
 // Compiles without any cache. `log` gets NVRTC's output, also on success.
@@ -114,6 +138,9 @@ struct JitStats {
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
   int64_t quantized_product_launches = 0;
+  int64_t all_reduce_launches = 0;
+  int64_t linear_attention_launches = 0;
+  int64_t short_convolution_launches = 0;
   int64_t plan_launches = 0;
 };
 JitStats GetJitStats();

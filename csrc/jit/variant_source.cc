@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "jit/affine_logit.h"
+#include "jit/source_text.h"
 
 namespace jax_attn {
 namespace {
@@ -14,22 +15,6 @@ namespace {
 // Where a value is computed. The few values of the call are computed with rows, which keep them for
 // logits, and once more with keys that need them.
 enum Scope { kConstant, kOfCall, kOfRow, kOfKey, kOfLogit };
-
-const char* TypeText(i32 type) {
-  return type == kVariantF32 ? "float" : type == kVariantI32 ? "int" : "bool";
-}
-const char* ElementText(i32 operand_type) {
-  static constexpr const char* kNames[] = {"OfF32", "OfBF16", "OfF16", "OfI32", "OfU8", "OfBool"};
-  return kNames[operand_type];
-}
-const char* OpText(i32 op) {
-  static constexpr const char* kNames[kNumVariantOps] = {
-#define JAX_ATTN_OP(name, word, rule, num_args, types) #name,
-      JAX_ATTN_VARIANT_OPS(JAX_ATTN_OP)
-#undef JAX_ATTN_OP
-  };
-  return kNames[op];
-}
 
 class Writer {
  public:
@@ -114,11 +99,7 @@ class Writer {
   // The expression for the value in code of `scope`.
   std::string Value(i32 value, Scope scope) const {
     const Instruction& x = At(value);
-    if (x.op == kOpConst) {
-      if (x.type == kVariantF32) return "F32(" + HexText(x.args[0]) + ")";
-      if (x.type == kVariantBool) return Bool(x.args[0] != 0);
-      return "static_cast<int>(" + HexText(x.args[0]) + ")";
-    }
+    if (x.op == kOpConst) return ConstantText(x.type, x.args[0]);
     if (x.op == kOpScore) return "score";
     const Scope at = ScopeOf(value);
     const bool is_here = at == scope || (at == kOfCall && scope != kOfLogit);
@@ -158,12 +139,8 @@ class Writer {
         return "Dim<" + std::to_string(x.args[0]) + ">(p, " + std::to_string(x.args[1]) + ")";
       case kRuleLoad:
         return LoadText(value, scope);
-      case kRuleCast: {
-        const char* to = x.type == kVariantF32   ? "ToFloat"
-                         : x.type == kVariantI32 ? "ToInt"
-                                                 : "ToBool";
-        return std::string(to) + "(" + Value(x.args[0], scope) + ")";
-      }
+      case kRuleCast:
+        return CastText(x.type) + "(" + Value(x.args[0], scope) + ")";
       default:
         break;
     }

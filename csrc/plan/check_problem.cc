@@ -177,11 +177,39 @@ Status CheckSpec(const AttentionSpec& s) {
   return Status::Ok();
 }
 
+// The transforms that the kernels of k and v can run.
+static Status CheckTransforms(const AttentionProblem& problem) {
+  const AttentionSpec& s = problem.spec;
+  if (!problem.transforms_rows()) return Status::Ok();
+  if (s.mla || s.quantized() || s.page_size == 0) {
+    return Status::Error("transforms: expected plain pages without mla.");
+  }
+  const int64_t dims[2] = {s.head_dim_qk, s.head_dim_vo};
+  if (s.arch != 0 && (s.dtype == kF32 || std::max(dims[0], dims[1]) > kWideHeadDim)) {
+    return Status::Error("transforms: expected a 16-bit dtype and head dims up to " +
+                         std::to_string(kWideHeadDim) + " on CUDA.");
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Transform& transform = problem.transforms[i];
+    if (!transform.present()) continue;
+    if (transform.dim != dims[i]) return Refuse("transforms", "one of head_dim", transform.dim);
+    for (const TransformLine& x : transform.lines) {
+      const bool runs = x.op != kVectorProduct && x.op != kVectorProductT && x.op != kOpHead &&
+                        x.op != kOpQPos && x.op != kOpQRow;
+      if (!runs) return Refuse("transforms", "operations on rows of k and v", x.op);
+    }
+  }
+  return Status::Ok();
+}
+
 Status CheckProblem(const AttentionProblem& problem) {
   JAX_ATTN_RETURN_IF_ERROR(CheckSpec(problem.spec));
   // With step lists, requests share only positions that the mask hides from none of their rows.
-  const bool needs_own_rows = problem.spec.max_steps > 0 ? LogitsNeedOwnRows(problem.program)
-                                                         : NeedsOwnRows(problem.program);
+  bool needs_own_rows = problem.spec.max_steps > 0 ? LogitsNeedOwnRows(problem.program)
+                                                   : NeedsOwnRows(problem.program);
+  for (const Transform& transform : problem.transforms) {
+    needs_own_rows |= NeedsOwnRows(transform);
+  }
   if (problem.spec.share_prefixes && needs_own_rows) {
     return Refuse("share_prefixes", "0 with a variant that asks for what queries do not share",
                   problem.spec.share_prefixes);
@@ -190,6 +218,7 @@ Status CheckProblem(const AttentionProblem& problem) {
     return Refuse("eight_bit_products", "0 with a variant without softmax",
                   problem.spec.eight_bit_products);
   }
+  JAX_ATTN_RETURN_IF_ERROR(CheckTransforms(problem));
   JAX_ATTN_RETURN_IF_ERROR(CheckConfig(problem.spec, problem.config));
   const int64_t num_words = MakePlanLayout(problem).num_words;
   if (num_words <= kMaxInt32) return Status::Ok();

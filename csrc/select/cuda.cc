@@ -120,7 +120,9 @@ void SelectTensorCore(Choice& c) {
   const AttentionSpec& spec = c.spec;
   const char* why = NoOwnLoop(c.device, spec.q_format);
   if (why == nullptr && c.device.main_loop == kHopper) {
-    why = "the one on wgmma takes no quantized keys and values with fresh_kv";
+    why = RunsHopperLoop(c.device, spec)
+              ? "the one on wgmma has no transforms of k and v: wgmma reads rows as TMA wrote them"
+              : "the one on wgmma takes no quantized keys and values with fresh_kv";
   }
   c.Because("main_loop", std::string("portable (sm80/attention.cuh, mma.sync)") +
                              (why != nullptr ? std::string(": ") + why : ""));
@@ -389,7 +391,7 @@ int64_t MostHeadsOfBlock(const AttentionSpec& spec) {
 }
 
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons,
-                const VariantProgram* program) {
+                const VariantProgram* program, bool transforms) {
   *config = KernelConfig{};
   Choice c(spec, config, reasons);
   c.Because("device", DescribeDevice(c.device));
@@ -398,7 +400,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
                      (program->visible >= 0 || !program->normalizes));
   } else if (spec.dtype == kF32) {
     SelectF32(c);
-  } else if (RunsHopperLoop(c.device, spec)) {
+  } else if (RunsHopperLoop(c.device, spec) && !transforms) {
     SelectHopper(c);
   } else if (IsWide(spec)) {
     SelectWide(c);

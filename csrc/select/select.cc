@@ -10,12 +10,12 @@ void SettleHeadBlocks(AttentionSpec* spec) {
 }
 
 KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons,
-                             const VariantProgram* program) {
+                             const VariantProgram* program, bool transforms) {
   KernelConfig config;
   if (spec.arch == 0) {
     SelectCpu(spec, &config, reasons);
   } else {
-    SelectCuda(spec, &config, reasons, program);
+    SelectCuda(spec, &config, reasons, program, transforms);
   }
   return config;
 }

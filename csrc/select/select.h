@@ -19,14 +19,15 @@ void SettleHeadBlocks(AttentionSpec* spec);
 using Reasons = std::vector<std::pair<std::string, std::string>>;
 
 // Fills every field of the configuration except capacities, which follow from it (plan/plan.h).
-// program: the spec's variant, if it has one.
+// program: the spec's variant, if it has one. transforms: whether it has transforms of k or v.
 KernelConfig SelectAttention(const AttentionSpec& spec, Reasons* reasons = nullptr,
-                             const VariantProgram* program = nullptr);
+                             const VariantProgram* program = nullptr, bool transforms = false);
 
 void SelectCpu(const AttentionSpec& spec, KernelConfig* config,
                Reasons* reasons = nullptr);  // cpu.cc
 void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reasons = nullptr,
-                const VariantProgram* program = nullptr);  // cuda.cc
+                const VariantProgram* program = nullptr,
+                bool transforms = false);  // cuda.cc
 
 // On CUDA, without mla: the largest head dim, and the most query heads of a kv head, that kernels
 // have room for. Both depend on the target, the dtype and the format alone, and the group on the

@@ -143,7 +143,7 @@ struct ProgramOperand {
 };
 
 struct VariantProgram {
-  i32 present;     // 0: no variant, and all other fields are 0
+  i32 present;  // 0: logits and mask are those of the spec; only operands of transforms may be here
   i32 normalizes;  // 1: softmax; 0: o is the sum of logits times v
   i32 logits;      // the value that becomes the logit (normalizes 0: the weight); -1: the score
   i32 visible;     // the bool value that says whether the row sees the key; -1: true

@@ -44,10 +44,11 @@ class Reader {
     }
     JAX_ATTN_RETURN_IF_ERROR(CheckResult("logits", p_->logits, kVariantF32));
     JAX_ATTN_RETURN_IF_ERROR(CheckResult("visible", p_->visible, kVariantBool));
-    if (p_->logits < 0 && p_->visible < 0 && p_->normalizes) {
-      return Refuse("logits", "a value where there is no mask", -1);
+    // Without results it only declares the operands of transforms.
+    p_->present = p_->logits >= 0 || p_->visible >= 0 || !p_->normalizes;
+    if (!p_->present && p_->num_instructions > 0) {
+      return Refuse("num_instructions", "0 without a result", p_->num_instructions);
     }
-    p_->present = 1;
     return Status::Ok();
   }
 
@@ -237,7 +238,7 @@ std::vector<int64_t> EncodeGradient(const VariantGradient& gradient) {
 }
 
 std::vector<int64_t> EncodeProgram(const VariantProgram& p) {
-  if (!p.present) return {};
+  if (!p.present && p.num_operands == 0) return {};
   std::vector<int64_t> words = {kProgramVersion, p.normalizes, p.logits, p.visible, p.num_operands};
   for (i32 i = 0; i < p.num_operands; ++i) {
     words.insert(words.end(), {p.operands[i].type, p.operands[i].rank});

@@ -24,6 +24,7 @@ from jax_attn._ops.operands import (
     pad_heads,
     spec_of,
 )
+from jax_attn._ops.vectors import transform_operands, transform_output
 from jax_attn._plan.plan import AttentionPlan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
@@ -113,6 +114,8 @@ def attention(
     On a mesh, arrays may be split by head, with a plan for one device's heads; nothing is gathered
     (docs/devices.md).
 
+    The variant's transforms of q and o, and of ragged k and v, run in jnp around the kernel.
+
     Differentiable in q, k, v and sinks, lse included, and in float variant_operands
     (docs/training.md), to any order, forward (jax.jvp) and backward. Rows of k and v that no query
     reads have gradient 0. Pages that requests share get the sum over these requests. The kernels
@@ -159,7 +162,7 @@ def attention(
         raise ValueError(
             "attention: return_lse: expected False with a variant of normalize='none', got True."
         )
-    o, lse = gradients.attention(operands, split)
+    o, lse = _run(operands, split)
     if o.shape[-1] != value_dim:
         o = o[..., :value_dim]
     return (o, lse) if return_lse else o
@@ -214,11 +217,25 @@ def item_times(
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
         raise ValueError("item_times: expected arrays that are there, got traced ones: inside jit.")
-    timed = jax.jit(functools.partial(ffi.attention, spec=split.spec, record_times=True))
+    spec = split.spec
+    if spec.kernel_spec is not spec:
+        operands = transform_operands(operands, spec)
+    timed = jax.jit(functools.partial(ffi.attention, spec=spec.kernel_spec, record_times=True))
     for _ in range(2):
         workspace = np.asarray(timed(operands)[2])
     times = workspace[plan.spec.workspace_words :].view(np.int64).reshape(-1, 2)
     return times[: plan.header()["num_items"]] * 1e-9
+
+
+def _run(operands: AttentionOperands[jax.Array], split: HeadSplit) -> tuple[jax.Array, jax.Array]:
+    """o and lse of a checked call."""
+    spec = split.spec
+    if spec.kernel_spec is spec:
+        return gradients.attention(operands, split)
+    inner = transform_operands(operands, spec)
+    kernel_split = split_by_head(inner, spec.kernel_spec, split.num_parts)
+    o, lse = gradients.attention(inner, kernel_split)
+    return transform_output(o, operands, spec), lse
 
 
 def _padded(

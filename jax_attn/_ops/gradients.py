@@ -346,6 +346,11 @@ def check_differentiable(spec: AttentionSpec) -> None:
         (spec.q_dtype is not None, "float8_e4m3fn queries", "train on q of the spec's dtype"),
         (spec.fresh_kv, "fresh_kv", "make the spec without it, and append_kv after the step"),
         (
+            spec.max_steps is not None and spec.variant is not None and spec.variant.transforms,
+            "max_steps with transforms of k or v of pages",
+            "plan without a block map, whose variant hides the same",
+        ),
+        (
             spec.max_steps is not None and not spec.has_backward_kernel,
             f"max_steps with head dims beyond 256 on {spec.target}",
             "plan without a block map, whose variant hides the same",

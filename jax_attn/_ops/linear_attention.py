@@ -6,12 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_attn import _core, _environment
 from jax_attn._ops.linear_chunks import chunk_terms, next_state
 from jax_attn._ops.linear_kernel import LinearCall, LinearOperands, attend
-from jax_attn._ops.operands import as_array, check_array, layer_operand, with_default_promotion
+from jax_attn._ops.operands import (
+    as_array,
+    check_array,
+    check_layer,
+    checked_layer,
+    layer_operand,
+    with_default_promotion,
+)
 from jax_attn._plan import state_plan
 from jax_attn._plan.state_plan import StatePlan
 from jax_attn._spec.state_spec import LinearAttentionSpec, StateSpec
@@ -86,7 +95,7 @@ def linear_attention(
         g = check_array(_OP, "g", g, spec.decay_shape, "float32")
     if beta is not None:
         beta = check_array(_OP, "beta", beta, (tokens, heads), "float32")
-    states, index = check_pool(_OP, states, layer, spec.state_shape, spec.state_dtype)
+    states, index = check_pool(_OP, states, layer, spec.state_shape, spec.state_dtype, plan)
     slots = "s" if layer is None else "l s"
     call = LinearCall(_OP, spec, "t", slots, _in_jnp)
     operands = LinearOperands(q, k, v, g, beta, states)
@@ -110,9 +119,13 @@ def spec_of_plan(op: str, plan: Any) -> StateSpec:
 
 
 def check_pool(
-    op: str, states: Any, layer: Any, shape: tuple[int, ...], dtype: str
+    op: str, states: Any, layer: Any, shape: tuple[int, ...], dtype: str, plan: StatePlan
 ) -> tuple[jax.Array, jax.Array]:
-    """The pool, which has an axis of layers if there is a layer, and the index of the layer."""
+    """The pool, which has an axis of layers if there is a layer, and the index of the layer.
+
+    With JAX_ATTN_CHECK=1 the words of the plan and the layer are checked on any device before the
+    kernel runs.
+    """
     states = as_array(op, "states", states)
     if layer is not None:
         if states.ndim != len(shape) + 1:
@@ -122,7 +135,19 @@ def check_pool(
             )
         shape = (states.shape[0], *shape)
     states = check_array(op, "states", states, shape, dtype)
-    return states, layer_operand(op, layer, 1 if layer is None else states.shape[0])
+    num_layers = 1 if layer is None else states.shape[0]
+    index = layer_operand(op, layer, num_layers)
+    if not _environment.check:
+        return states, index
+
+    def check(buffer: np.ndarray, layer: int) -> None:
+        if fault := StatePlan(buffer, plan.spec).fault():
+            raise ValueError(f"{op}: {fault}")
+        spec = plan.spec
+        _core.check_state_plan(op, buffer, spec.chunks_begin, spec.max_tokens, spec.num_slots)
+        check_layer(op, layer, num_layers)
+
+    return states, checked_layer(check, jnp.asarray(plan.buffer), index)
 
 
 def takes_requests_at_once(spec: StateSpec) -> bool:

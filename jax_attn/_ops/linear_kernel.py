@@ -1,4 +1,7 @@
-"""Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere."""
+"""Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere.
+
+Kernels: forward on CPUs and CUDA, gradients on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_attn._ops.operands import with_default_promotion
 from jax_attn._plan.state_plan import words_of_sequences
-from jax_attn._spec.state_spec import LinearAttentionSpec
+from jax_attn._spec.state_spec import CHUNK, LinearAttentionSpec
+from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
 from jax_attn._xla.transforms import Axes, partitioned, varying_alike
 
@@ -55,7 +59,7 @@ class LinearCall:
         return jax.tree.structure((operands, *((0, 0) if self.rows == "t" else ())))
 
 
-def _axes(call: LinearCall, has_beta: bool, *, is_backward: bool) -> Axes:
+def _axes(call: LinearCall, has_beta: bool, *target: Any, is_backward: bool) -> Axes:
     """Heads are independent, and so are sequences that have a state each."""
     group = call.spec.num_v_heads // call.spec.num_qk_heads
     rows, keys, heads, sizes = call.rows, "h", "(h g)", {"g": group}
@@ -81,32 +85,39 @@ class _Packed(NamedTuple):
     numbers: dict[str, Any]
 
 
-def _packed(call: LinearCall, operands: LinearOperands, plan: list[jax.Array]) -> _Packed:
+def _packed(
+    call: LinearCall, operands: LinearOperands, plan: list[jax.Array], target: tuple[int, int]
+) -> _Packed:
     spec, begin = call.spec, call.spec.chunks_begin
+    chunks, longest = spec.max_chunks, spec.max_qo_len
     if not plan:
         batch, seq = operands.q.shape[:2]
-        words, begin = words_of_sequences(batch, seq)
+        longest = seq
+        words, begin, chunks = words_of_sequences(batch, seq, seq if target == ffi.CPU else CHUNK)
         plan = [words, jnp.zeros((), jnp.int32)]
         flat: list[Any] = [
             None if x is None else x.reshape(batch * seq, *x.shape[2:]) for x in operands[:-1]
         ]
         operands = LinearOperands(*[*flat, operands.states])
     assert spec.scale is not None
-    numbers = {"chunks_begin": begin, "scale": spec.scale}
-    numbers |= {"delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
+    numbers: dict[str, Any] = {"chunks_begin": begin, "max_chunks": chunks, "max_qo_len": longest}
+    numbers |= {"scale": spec.scale, "delta_rule": spec.delta_rule, "l2_norm": spec.l2_norm}
     return _Packed(operands, plan, numbers)
 
 
-def _forward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
+def _forward_on_device(
+    call: LinearCall, has_beta: bool, target: tuple[int, int], *arrays: jax.Array
+) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays)
-    packed = _packed(call, operands, plan)
-    o, states = ffi.linear_attention(*packed.operands, *packed.plan, **packed.numbers)
+    packed = _packed(call, operands, plan, target)
+    given: list[Any] = [*packed.operands, *packed.plan]
+    o, states = ffi.linear_attention(*given, **packed.numbers, target=target)
     return o.reshape(operands.v.shape), states
 
 
 def _backward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays[:-2])
-    packed = _packed(call, operands, plan)
+    packed = _packed(call, operands, plan, ffi.CPU)
     d_o, d_states = arrays[-2].reshape(packed.operands.v.shape), arrays[-1]
     given: list[Any] = [*packed.operands, *packed.plan, d_o, d_states]
     found = ffi.linear_attention_backward(*given, **packed.numbers)
@@ -118,7 +129,7 @@ _partitioned_forward = partitioned(
     "linear_attention",
     _forward_on_device,
     functools.partial(_axes, is_backward=False),
-    num_static=2,
+    num_static=3,
 )
 _partitioned_backward = partitioned(
     "linear_attention: gradients",
@@ -148,10 +159,17 @@ def _one_by_one(run: Callable[..., Any], *arrays: jax.Array) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(call: LinearCall, operands: LinearOperands, *plan: jax.Array) -> Any:
     arrays, tree = jax.tree.flatten((operands, *plan))
-    by_kernel = functools.partial(_partitioned_forward, call, operands.beta is not None)
+
+    def by_kernel(target: tuple[int, int]) -> Callable[..., Any]:
+        run = functools.partial(_partitioned_forward, call, operands.beta is not None, target)
+        return functools.partial(_one_by_one, run)
+
+    gpu = gpu_target()
+    on_gpu = {} if gpu is None else {"cuda": by_kernel(gpu)}
     return jax.lax.platform_dependent(
         *arrays,
-        cpu=functools.partial(_one_by_one, by_kernel),
+        cpu=by_kernel(ffi.CPU),
+        **on_gpu,
         default=lambda *arrays: call.in_jnp(call, *jax.tree.unflatten(tree, arrays)),
     )
 

@@ -282,7 +282,7 @@ def check_cache(
     v_pages = check_values(op, "v_pages", v_pages, v_shape, spec.dtype_of_kv)
     # Kernels number the rows of a layer in 32 bits; with fresh_kv one bit selects the array.
     most = 2**31 if spec.fresh_kv else 2**32 - 2
-    if spec.variant is not None and any(x.op == "kv_row" for x in spec.variant.instructions):
+    if spec.variant is not None and spec.variant.reads_kv_rows:
         most = 2**31 - 1
     # The kernel checks a pool whose number of pages is symbolic.
     if isinstance(num_pages, int) and num_pages * spec.page_size > most:
@@ -342,23 +342,39 @@ def check_data(
         return buffer, layer
     num_pages = k.shape[-4] if plan.spec.is_paged else -1
 
-    def check(buffer: Any, layer: Any) -> np.ndarray:
+    def check(buffer: np.ndarray, layer: int) -> None:
         try:
-            plan.spec.problem.check_plan(np.ascontiguousarray(buffer), num_pages)
+            plan.spec.problem.check_plan(buffer, num_pages)
         except ValueError as error:
             raise ValueError(f"{op}: {error}") from None
-        if not 0 <= int(layer) < num_layers:
-            raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+        check_layer(op, layer, num_layers)
         if writes:
-            _check_slots(op, plan.spec, np.asarray(buffer))
+            _check_slots(op, plan.spec, buffer)
+
+    return buffer, checked_layer(check, buffer, layer)
+
+
+def check_layer(op: str, layer: int, num_layers: int) -> None:
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"{op}: layer: expected an index in [0, {num_layers}), got {layer}.")
+
+
+def checked_layer(
+    check: Callable[[np.ndarray, int], None], buffer: jax.Array, layer: jax.Array
+) -> jax.Array:
+    """The layer, after check(buffer, layer): a kernel that takes it waits for the check."""
+
+    def run(buffer: Any, layer: Any) -> np.ndarray:
+        check(np.ascontiguousarray(buffer), int(layer))
         return np.asarray(layer, np.int32)
 
     if not any(isinstance(x, jax.core.Tracer) for x in (buffer, layer)):
-        check(buffer, layer)
-        return buffer, layer
-    # The kernel takes the layer from the check's result, so it waits for the check.
+        run(buffer, layer)
+        return layer
     shape = jax.ShapeDtypeStruct((), jnp.int32)
-    return buffer, jax.pure_callback(check, shape, buffer, layer, vmap_method="sequential")
+    found = jax.pure_callback(run, shape, buffer, layer, vmap_method="sequential")
+    assert isinstance(found, jax.Array)
+    return found
 
 
 def _check_slots(op: str, spec: AttentionSpec, buffer: np.ndarray) -> None:

@@ -18,6 +18,7 @@ from jax_attn._plan.records import HEADER_FIELDS, WORK_ITEM
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.evaluate import evaluate
 from jax_attn._variant.program import At
+from jax_attn._variant.transform import Transform, apply
 from jax_attn._xla.attention_operands import AttentionOperands
 from jax_attn._xla.transforms import varying_alike
 
@@ -27,7 +28,7 @@ _BLOCK = 512  # keys whose logits are in memory at the same time
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Query tokens. Each field: [max_qo_tokens], i32; live: bool."""
 
     request: jax.Array
@@ -37,13 +38,37 @@ class _Rows(NamedTuple):
     live: jax.Array
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Keys of all requests, in blocks. Each field: [num_blocks, _BLOCK], i32; live: bool."""
 
     request: jax.Array
     position: jax.Array
     row: jax.Array  # of k and v, or of their pages
+    qo_len: jax.Array
+    kv_len: jax.Array
     live: jax.Array
+
+
+def query_facts(rows: Rows) -> dict[str, jax.Array]:
+    """The fields of `at` that a transform of q or o may read, [max_qo_tokens]."""
+    return {
+        "request": rows.request,
+        "q_pos": rows.position,
+        "q_row": jnp.arange(len(rows.request), dtype=jnp.int32),
+        "q_len": rows.qo_len,
+        "kv_len": rows.kv_len,
+    }
+
+
+def key_facts(keys: Keys) -> dict[str, jax.Array]:
+    """The fields of `at` that a transform of k or v may read."""
+    return {
+        "request": keys.request,
+        "kv_pos": keys.position,
+        "kv_row": keys.row,
+        "q_len": keys.qo_len,
+        "kv_len": keys.kv_len,
+    }
 
 
 def attend(
@@ -56,7 +81,7 @@ def attend(
     """
     q, k, v = operands.q, operands.k, operands.v
     assert v is not None and operands.plan_buffer is not None
-    rows, keys = _batch(operands.plan_buffer, spec)
+    rows, keys = batch_of(operands.plan_buffer, spec)
     if spec.is_paged and k.ndim == 5:
         assert operands.layer is not None
         k, v = (jax.lax.dynamic_index_in_dim(x, operands.layer, keepdims=False) for x in (k, v))
@@ -68,10 +93,10 @@ def attend(
     sinks = operands.sinks
     softmax = spec.variant is None or spec.variant.normalizes
 
-    def add_block(state: Any, block: _Keys) -> Any:
+    def add_block(state: Any, block: Keys) -> Any:
         top, total, o = state
         seen, logits = _logits(operands, spec, q, k, rows, block)
-        values = jnp.where(block.live[:, None, None], v[block.row], 0).astype(jnp.float32)
+        values = _rows_of("v", v, operands, spec, block)
         if not softmax:
             weights = jnp.where(seen, logits, 0)
             return (top, total, o + _einsum("hgts,she->hgte", weights, values)), None
@@ -108,19 +133,57 @@ def attend(
     return of_rows(o).astype(operands.q.dtype), of_rows(lse)[..., 0]
 
 
+def _rows_of(
+    name: str,
+    x: jax.Array,
+    operands: AttentionOperands[jax.Array],
+    spec: AttentionSpec,
+    keys: Keys,
+) -> jax.Array:
+    """k or v of a block as kernels use them, in f32; 0 where there is no key."""
+    transform = None if spec.variant is None else spec.variant.transforms.get(name)
+    found = x[keys.row]
+    if transform is not None:
+        found = transform_rows(
+            transform, found, spec, key_facts(keys), keys.live, 0, operands.variant
+        )
+    return jnp.where(keys.live[:, None, None], found, 0).astype(jnp.float32)
+
+
+def transform_rows(
+    transform: Transform,
+    x: jax.Array,
+    spec: AttentionSpec,
+    facts: dict[str, jax.Array],
+    live: jax.Array,
+    fill: int,
+    operands: tuple[jax.Array, ...],
+) -> jax.Array:
+    """The transform of the rows that are live, in x's dtype; `fill` in the others.
+
+    x: [rows, heads, head_dim]. The others may hold NaN: they count as 1, so that neither they nor
+    the derivatives there, such as those of a norm of 0, reach a gradient.
+    """
+    rows = live[:, None, None]
+    heads = jnp.arange(x.shape[1], dtype=jnp.int32)
+    by_head = {"head": heads, "kv_head": heads // (x.shape[1] // spec.num_kv_heads)}
+    found = apply(transform, jnp.where(rows, x, 1), by_head, facts, operands)
+    return jnp.where(rows, found.astype(x.dtype), fill)
+
+
 def _logits(
     operands: AttentionOperands[jax.Array],
     spec: AttentionSpec,
     q: jax.Array,
     k: jax.Array,
-    rows: _Rows,
-    keys: _Keys,
+    rows: Rows,
+    keys: Keys,
 ) -> tuple[jax.Array, jax.Array]:
     """Whether rows see the keys of a block, and the final logits, 0 where they do not.
 
     [num_kv_heads, group_size, tokens, keys]; axes of the first may have length 1.
     """
-    keys_of_block = jnp.where(keys.live[:, None, None], k[keys.row], 0).astype(jnp.float32)
+    keys_of_block = _rows_of("k", k, operands, spec, keys)
     position = rows.position[:, None]
     seen = (rows.request[:, None] == keys.request[None]) & rows.live[:, None] & keys.live[None]
     if spec.causal:
@@ -134,7 +197,7 @@ def _logits(
     logits = spec.sm_scale * _einsum("thgd,shd->hgts", q, keys_of_block)
     if spec.logits_soft_cap:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
-    if spec.variant is not None:
+    if spec.variant is not None and spec.variant.has_program:
         num_kv_heads, group = logits.shape[:2]
         head = jnp.arange(num_kv_heads * group, dtype=jnp.int32).reshape(num_kv_heads, group, 1, 1)
 
@@ -159,7 +222,7 @@ def _logits(
     return seen, jnp.where(seen, logits, 0)
 
 
-def _batch(buffer: jax.Array, spec: AttentionSpec) -> tuple[_Rows, _Keys]:
+def batch_of(buffer: jax.Array, spec: AttentionSpec) -> tuple[Rows, Keys]:
     """The query tokens and the keys of a plan."""
 
     def section(name: str, num_words: int) -> jax.Array:
@@ -176,7 +239,7 @@ def _batch(buffer: jax.Array, spec: AttentionSpec) -> tuple[_Rows, _Keys]:
     request = _request_of(qo_indptr, token)
     position = _first_positions(buffer, spec, qo_indptr)[request] + token - qo_indptr[request]
     live = token < header["nnz_qo"]
-    rows = _Rows(request, position, qo_lens[request], kv_lens[request], live)
+    rows = Rows(request, position, qo_lens[request], kv_lens[request], live)
     if spec.is_paged:
         assert spec.max_kv_pages is not None and spec.page_size is not None
         entry = jnp.arange(spec.max_kv_pages, dtype=jnp.int32)
@@ -199,9 +262,10 @@ def _batch(buffer: jax.Array, spec: AttentionSpec) -> tuple[_Rows, _Keys]:
         owner = _request_of(kv_indptr, row)
         position, live = row - kv_indptr[owner], row < header["nnz_kv"]
     live &= (position >= 0) & (position < kv_lens[owner])
-    found = owner, jnp.where(live, position, 0), jnp.where(live, row, 0), live
+    lens = qo_lens[owner], kv_lens[owner]
+    found = owner, jnp.where(live, position, 0), jnp.where(live, row, 0), *lens, live
     missing = -len(row) % _BLOCK
-    return rows, _Keys(*(jnp.pad(x, (0, missing)).reshape(-1, _BLOCK) for x in found))
+    return rows, Keys(*(jnp.pad(x, (0, missing)).reshape(-1, _BLOCK) for x in found))
 
 
 def _request_of(indptr: jax.Array, at: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from jax_attn._plan import state_plan
 from jax_attn._plan.state_plan import StatePlan
 from jax_attn._spec.formats import DTYPES
 from jax_attn._spec.state_spec import MAX_CONVOLUTION_WIDTH, StateSpec
+from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
 
 _OP = "short_convolution"
@@ -88,7 +89,7 @@ def short_convolution(
         raise ValueError(f'{_OP}: activation: expected "silu" or None, got {activation!r}.')
     past = weight.shape[1] - 1
     shape = (spec.num_slots, past, channels)
-    states, index = check_pool(_OP, states, layer, shape, x.dtype.name)
+    states, index = check_pool(_OP, states, layer, shape, x.dtype.name, plan)
     static = _Static(spec, activation == "silu", layer is not None)
     operands = _Operands(x, weight, bias, states)
     y, states = _convolve(static, operands, jnp.asarray(plan.buffer), index)
@@ -114,14 +115,28 @@ class _Static(NamedTuple):
 def _convolve(
     static: _Static, operands: _Operands, buffer: jax.Array, layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def by_kernel(operands: _Operands, buffer: jax.Array, layer: jax.Array) -> Any:
-        begin = static.spec.chunks_begin
+    def by_kernel(arch: int, operands: _Operands, buffer: jax.Array, layer: jax.Array) -> Any:
+        spec = static.spec
+        assert spec.max_qo_len is not None
         return ffi.short_convolution(
-            *operands, buffer, layer, chunks_begin=begin, silu=static.has_silu
+            *operands,
+            buffer,
+            layer,
+            chunks_begin=spec.chunks_begin,
+            max_qo_len=spec.max_qo_len,
+            silu=static.has_silu,
+            arch=arch,
         )
 
+    gpu = gpu_target()
+    on_gpu = {} if gpu is None else {"cuda": functools.partial(by_kernel, gpu[0])}
     return jax.lax.platform_dependent(
-        operands, buffer, layer, cpu=by_kernel, default=functools.partial(_in_jnp, static)
+        operands,
+        buffer,
+        layer,
+        cpu=functools.partial(by_kernel, 0),
+        **on_gpu,
+        default=functools.partial(_in_jnp, static),
     )
 
 

@@ -161,18 +161,31 @@ def plan_linear_attention(
     return StatePlan(_pack(xp, spec, batch, code, at), spec)
 
 
-def words_of_sequences(batch: int, seq: int) -> tuple[jax.Array, int]:
-    """A plan of sequences of one length, each with the slot of its number, and where chunks begin.
+def words_of_sequences(batch: int, seq: int, chunk: int) -> tuple[jax.Array, int, int]:
+    """A plan of sequences of one length, each with the slot of its number, where its chunks begin,
+    and how many they are.
 
-    Only the kernels of CPUs read it: a sequence is one chunk, however long. Nothing in it is a
-    constant of the traced program, since a function that XLA partitions may have none.
+    chunk: tokens of a chunk. Kernels of CPUs, and those that go token by token, take chunks of any
+    length. Nothing in the plan is a constant of the traced program, since a function that XLA
+    partitions may have none.
     """
+    num = max(1, -(-seq // max(chunk, 1)))  # chunks of a sequence
     word = jnp.arange(_HEADER_WORDS, dtype=jnp.int32)
-    header = jnp.where(word == NUM_CHUNKS, batch, 0 * word)
+    header = jnp.where(word == NUM_CHUNKS, batch * num, 0 * word)
     header = jnp.where(word == NUM_TOKENS, batch * seq, header)
-    number = jnp.arange(batch, dtype=jnp.int32)
-    columns = (number * seq, 0 * number + seq, 0 * number + 1, number, number, number)
-    return jnp.concatenate([header, jnp.stack(columns, axis=1).reshape(-1)]), _HEADER_WORDS
+    index = jnp.arange(batch * num, dtype=jnp.int32)
+    number, done = index // num, index % num * chunk
+    is_last = index % num == num - 1
+    columns = (
+        number * seq + done,
+        jnp.where(is_last, seq - done, chunk),
+        jnp.where(index % num == 0, 1, 0),
+        number,
+        jnp.where(is_last, number, -1),
+        number,
+    )
+    words = jnp.concatenate([header, jnp.stack(columns, axis=1).reshape(-1)])
+    return words, _HEADER_WORDS, batch * num
 
 
 @dataclasses.dataclass(frozen=True)

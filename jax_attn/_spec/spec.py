@@ -194,6 +194,8 @@ class AttentionSpec:
             _refuse("target", TARGETS, self.target)
         parse_target(self.target)  # raises for an unknown target
         self._check_head_dims()
+        if self.variant is not None and self.variant.transforms:
+            self._check_transforms(self.variant)
         self._check_group()
         if self.mla:
             self._check_mla()
@@ -341,6 +343,50 @@ class AttentionSpec:
                 " with normalize='none'; leave it False, which multiplies in dtype."
             )
 
+    def _check_transforms(self, variant: Variant) -> None:
+        dims = {"q": self.head_dim_qk, "k": self.head_dim_qk}
+        dims |= {"v": self.value_dim, "o": self.value_dim}
+        for name, transform in variant.transforms.items():
+            if transform.dim != dims[name]:
+                _refuse(
+                    "variant",
+                    f"{name} of {dims[name]} elements, the spec's head_dim; give Variant head_dim",
+                    transform.dim,
+                )
+        if self.padded is not self:
+            raise NotImplementedError(
+                "AttentionSpec: variant: transforms of head dims that need no padding, such as"
+                f" multiples of 8, are supported, got {self.head_dim_qk} and {self.value_dim}."
+            )
+        of_rows = [name for name in ("k", "v") if name in variant.transforms]
+        if of_rows and self.mla:
+            raise NotImplementedError(
+                f"AttentionSpec: variant: {of_rows[0]} is supported with mla=False, got True; the"
+                " latent is both key and value: transform q and o."
+            )
+        if of_rows and self.kv_dtype is not None:
+            raise NotImplementedError(
+                f"AttentionSpec: variant: {of_rows[0]} is supported with kv_dtype=None, got"
+                f" {self.kv_dtype!r}; quantize transformed keys and values."
+            )
+        on_cuda = parse_target(self.target)[0] > 0
+        if (
+            of_rows
+            and self.is_paged
+            and on_cuda
+            and (self.dtype == "float32" or max(dims.values()) > 256)
+        ):
+            raise NotImplementedError(
+                f"AttentionSpec: variant: {of_rows[0]} of pages on {self.target} is supported with"
+                f" bfloat16 or float16 and head dims up to 256, got {self.dtype} and"
+                f" {max(dims.values())}."
+            )
+        if "q" in variant.transforms and self.q_dtype is not None:
+            raise NotImplementedError(
+                f"AttentionSpec: variant: q is supported with q_dtype=None, got {self.q_dtype!r};"
+                " transform q before you quantize it."
+            )
+
     def _settle_storage(self, settle: Any) -> None:
         """Require exactly the capacities of the storage: pages or tokens."""
         if self.fresh_kv and self.page_size is None:
@@ -416,7 +462,7 @@ class AttentionSpec:
 
     def to_fields(self) -> dict[str, Any]:
         """The fields as JSON values, for files."""
-        variant = self.variant and {"words": self.variant.words, "names": self.variant.names}
+        variant = self.variant and self.variant.to_fields()
         return {**self.__getstate__(), "variant": variant}
 
     @classmethod
@@ -425,7 +471,8 @@ class AttentionSpec:
         variant = fields.get("variant")
         if variant is None:
             return cls(**fields)
-        if not isinstance(variant, dict) or set(variant) != {"words", "names"}:
+        known = {"words", "names"}
+        if not isinstance(variant, dict) or not known <= set(variant) <= known | {"transforms"}:
             _refuse("variant", "words and names", variant)
         return cls(**{**fields, "variant": Variant.from_words(**variant)})
 
@@ -487,9 +534,25 @@ class AttentionSpec:
             return self
         return dataclasses.replace(self, head_dim_qk=dims[0], head_dim_vo=dims[1])
 
+    @functools.cached_property
+    def kernel_spec(self) -> AttentionSpec:
+        """The spec with what kernels run of its variant. Plans of the two are the same.
+
+        The transforms of q and o run outside, in jnp. So do those of ragged k and v, once a row.
+        """
+        if self.variant is None:
+            return self
+        variant = self.variant.with_transforms(("k", "v") if self.is_paged else ())
+        if variant is self.variant:
+            return self
+        return dataclasses.replace(self, variant=variant)
+
     @property
     def has_backward_kernel(self) -> bool:
-        """Whether kernels compute gradients. Else jnp does: on CUDA, head dims beyond 256."""
+        """Whether kernels compute gradients. Else jnp does: with transforms of pages, and on CUDA
+        with head dims beyond 256."""
+        if self.kernel_spec.variant is not None and self.kernel_spec.variant.transforms:
+            return False
         return self.target == "cpu" or max(self.padded_dims) <= 256
 
     @property
@@ -579,7 +642,7 @@ class AttentionSpec:
             "max_steps": self.max_steps or 0,
             "num_processors": num_processors,
         }
-        problem = _core.Problem(spec, overrides, self.program_words)
+        problem = _core.Problem(spec, overrides, self.program_words, self.transform_words)
         if arch:
             tuning.refuse_foreign_gpu(arch)
         if arch and not self.eight_bit_products:  # these have no fallback loop
@@ -590,8 +653,16 @@ class AttentionSpec:
 
     @property
     def program_words(self) -> list[int]:
-        """The words of the variant's program; empty without a variant."""
-        return [] if self.variant is None else list(self.variant.words)
+        """The words of the variant's program as kernels run it; empty without one."""
+        variant = self.kernel_spec.variant
+        return [] if variant is None else list(variant.words)
+
+    @property
+    def transform_words(self) -> list[list[int]]:
+        """The words of the transforms of k and v that kernels run."""
+        variant = self.kernel_spec.variant
+        found = {} if variant is None else variant.transforms
+        return [list(found[name].words) if name in found else [] for name in ("k", "v")]
 
     @functools.cached_property
     def problem_words(self) -> np.ndarray:

@@ -29,6 +29,19 @@ def default_target() -> str:
     raise NotImplementedError(f"AttentionSpec: backend {backend!r}: cpu and CUDA are supported.")
 
 
+def gpu_target() -> tuple[int, int] | None:
+    """parse_target of this process's GPU; None if it is too old for kernels.
+
+    (0, 0) without a GPU, for programs that are exported: kernels find theirs when they run.
+    """
+    if jax.default_backend() != "gpu":
+        return 0, 0
+    try:
+        return parse_target(default_target())
+    except (NotImplementedError, ValueError):  # below sm_80, or not CUDA
+        return None
+
+
 @functools.cache
 def parse_target(target: str) -> tuple[int, int]:
     """(compute capability, number of processors) of a target; (0, usable cores) for "cpu".

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_attn._variant.program import F32, I32, At, constant_value
+from jax_attn._variant.operations import DTYPES, OPERATIONS, cast, load
+from jax_attn._variant.program import At, constant_value
 from jax_attn._variant.variant import Variant
-
-_DTYPES = (jnp.float32, jnp.int32, jnp.bool_)  # order of VariantType
 
 
 def evaluate(
@@ -33,69 +30,13 @@ def evaluate(
         elif x.op == "dim":
             value = jnp.int32(operands[x.args[0]].shape[x.args[1]])
         elif x.op == "load":
-            value = _load(operands[x.args[0]], args).astype(_DTYPES[x.kind])
+            value = load(operands[x.args[0]], args).astype(DTYPES[x.kind])
         elif x.op == "cast":
-            value = _cast(args[0], instructions[x.args[0]].kind, x.kind)
+            value = cast(args[0], instructions[x.args[0]].kind, x.kind)
         elif not args:
             value = getattr(at, x.op)
         else:
-            value = _OPERATIONS[x.op](*jnp.broadcast_arrays(*args))
+            value = OPERATIONS[x.op](*jnp.broadcast_arrays(*args))
         values.append(value)
     logits, visible = variant.results
     return score if logits < 0 else values[logits], None if visible < 0 else values[visible]
-
-
-def _load(array: jax.Array, indices: list[jax.Array]) -> jax.Array:
-    return array[tuple(i.clip(0, n - 1) for i, n in zip(indices, array.shape, strict=True))]
-
-
-def _cast(x: jax.Array, kind: int, to: int) -> jax.Array:
-    if kind == to:
-        return lax.stop_gradient(x)  # what such a cast means
-    if kind == F32 and to == I32:
-        return jnp.where(jnp.isnan(x), 0, x).astype(jnp.int32)
-    return x.astype(_DTYPES[to])
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "neg": lax.neg,
-    "abs": lax.abs,
-    "sign": lax.sign,
-    "floor": lax.floor,
-    "ceil": lax.ceil,
-    "round": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
-    "exp": lax.exp,
-    "exp2": lax.exp2,
-    "log": lax.log,
-    "log1p": lax.log1p,
-    "tanh": lax.tanh,
-    "logistic": lax.logistic,
-    "sqrt": lax.sqrt,
-    "rsqrt": lax.rsqrt,
-    "not": lax.bitwise_not,
-    "add": lax.add,
-    "sub": lax.sub,
-    "mul": lax.mul,
-    "div": lax.div,
-    "rem": lax.rem,
-    "min": lax.min,
-    "max": lax.max,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-    "xor": lax.bitwise_xor,
-    "shl": lax.shift_left,
-    "sar": lax.shift_right_arithmetic,
-    "shr": lax.shift_right_logical,
-    "eq": lax.eq,
-    "ne": lax.ne,
-    "lt": lax.lt,
-    "le": lax.le,
-    "select": lax.select,
-    "expm1": lax.expm1,
-    "sin": lax.sin,
-    "cos": lax.cos,
-    "erf": lax.erf,
-    "erfc": lax.erfc,
-    "atan2": lax.atan2,
-    "pow": lax.pow,
-}

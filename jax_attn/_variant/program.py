@@ -105,11 +105,8 @@ class Builder:
         self._values: dict[tuple[str, int, tuple[int, ...]], int] = {}
 
     def add(self, op: str, kind: int, *args: int) -> int:
-        if (fold := _FOLDS.get(op)) is not None:
-            known = [self.constant_of(arg) for arg in args]
-            if None not in known:
-                with np.errstate(all="ignore"):
-                    return self.constant(fold(*known), kind)
+        if op in _FOLDS and None not in (known := [self.constant_of(arg) for arg in args]):
+            return self.constant(fold(op, known), kind)
         return self._values.setdefault((op, kind, args), len(self._values))
 
     def select(self, kind: int, which: int, yes: int, no: int) -> int:
@@ -172,6 +169,12 @@ class Builder:
             words += [_CODES[op], kind, *line]
             words += [0] * (_core.max_instruction_args - len(line))
         return tuple(words), [numbers[value] for value in kept]
+
+
+def fold(op: str, known: Sequence[Any]) -> Any:
+    """The result of an operation on constants; None: it is left to the program."""
+    with np.errstate(all="ignore"):
+        return None if op not in _FOLDS else _FOLDS[op](*known)
 
 
 # Constant folding.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -65,7 +66,8 @@ def declare(operands: Mapping[str, Any]) -> dict[str, Declared]:
 
 def operands_of(what: str, function: Callable[..., Any], operands: Mapping[str, Any]) -> list[str]:
     """The names of the operands that a function takes, from its signature."""
-    first = {"mask": ["at"], "logits": ["score", "at"]}.get(what, [])
+    own = {"mask": ["at"], "logits": ["score", "at"], "": []}
+    first = own.get(what, ["x", "at"])
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -96,7 +98,7 @@ _dim_p = jax_core.Primitive("jax_attn_dim")
 _dim_p.def_abstract_eval(lambda *, operand, axis: jax.core.ShapedArray((), jnp.int32))
 
 
-class _Operand:
+class Operand:
     """An operand while a function is traced. It supports indexing only."""
 
     def __init__(self, name: str, declared: Declared) -> None:
@@ -122,11 +124,54 @@ class _Operand:
 
 
 def as_index(name: str, index: Any) -> Any:
+    index = as_integers(name, index)
+    if index.shape:
+        refuse(name, "integer scalars as indices", index)
+    return index
+
+
+def as_integers(name: str, index: Any) -> Any:
     is_number = not isinstance(index, (slice, list, type(None), type(Ellipsis)))
     index = jnp.asarray(index) if is_number else index
-    if not is_number or index.shape or index.dtype.kind not in "iub":
+    if not is_number or index.dtype.kind not in "iub":
         refuse(name, "integer scalars as indices", index)
     return index.astype(jnp.int32)
+
+
+@contextlib.contextmanager
+def tracing_errors(what: str, known: str, at: type) -> Iterator[None]:
+    """Turns what JAX raises while it traces a function into errors with the user's line.
+
+    known: a clause that says what an object of the type `at` has.
+    """
+    try:
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+            yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        raise NotImplementedError(
+            f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
+            f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
+            " they index one of the operands."
+        ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, (at, Operand)):
+            raise
+        if not isinstance(error.obj, at):
+            known = "an operand has shape, ndim and dtype, and is indexed, name[i, ...]"
+        raise NotImplementedError(
+            f"{OP}: {what}: .{error.name} at {_raised_at(error)} is not supported; {known}."
+        ) from None
+    except TypeError as error:
+        if Operand.__name__ not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{OP}: {what}: operands are supported where they are indexed, name[i, ...], one"
+            f" element at a time, got one as a whole at {_raised_at(error)}."
+        ) from None
 
 
 # ---- from a function to values ------------------------------------------------------------------
@@ -145,7 +190,7 @@ def trace(
     arguments = (score, facts) if what == "logits" else (facts,)
 
     def call(*arguments: Any) -> Any:
-        operands = {name: _Operand(name, declared[name]).value for name in wanted}
+        operands = {name: Operand(name, declared[name]).value for name in wanted}
         result = function(*arguments, **operands)
         if result is None or isinstance(result, (tuple, list, dict)):
             refuse(what, "a function that returns a scalar", result)
@@ -158,37 +203,8 @@ def trace(
             refuse(what, "a function that returns a number", str(result.dtype))
         return result if what == "mask" else result.astype(jnp.float32)
 
-    try:
-        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-            closed = jax.make_jaxpr(call)(*arguments)
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        raise NotImplementedError(
-            f"{OP}: {what}: Python control flow and numpy on traced values are not supported"
-            f" at {_raised_at(error)}; use jnp.where and jnp functions, and make an array that"
-            " they index one of the operands."
-        ) from None
-    except AttributeError as error:
-        if not isinstance(error.obj, (At, _Operand)):
-            raise
-        known = (
-            f"at has {', '.join(FACTS)}"
-            if isinstance(error.obj, At)
-            else "an operand has shape, ndim and dtype, and is indexed, name[i, ...]"
-        )
-        raise NotImplementedError(
-            f"{OP}: {what}: .{error.name} at {_raised_at(error)} is not supported; {known}."
-        ) from None
-    except TypeError as error:
-        if _Operand.__name__ not in str(error):
-            raise
-        raise NotImplementedError(
-            f"{OP}: {what}: operands are supported where they are indexed, name[i, ...], one"
-            f" element at a time, got one as a whole at {_raised_at(error)}."
-        ) from None
+    with tracing_errors(what, f"at has {', '.join(FACTS)}", At):
+        closed = jax.make_jaxpr(call)(*arguments)
     names = ("score", *FACTS) if what == "logits" else FACTS
     values = [builder.add(name, F32 if name == "score" else I32) for name in names]
     (result,) = _run(builder, what, closed.jaxpr, closed.consts, values)
@@ -209,18 +225,18 @@ def _run(
                 f"{OP}: {what}: closing over {jax.typeof(const)} is not supported; make it an"
                 " operand, operands={name: array}, and an argument of the function."
             )
-        known[var] = builder.constant(np.asarray(const), _kind(what, var.aval, None))
+        known[var] = builder.constant(np.asarray(const), kind_of(what, var.aval, None))
 
     def read(atom: Any, eqn: Any) -> _Value:
         if isinstance(atom, jax_core.Literal):
-            return builder.constant(atom.val, _kind(what, atom.aval, eqn))
+            return builder.constant(atom.val, kind_of(what, atom.aval, eqn))
         return known[atom]
 
     for eqn in jaxpr.eqns:
         for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if inner in eqn.params:
                 break
-        if inner in eqn.params and eqn.primitive.name in _CALLS:
+        if inner in eqn.params and eqn.primitive.name in CALLS:
             body = eqn.params[inner]
             closed = body if hasattr(body, "consts") else jax_core.ClosedJaxpr(body, ())
             arguments = [read(x, eqn) for x in eqn.invars]
@@ -228,7 +244,7 @@ def _run(
         else:
             (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
             vectors = [x.aval for x in (*eqn.invars, *eqn.outvars) if x.aval.shape]
-            rules: Mapping[str, _Rule | _VectorRule] = _VECTOR_RULES if vectors else _RULES
+            rules: Mapping[str, _Rule | _VectorRule] = _VECTOR_RULES if vectors else RULES
             rule = rules.get(eqn.primitive.name)
             if vectors and (rule is None or max(len(x.shape) for x in vectors) > 1):
                 raise NotImplementedError(
@@ -238,7 +254,7 @@ def _run(
                 )
             if rule is None or out is None:
                 _unsupported(what, f"the primitive {eqn.primitive.name}", eqn)
-            kind = _kind(what, out.aval, eqn)
+            kind = kind_of(what, out.aval, eqn)
             arguments = [read(x, eqn) for x in eqn.invars]
             value = rule(builder, kind, eqn.params, *arguments)
             if value is None:
@@ -249,7 +265,7 @@ def _run(
 
 
 # Primitives that are inlined.
-_CALLS = {
+CALLS = {
     "jit",
     "pjit",
     "closed_call",
@@ -263,7 +279,7 @@ _CALLS = {
 }
 
 
-def _kind(what: str, aval: Any, eqn: Any) -> int:
+def kind_of(what: str, aval: Any, eqn: Any) -> int:
     kinds = {"float32": F32, "int32": I32, "bool": BOOL}
     if aval.dtype.name not in kinds:
         _unsupported(what, f"a value of {aval.str_short()}", eqn)
@@ -271,7 +287,7 @@ def _kind(what: str, aval: Any, eqn: Any) -> int:
 
 
 def _unsupported(what: str, thing: str, eqn: Any) -> NoReturn:
-    known = ", ".join(name for name in sorted(_RULES) if not name.startswith("jax_attn"))
+    known = ", ".join(name for name in sorted(RULES) if not name.startswith("jax_attn"))
     line = "" if eqn is None else f" at {source_info_util.summarize(eqn.source_info)}"
     raise NotImplementedError(
         f"{OP}: {what}: {thing}{line} is not supported; scalars of float32, int32 and bool are,"
@@ -434,7 +450,7 @@ def _dim(b: Builder, kind: int, params: Any) -> int:
 
 
 # How each primitive is translated: rule(builder, type of the result, parameters, arguments).
-_RULES: dict[str, _Rule] = {
+RULES: dict[str, _Rule] = {
     **{
         name: _same(name)
         for name in (

@@ -14,12 +14,14 @@ import jaxlib.version
 import numpy as np
 
 from jax_attn import _core, _environment
-from jax_attn._spec.spec import AttentionSpec
+from jax_attn._spec.spec import AttentionSpec, dtype_code
 from jax_attn._variant.gradient import gradient_of
 from jax_attn._xla import jit
 from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
 from jax_attn._xla.transforms import refusing, varying_alike
 from jax_attn.masks import BlockMap
+
+CPU = (0, 0)  # a target without a GPU
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -134,7 +136,9 @@ def attention(
     problem_words, workspace_words = spec.problem_words, spec.workspace_words
     if record_times:
         config_words = spec.kernel_config | {"record_times": 1}
-        recording = _core.Problem(spec.problem.spec, config_words, spec.program_words)
+        recording = _core.Problem(
+            spec.problem.spec, config_words, spec.program_words, spec.transform_words
+        )
         problem_words = np.asarray(recording.words, np.int64)
         workspace_words = recording.workspace_words
     jit.compile_ahead("attention", spec)
@@ -255,6 +259,34 @@ def append_rotated(
     return q, k_out, v_out
 
 
+def all_reduce(
+    operands: tuple[jax.Array, ...], columns: int, **attributes: Any
+) -> tuple[jax.Array, ...]:
+    """The sum over a group of GPUs, and normed rows and their scales
+    (csrc/cuda/any/all_reduce_params.h).
+
+    operands: x [num_rows, columns], and residual and weight if attributes say so, which are those
+    of csrc/ffi/all_reduce.cc.
+    """
+    x = operands[0]
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    results = [like]
+    if attributes["quantizes"]:
+        results.append(jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn))
+        results.append(jax.ShapeDtypeStruct(x.shape[:1], jnp.float32))
+    elif attributes["norm"]:
+        results.append(like)
+    return _call(
+        "jax_attn_all_reduce",
+        results,
+        operands,
+        arch=np.int64(0),
+        dtype=np.int64(dtype_code(x.dtype)),
+        poison=_environment.poison,
+        **attributes,
+    )
+
+
 def product(
     x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
@@ -264,6 +296,24 @@ def product(
     """
     results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
     return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
+
+
+def grouped_product(
+    x: jax.Array,
+    panels: jax.Array,
+    group_rows: jax.Array,
+    columns: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """`product` of each row with the matrix of its group, on CPUs only.
+
+    x: [n, in], sorted by group. panels: [groups, ...]. group_rows: [groups] i32, sum at most n.
+
+    Returns [n, columns] of `dtype`; zeros in rows beyond the sum.
+    """
+    results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
+    operands = x, panels, group_rows
+    return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
 
 
 def linear_attention(
@@ -277,28 +327,58 @@ def linear_attention(
     layer: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
+    max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
     scale: float,
+    target: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """o and the states, in the memory of `states` (csrc/cpu/linear_attention.h), on CPUs only.
+    """o and the states, in the memory of `states` (csrc/params.h, LinearAttentionParams).
 
-    chunks_begin: the word of the plan's buffer where chunks begin. Heads and dims are those of the
-    arrays; the other arguments are as in ja.linear_attention.
+    chunks_begin: the word of the plan's buffer where its max_chunks chunks begin. max_qo_len: most
+    tokens of a request. target: as parse_target has it; (0, 0): not known yet. Heads and dims are
+    those of the arrays; the other arguments are as in ja.linear_attention.
     """
+    words = _linear_problem(
+        q, v, g, states,
+        target=target, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
+    )  # fmt: skip
+    num_words = _core.linear_attention_workspace_words(words) if target != CPU else 0
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)]
-    o, states = _call(
+    results += [jax.ShapeDtypeStruct((num_words,), jnp.int32)]
+    o, states, _ = _call(
         "jax_attn_linear_attention",
         results,
         (q, k, v, *_present(g, beta), states, plan_buffer, layer),
         aliases={5: 1},
-        delta_rule=delta_rule,
-        l2_norm=l2_norm,
+        problem=np.array(words, np.int64),
         scale=np.float32(scale),
         chunks_begin=np.int64(chunks_begin),
         poison=_environment.poison,
     )
     return o, states
+
+
+def _linear_problem(
+    q: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    states: jax.Array,
+    *,
+    target: tuple[int, int],
+    max_qo_len: int,
+    max_chunks: int,
+    delta_rule: bool,
+    l2_norm: bool,
+) -> list[int]:
+    """The words of ReadLinearProblem in csrc/select/linear.cc."""
+    decay = 0 if g is None else g.ndim - 1
+    heads = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
+    flags = int(delta_rule), int(l2_norm), int(states.dtype == jnp.bfloat16)
+    of_call = len(q), max_qo_len, max_chunks
+    return [*target, dtype_code(q.dtype.name), *heads, decay, *flags, *of_call]
 
 
 def linear_attention_backward(
@@ -314,6 +394,8 @@ def linear_attention_backward(
     d_states: jax.Array,
     *,
     chunks_begin: int,
+    max_chunks: int,
+    max_qo_len: int,
     delta_rule: bool,
     l2_norm: bool,
     scale: float,
@@ -324,13 +406,17 @@ def linear_attention_backward(
     gradient of the states after the call. See linear_attention.
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
+    words = _linear_problem(
+        q, v, g, states,
+        target=CPU, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        l2_norm=l2_norm,
+    )  # fmt: skip
     return _call(
         "jax_attn_linear_attention_backward",
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:6]],
         operands,
         aliases={9: 5},
-        delta_rule=delta_rule,
-        l2_norm=l2_norm,
+        problem=np.array(words, np.int64),
         scale=np.float32(scale),
         chunks_begin=np.int64(chunks_begin),
         poison=_environment.poison,
@@ -373,11 +459,14 @@ def short_convolution(
     layer: jax.Array,
     *,
     chunks_begin: int,
+    max_qo_len: int,
     silu: bool,
+    arch: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """y and the states, in the memory of `states` (csrc/cpu/short_convolution.h), on CPUs only.
+    """y and the states, in the memory of `states` (csrc/params.h, ShortConvolutionParams).
 
-    chunks_begin: as in linear_attention. The other arguments are as in ja.short_convolution.
+    chunks_begin, max_qo_len: as in linear_attention. arch: 0 on CPUs, or if not known yet. The
+    other arguments are as in ja.short_convolution.
     """
     bias = jnp.zeros(len(weight)) if bias is None else bias
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, states)]
@@ -387,8 +476,12 @@ def short_convolution(
         (x, weight.astype(jnp.float32), bias.astype(jnp.float32), states, plan_buffer, layer),
         aliases={3: 1},
         vmap_method="sequential",
+        arch=np.int64(arch),
+        dtype=np.int64(dtype_code(x.dtype.name)),
+        width=np.int64(weight.shape[1]),
         silu=silu,
         chunks_begin=np.int64(chunks_begin),
+        max_qo_len=np.int64(max_qo_len),
         poison=_environment.poison,
     )
     return y, states

@@ -74,6 +74,11 @@ class KvShards:
                 "KvShards: spec: a variant that reads no positions, rows or lengths is supported,"
                 " as a device counts those of its own part, got one that does; use one KV shard."
             )
+        if self.spec.variant is not None and "o" in self.spec.variant.transforms:
+            raise NotImplementedError(
+                "KvShards: spec: a variant without o is supported, as o is that of all devices only"
+                " after the merge, got one with it; transform the result."
+            )
         if self.spec.page_size % size:
             _refuse(
                 "spec", f"a page_size that is a multiple of axis_size={size}", self.spec.page_size

@@ -64,7 +64,7 @@ The modules of each folder:
 | | `prepare`, `messages`, `text_encoder` | from a body to sequences |
 | | `fill_in_middle` | prompts of a prefix and a suffix |
 | | `answers`, `response_format`, `logprobs` | from events to answers |
-| | `pictures` | from data: URLs to pixels, and to places in a prompt |
+| | `pictures` | from URLs to pixels, and to places in a prompt |
 | | `responses_api`, `response_store` | /v1/responses, and its stored responses |
 | | `background`, `conversations` | responses without a connection; /v1/conversations |
 | | `response_items` | items as clients read them back |
@@ -82,6 +82,7 @@ The modules of each folder:
 | | `error_shapes` | errors in the shape of a route's protocol |
 | | `auth`, `connection`, `framing` | API keys; a connection and its limits; HTTP's messages |
 | | `files`, `batches`, `batch_run` | /v1/files; /v1/batches; runs a file of requests |
+| | `picture_urls` | pictures by http(s) URLs |
 | | `cache_watch` | /debug/cache_events |
 | | `tracing` | OpenTelemetry's spans of requests |
 | | `http_server`, `http_process` | uvicorn; the HTTP process |

@@ -55,7 +55,14 @@ _OF_SERVER = frozenset(
     ("strict", "host", "port", "api_key", "api_key_file", "operator_key_file", "allow_origin")
     + ("weights_directory", "files_directory", "otlp_endpoint")
     + ("max_requests_per_key", "max_choices_per_key", "max_running_per_key", "max_tokens_per_key")
-    + ("max_pictures", "max_connections", "access_log", "log_format", "drain_seconds")
+    + (
+        "max_pictures",
+        "allow_image_urls",
+        "max_connections",
+        "access_log",
+        "log_format",
+        "drain_seconds",
+    )
     + ("served_model_name", "data_parallel")
     + ("coordinator", "num_processes", "process_id", "distributed", "start_seconds")
 )
@@ -154,6 +161,8 @@ def parse(
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     shown = f"of a request, for models that read them ({MAX_PICTURES})"
     add("--max-pictures", type=_positive, metavar="N", help=shown)
+    hosts = "fetch pictures by URLs of this host, if its addresses are public; may be repeated"
+    add("--allow-image-urls", action="append", default=[], metavar="HOST", help=hosts)
     add = parser.add_argument_group("keys, and limits of each").add_argument
     shown = "a key, which process lists show; may be repeated (see --api-key-file)"
     add("--api-key", action="append", default=[], metavar="KEY", help=shown)
@@ -358,11 +367,15 @@ def _port(text: str) -> int:
 
 
 def engine_config(
-    num_pages: int, args: argparse.Namespace, num_host_pages: int = 0
+    num_pages: int,
+    args: argparse.Namespace,
+    num_host_pages: int = 0,
+    num_host_states: int | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
+        num_host_states=num_host_states,
         page_size=args.page_size,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
         eight_bit_products=args.eight_bit_products,

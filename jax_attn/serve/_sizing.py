@@ -44,11 +44,11 @@ def make_engine(
     # A draft model has one page for each page of the model.
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
-    num_host_pages = _num_host_pages(model.config, args)
+    of_host = _host_capacities(model.config, args)
     fewest, num_pages = _fewest_pages(args), choose_num_pages(model, args, page_bytes)
     while True:
         try:
-            config = engine_config(num_pages, args, num_host_pages)
+            config = engine_config(num_pages, args, **of_host)
             engine = AsyncEngine(model, config, args.processes, draft_model, vision)
             break
         except jax.errors.JaxRuntimeError as error:
@@ -117,15 +117,22 @@ def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
     return int(page_bytes // args.context_parallel)
 
 
-def _num_host_pages(config: models.ModelConfig, args: argparse.Namespace) -> int:
-    """Pages in --host-cache-bytes, each with the parts of all devices. Raises ValueError."""
-    page_bytes = bytes_of_page(config, args) * num_devices(args)
-    if 0 < args.host_cache_bytes < page_bytes:
-        raise ValueError(
-            f"--host-cache-bytes: expected at least {page_bytes}, the bytes of a page, got"
-            f" {args.host_cache_bytes}"
-        )
-    return int(args.host_cache_bytes // page_bytes)
+def _host_capacities(config: models.ModelConfig, args: argparse.Namespace) -> dict[str, int]:
+    """Fields of EngineConfig: what --host-cache-bytes holds, with the parts of all devices.
+
+    Half of the bytes are for states, if the model has some. Raises ValueError.
+    """
+    pages = {"num_host_pages": bytes_of_page(config, args) * num_devices(args)}
+    states = {}
+    if config.recurrent is not None:
+        num_states = capacities(engine_config(1, args), config).num_states
+        states["num_host_states"] = bytes_of_states(config, args) * num_devices(args) // num_states
+    each = pages | states
+    fewest, total = len(each) * max(each.values()), args.host_cache_bytes
+    if 0 < total < fewest:
+        what = "twice the bytes of a slot of states or a page" if states else "the bytes of a page"
+        raise ValueError(f"--host-cache-bytes: expected at least {fewest}, {what}, got {total}")
+    return {name: int(total // len(each) // size) for name, size in each.items()}
 
 
 def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int:
@@ -134,7 +141,8 @@ def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int
         return 0
     num_slots = capacities(engine_config(1, args), config).num_states
     states = jax.eval_shape(lambda: models.init_states(config, num_slots, args.dtype))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    return int(num_bytes // args.tensor_parallel)
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:

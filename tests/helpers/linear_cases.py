@@ -126,6 +126,13 @@ CASES = {
     "gla": LinearCase(decay="channel", delta_rule=False),
     "bf16": LinearCase(dtype="bfloat16", state_dtype="bfloat16"),
     "f16": LinearCase(dtype="float16"),
+    "largest_dims": LinearCase(
+        (9, 1), (-1, 1), (0, 1), num_slots=2, v_heads=1, dim_k=256, dim_v=256
+    ),
+    "wide_values": LinearCase(dim_v=256, decay="channel", state_dtype="bfloat16"),
+    "qwen": LinearCase(
+        (1, 1, 66), (-1, 1, 2), (0, 1, 2), num_slots=3, dim_k=128, dim_v=128, dtype="bfloat16"
+    ),
     "g_zero": LinearCase(g=-1e-7),
     "g_far": LinearCase(g=-20.0),
     "kda_far": LinearCase(decay="channel", g=-20.0),

@@ -50,20 +50,33 @@ def check_models(
             plan_spec = kv_shards[0].plan_spec
         parts, pages = split.split_params(params), split.init_pages(specs, 11)
         param_specs = jax.tree.map(lambda x: x.sharding.spec, parts)
+        of_states = models.state_spec(
+            split.config, dtype="float32", max_tokens=24, max_batch=2, num_slots=3
+        )
+        state_plan, states = None, split.init_states(3, "float32")
+        if of_states is not None:
+            state_plan = ja.plan_linear_attention(of_states, [0, 0, 23], [-1, -1], [2, 1])
+        states_spec = split.states_spec
+
+        def run(params, states, state_plan, *args, config=split.config):
+            return models.forward(
+                params, config, *args, states=states, state_plan=state_plan
+            )[:3]  # fmt: skip
+
         forward = jax.jit(
             jax.shard_map(
-                lambda params, *args, config=split.config: models.forward(params, config, *args),
+                run,
                 mesh=mesh,
-                in_specs=(param_specs, everywhere, everywhere, split.pages_spec, split.pages_spec,
-                          plan_spec, everywhere),
+                in_specs=(param_specs, states_spec, everywhere, everywhere, everywhere,
+                          split.pages_spec, split.pages_spec, plan_spec, everywhere),
                 out_specs=(everywhere, split.pages_spec, split.pages_spec),
                 check_vma=False,
             ),
-            donate_argnums=(3, 4),
+            donate_argnums=(5, 6),
         )  # fmt: skip
         padded = np.append(tokens, 0).astype(np.int32)
-        arguments = (parts, padded, np.arange(24, dtype=np.int32), *pages, plans,
-                     np.arange(23, dtype=np.int32))  # fmt: skip
+        arguments = (parts, states, state_plan, padded, np.arange(24, dtype=np.int32), *pages,
+                     plans, np.arange(23, dtype=np.int32))  # fmt: skip
         found = Counter(collectives(forward.lower(*arguments).compile().as_text()))
         expected = bytes_of_model(split, num_kv_shards, num_rows=24, num_logits=23)
         assert found == expected, (name, found, expected)
@@ -80,17 +93,23 @@ def bytes_of_model(split, num_kv_shards, *, num_rows: int, num_logits: int) -> C
     """Collectives of an f32 step: (kind, bytes of the results on one device) -> count."""
     whole, own, layers = split.whole, split.config, split.whole.num_layers
     expected = Counter()
-    if whole.parallel:  # XLA makes one of the sums of attention and MLP
+    if whole.recurrent is not None:
+        expected += sums_of_hybrid(split, num_rows)
+    elif whole.parallel:  # XLA makes one of the sums of attention and MLP
         expected["all-reduce", 2 * 4 * num_rows * whole.hidden_size] += layers
     else:
         expected["all-reduce", 4 * num_rows * whole.hidden_size] += 2 * layers
     if whole.qk_norm == "all_heads":  # one number a token for each of q and k
-        expected["all-reduce", 4 * 2 * num_rows] += layers
+        expected["all-reduce", 4 * 2 * num_rows] += sum(kind.attention for kind in whole.layers)
     if own.splits_vocabulary:  # one for the embedding, one for the logits
         expected["all-reduce", 4 * num_rows * whole.hidden_size] += 1
         expected["all-gather", 4 * num_logits * whole.vocab_size] += 1
     if on_gpu() and split.size == 1:  # XLA leaves out transfers of a device to itself
         expected.clear()
+    elif on_gpu():  # the sums of rows are a kernel of ours
+        for kind, size in list(expected):
+            if kind == "all-reduce" and size != 4 * 2 * num_rows:
+                del expected[kind, size]
     if num_kv_shards > 1:
         head_dim_vo = whole.latent.kv_rank if whole.latent else whole.head_dim
         states = num_rows * own.num_qo_heads * (head_dim_vo + 1)
@@ -98,16 +117,37 @@ def bytes_of_model(split, num_kv_shards, *, num_rows: int, num_logits: int) -> C
     return expected
 
 
+def sums_of_hybrid(split, num_rows: int) -> Counter:
+    """Collectives of the layers: a sum for each part, and norms over outputs of several devices."""
+    from jax_attn.models._weights.weights import shapes_in_memory
+
+    expected = Counter()
+    weights = shapes_in_memory(split.whole)["layers"]
+    for kind, names in zip(split.config.layers, weights, strict=True):
+        parts = (kind.recurrent is not None) + kind.attention
+        if parts == 2:  # XLA makes one of two
+            expected["all-reduce", 2 * 4 * num_rows * split.whole.hidden_size] += 1
+        num_sums = int(parts == 1) + ("down" in names or "router" in names)
+        expected["all-reduce", 4 * num_rows * split.whole.hidden_size] += num_sums
+        together = getattr(kind.recurrent, "normed_together", None)
+        if together is not None and getattr(kind.recurrent, "norm", "") != "none":
+            expected["all-gather", 4 * num_rows * split.size] += 1
+    return expected
+
+
 def check_shares(name, split, params, parts, pages, num_kv_shards) -> None:
     """Checks shares of 1/N; norms, router, latent projections and repeated heads are whole."""
-    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "down_bias", "xielu")
+    whole_names = ("norm", "router", "q_a", "kv_a", "o_bias", "down_bias", "xielu", "latent_")
+    # q and k heads or groups that are fewer than devices; latent inputs of KDA's gates
+    may_repeat = ("qkvz", "conv", "zxbcdt", "zxbcdt_bias", "conv_bias", "fgb")
     for (path, part), whole in zip(
         jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(params), strict=True
     ):
         key = path[-1].key
         held = [shard.data.nbytes for shard in part.addressable_shards]
         assert len(set(held)) == 1, (name, key)
-        is_repeated = key.startswith("qkv") and split.whole.num_kv_heads < split.size
+        is_repeated = key in ("qkv", "qkv_bias") and split.whole.num_kv_heads < split.size
+        is_repeated |= key in may_repeat and held[0] * split.size > whole.nbytes
         if key == "shared_gate" or any(word in key for word in whole_names):
             assert held[0] <= whole.nbytes, (name, key)
         elif not is_repeated:
@@ -115,9 +155,49 @@ def check_shares(name, split, params, parts, pages, num_kv_shards) -> None:
     repeats = max(1, split.size // split.whole.num_kv_heads)
     for x in pages:
         if x is not None and not split.whole.latent:
-            shape = split.whole.num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
+            num_layers = split.whole.page_groups[0]
+            shape = num_layers, 11, 4, split.whole.num_kv_heads, split.whole.head_dim
             held = x.addressable_shards[0].data.nbytes
             assert held * split.size * num_kv_shards == 4 * prod(shape) * repeats, (name, held)
+
+
+def check_training(name: str) -> None:
+    """Checks gradients of `train_forward` on two devices, each with a part of the batch."""
+    from helpers import model_cases
+    from jax_attn import models
+
+    config = models.parse_config(model_cases._COMMON | model_cases.CONFIGS[name])
+    params = models.random_params(config, jax.random.key(0), "float32")
+    sizes = {"dtype": "float32", "page_size": 4, "max_batch": 1, "max_qo_tokens": 8}
+    [spec] = models.train_specs(config, max_kv_pages=2, **sizes)
+    plans = (ja.plan(spec, [0, 8], [8], [0, 2], [0, 1]),)
+    of_states = models.state_spec(config, dtype="float32", max_tokens=8, max_batch=1, num_slots=1)
+    state_plans = (ja.plan_linear_attention(of_states, [0, 8], [-1], [-1]),)
+    tokens = np.arange(32).reshape(4, 8) * 7 % config.vocab_size
+
+    def loss(forward, tokens):
+        logits = jax.lax.map(forward, tokens)
+        return (jax.nn.log_softmax(logits) * np.cos(np.arange(config.vocab_size))).sum()
+
+    def ours(params, tokens):
+        rows = np.arange(8)
+        run = lambda x: models.train_forward(  # noqa: E731
+            params, config, x, rows, plans, rows, state_plans
+        )
+        return loss(run, tokens)
+
+    def plain(params, tokens):
+        return loss(lambda x: models.reference_forward(params, config, x), tokens)
+
+    by_batch, everywhere = jax.P("heads"), jax.P()
+    mesh = make_mesh(2, 1)
+    split = jax.shard_map(
+        lambda params, tokens: jax.lax.psum(ours(params, tokens), "heads"),
+        mesh=mesh, in_specs=(everywhere, by_batch), out_specs=everywhere,
+    )  # fmt: skip
+    found, expected = (jax.jit(jax.grad(f))(params, tokens) for f in (split, plain))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3 * abs(b).max() + 1e-6)
 
 
 def check_engine(*splits: tuple[int, int]) -> None:
@@ -254,7 +334,7 @@ def check_features(*splits: tuple[int, int]) -> None:
 
 
 def check_family(name: str, *splits: tuple[int, int]) -> None:
-    """Checks experts, sinks and latent attention: two devices answer as one does."""
+    """Checks experts, sinks, latent attention and states: two devices answer as one does."""
     from helpers import model_cases
     from jax_attn import models
     from jax_attn.serve._engine.engine import Engine

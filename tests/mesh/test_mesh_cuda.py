@@ -42,6 +42,23 @@ def test(call):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "call",
+    [
+        "check_values(2)",
+        "check_gradients(2)",
+        "check_errors(2)",
+        "check_repeats(2, 3000)",
+        "check_models(2)",
+        "check_late_device(2)",
+    ],
+)
+def test_all_reduce(call):
+    run_on_gpus(f"import mesh_all_reduce_checks as m; m.{call}", timeout=550)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "call",
     ["check_models(2, 0, 25)", "check_models(1, 0, 25, 2)", "check_engine((2, 1), (1, 2))"],
 )
 def test_models(call):

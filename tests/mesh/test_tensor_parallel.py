@@ -15,7 +15,7 @@ from jax_attn.serve._engine.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "first", "step"), [(2, 5, 20), (2, 15, 20), (4, 4, 34), (4, 21, 34)]
+    ("num_devices", "first", "step"), [(2, 5, 20), (2, 15, 20), (4, 4, 34), (4, 19, 34)]
 )
 def test_models(num_devices, first, step):
     run_on_cpus(
@@ -77,13 +77,17 @@ def test_all_features_of_an_engine(split):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss"])
+@pytest.mark.parametrize("name", ["deepseek v2 groups, yarn", "gpt-oss", "qwen3.5"])
 def test_an_engine_of_another_family(name):
     run_on_cpus(
         2,
         f"import mesh_model_checks as m; m.check_family({name!r}, (2, 1))",
         timeout=850,
     )
+
+
+def test_training_by_batch():
+    run_on_cpus(2, "import mesh_model_checks as m; m.check_training('qwen3.5')")
 
 
 @pytest.mark.slow

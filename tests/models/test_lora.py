@@ -100,10 +100,15 @@ def logits(params, config, pools, slots, tokens, lengths):
     tree = jax.tree.unflatten(pools.tree, pools.arrays)
     adapters = models.Adapters(tree, jnp.asarray(np.repeat(slots, lengths), jnp.int32))
     step = jax.jit(models.forward, static_argnames="config")
-    rows = jnp.arange(sum(lengths))
-    out, *_ = step(
-        params, config, jnp.asarray(tokens), positions, k_pages, v_pages, plans, rows, adapters
+    rows, n = jnp.arange(sum(lengths)), len(lengths)
+    spec = models.state_spec(
+        config, dtype="float32", max_tokens=sum(lengths), max_batch=n, num_slots=n
     )
+    plan = None if spec is None else ja.plan_linear_attention(spec, indptr, [-1] * n, range(n))
+    out, *_ = step(
+        params, config, jnp.asarray(tokens), positions, k_pages, v_pages, plans, rows, adapters,
+        models.init_states(config, n, "float32"), plan,
+    )  # fmt: skip
     return np.split(np.asarray(out), indptr[1:-1])
 
 
@@ -112,6 +117,7 @@ def logits(params, config, pools, slots, tokens, lengths):
     [
         *("llama", "phi3 long, partial", "gemma3", "qwen3 moe, some dense", "deepseek v3"),
         "gemma4 per-layer inputs, shared keys",
+        *("qwen3 next", "qwen3.5", "kimi linear", "lfm2"),
     ],
 )
 def test_adapters_of_a_batch_are_those_of_merged_weights(name):

@@ -15,12 +15,35 @@ from jax_attn.models._layers.experts import grouped_matmul
 PAGE, NUM_ANSWERS = 4, 3
 
 
+def waves(config, num_shared, num_own):
+    """Plans of states: the prompt, then the answers, which go on from it."""
+    n = NUM_ANSWERS
+    sizes = {"dtype": "float32", "num_slots": 2}
+    specs = [
+        models.state_spec(config, max_tokens=num_tokens, max_batch=batch, **sizes)
+        for num_tokens, batch in ((num_shared, 1), (n * num_own, n))
+    ]
+    if specs[0] is None:
+        return ()
+    first = ja.plan_linear_attention(specs[0], [0, num_shared], [-1], [1])
+    answers = np.arange(n + 1) * num_own
+    return first, ja.plan_linear_attention(specs[1], answers, [1] * n, [-1] * n)
+
+
 # DeepSeek has experts, too, and Gemma 3n several hidden states.
-@pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek v3", "gemma3n"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "qwen3", "deepseek v3", "gemma3n"]
+    + ["qwen3.5", "kimi linear", "granite 4 dense, rope", "lfm2", "minimax"],
+)
 def test_logits_and_gradients_of_a_group(name):
     raw = model_cases._COMMON | model_cases.CONFIGS[name]
     config = models.parse_config(raw)
-    config = dataclasses.replace(config, layers=config.layers[:2])
+    layers = config.layers[:2]
+    if config.recurrent is not None:  # one of each kind
+        kinds = {kind.recurrent is not None: kind for kind in config.layers}
+        layers = tuple(kinds.values())
+    config = dataclasses.replace(config, layers=layers)
     params = models.random_params(config, jax.random.key(0), "float32")
     shared, own = 2 * PAGE, 2 * PAGE
     tokens = np.arange(shared + NUM_ANSWERS * own) * 7 % config.vocab_size
@@ -46,7 +69,9 @@ def test_logits_and_gradients_of_a_group(name):
     def grouped(params):
         rows = jnp.arange(shared, len(tokens))
         arrays = jnp.asarray(tokens), jnp.asarray(positions)
-        return models.train_forward(params, config, *arrays, plans, rows)
+        return models.train_forward(params, config, *arrays, plans, rows, state_plans)
+
+    state_plans = waves(config, shared, own)
 
     def alone(params):
         found = []
@@ -58,7 +83,9 @@ def test_logits_and_gradients_of_a_group(name):
 
     wanted = jax.random.normal(jax.random.key(1), (NUM_ANSWERS * own, config.vocab_size))
     results = []
-    for forward in (grouped, alone):
+    policy = jax.checkpoint_policies.save_only_these_names("linear_attention_o")
+    remat = jax.checkpoint(grouped, policy=policy)
+    for forward in (remat if config.recurrent is not None else grouped, alone):
         loss = lambda params, forward=forward: jnp.vdot(wanted, jnp.tanh(forward(params)))  # noqa: E731
         results.append((forward(params), jax.jit(jax.grad(loss))(params)))
     (logits, gradient), (expected, expected_gradient) = results
@@ -100,6 +127,14 @@ def test_what_does_not_fit_is_a_sentence():
         models.train_forward(params, config, tokens, tokens, (plan,), rows)
     with pytest.raises(ValueError, match="^train_forward: plans: expected 1, got 0"):
         models.train_forward(params, config, tokens, tokens, (), rows)
+    hybrid = models.parse_config(model_cases._COMMON | model_cases.CONFIGS["qwen3.5"])
+    of_states = waves(hybrid, PAGE, PAGE)
+    with pytest.raises(ValueError, match="^train_forward: state_plans: expected none, as llama"):
+        models.train_forward(params, config, tokens, tokens, (plan,), rows, of_states)
+    sentence = "^train_forward: state_plans: expected plans of 7 tokens together, as qwen3_5_text"
+    for some in ((), of_states):
+        with pytest.raises(ValueError, match=sentence):
+            models.train_forward(params, hybrid, tokens, tokens, (plan,), rows, some)
     latent = models.parse_config(model_cases._COMMON | model_cases.CONFIGS["deepseek v2"])
     sizes = {"max_batch": 1, "max_qo_tokens": 8, "max_kv_pages": 2}
     [spec] = models.attention_specs(latent, dtype="float32", page_size=PAGE, **sizes)

@@ -8,8 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
+from helpers.backends import on_every_platform
 from helpers.mesh_checks import run_on_cpus
 from helpers.paths import DATA
+from jax_attn._plan.state_plan import words_of_sequences
 
 
 def arrays_of(batch=2, seq=70, qk=2, v=4, dim_k=8, dim_v=16, channel=False):
@@ -41,8 +43,9 @@ def reference(q, k, v, g, beta, state):
     return o.reshape(v.shape), states
 
 
+@on_every_platform
 @pytest.mark.parametrize("seq,channel", [(1, False), (63, False), (129, False), (35, True)])
-def test_against_the_recurrence(seq, channel):
+def test_against_the_recurrence(seq, channel, backend):
     arrays = arrays_of(seq=seq, channel=channel)
     for found, expected in zip(run(*arrays), reference(*arrays), strict=True):
         np.testing.assert_allclose(found, expected, atol=3e-5)
@@ -51,8 +54,9 @@ def test_against_the_recurrence(seq, channel):
 RECORDED = np.load(DATA / "linear_attention.npz")
 
 
+@on_every_platform
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in RECORDED}))
-def test_against_transformers(name):
+def test_against_transformers(name, backend):
     """tests/data/make_linear_attention.py has recorded its torch functions."""
     case = {k.split("/")[1]: RECORDED[k] for k in RECORDED if k.startswith(f"{name}/")}
     o, state = ja.gated_delta_rule(
@@ -64,14 +68,16 @@ def test_against_transformers(name):
     np.testing.assert_allclose(state, case["final_state"], atol=2e-5)
 
 
-def test_no_tokens():
+@on_every_platform
+def test_no_tokens(backend):
     arrays = arrays_of(seq=0)
     o, state = run(*arrays)
     assert o.shape == (2, 0, 4, 16)
     np.testing.assert_array_equal(state, arrays[-1])
 
 
-def test_vmap_and_remat():
+@on_every_platform
+def test_vmap_and_remat(backend):
     arrays = arrays_of(batch=4)
 
     def loss(*arrays):
@@ -125,3 +131,22 @@ def check_mesh_of_batch_and_heads():
 
 def test_mesh_of_batch_and_heads():
     run_on_cpus(4, "import test_gated_delta_rule as t; t.check_mesh_of_batch_and_heads()")
+
+
+def test_sequences_are_cut_into_chunks():
+    words, begin, num = words_of_sequences(2, 130, 64)
+    found = np.asarray(words)[begin:].reshape(num, 6).tolist()
+    assert found == [
+        [begin, length, int(first), slot, slot if last else -1, slot]
+        for slot in range(2)
+        for begin, length, first, last in (
+            (130 * slot, 64, True, False),
+            (130 * slot + 64, 64, False, False),
+            (130 * slot + 128, 2, False, True),
+        )
+    ]
+    whole, begin, num = words_of_sequences(2, 130, 130)
+    assert (num, np.asarray(whole)[begin:].tolist()) == (
+        2,
+        [0, 130, 1, 0, 0, 0, 130, 130, 1, 1, 1, 1],
+    )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_attn as ja
-from helpers.backends import on_every_isa
+from helpers.backends import on_every_backend, on_every_platform
 from helpers.linear_cases import CASES, LinearCase
 
 CHANNELS = 22  # vectors of every width, and a rest
@@ -25,7 +25,7 @@ def arrays_of(case, width, dtype="float32"):
     return cast[0], weight.astype(np.float32), bias.astype(np.float32), cast[1]
 
 
-@on_every_isa
+@on_every_backend
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     "name", ["mixed", "decode", "drafts", "drafts_in_order", "checkpoints", "nothing"]
@@ -43,7 +43,8 @@ def test_against_a_loop(name, width, backend):
     np.testing.assert_allclose(after, expected[1], atol=1e-6)
 
 
-def test_plan_of_a_state_spec_and_layers():
+@on_every_platform
+def test_plan_of_a_state_spec_and_layers(backend):
     spec = ja.StateSpec(8, 2, 3)
     plan = ja.plan_linear_attention(spec, [0, 3, 5], [-1, 1], [0, 1])
     rng = np.random.default_rng(0)

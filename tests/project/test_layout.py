@@ -23,7 +23,7 @@ _xla                _core _environment _spec _variant masks
 _plan               _core _environment _spec _xla masks
 _ops                _core _environment _plan _spec _variant _xla
 _dense              _ops _plan _spec _variant _xla
-parallel            _dense _ops _plan _spec _xla
+parallel            _core _dense _ops _plan _spec _xla
 mla
 jax_attn            _dense _ops _plan _spec _variant _xla masks mla parallel reference
 compat              _dense _ops _plan _spec

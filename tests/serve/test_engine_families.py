@@ -63,13 +63,17 @@ def sizes(tokenizer) -> dict[str, int]:
 def greedy_answers(model: models.Model, config: EngineConfig = LIMITS) -> list[list[int]]:
     engine = Engine(model, config)
     engine.warm_up()
+    return [seq.tokens[seq.num_prompt :] for seq in run(engine)]
+
+
+def run(engine: Engine, namespace: str = "") -> list[Sequence]:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    engine.submit([Sequence(str(i), str(i), list(x), sampling) for i, x in enumerate(PROMPTS)])
-    answers: list[list[int]] = [[] for _ in PROMPTS]
+    seqs = [Sequence(str(i), str(i), list(x), sampling, namespace) for i, x in enumerate(PROMPTS)]
+    engine.submit(seqs)
     while engine.has_work:
-        for event in engine.step():
-            answers[int(event.seq_id)] += event.tokens
-    return answers
+        engine.step()
+        engine.scheduler.check_integrity()
+    return seqs
 
 
 def check(answers: list[list[int]], params, config) -> None:
@@ -87,6 +91,19 @@ def test_greedy_tokens_are_those_of_the_reference(name, tokenizer):
     config = models.parse_config(model_cases.CONFIGS[name] | sizes(tokenizer))
     params = models.random_params(config, jax.random.key(0), "float32")
     check(greedy_answers(models.Model(config, params, tokenizer)), params, config)
+
+
+@pytest.mark.parametrize("name", ["granite 4", "olmo hybrid", "lfm2 moe", "bamba"])
+def test_hybrids_through_the_prefix_cache(name, tokenizer):
+    """Tokens are those of the reference, from a state, too; nobody goes on from another's."""
+    config = models.parse_config(model_cases.CONFIGS[name] | sizes(tokenizer))
+    params = models.random_params(config, jax.random.key(0), "float32")
+    engine = Engine(models.Model(config, params, tokenizer), LIMITS)
+    engine.warm_up()
+    for namespace, num_cached in (("a", 4), ("a", 12), ("b", 4), ("b", 12)):
+        seqs = run(engine, namespace)
+        check([seq.tokens[seq.num_prompt :] for seq in seqs], params, config)
+        assert sum(seq.num_cached for seq in seqs) == num_cached
 
 
 def test_latent_rows_of_codes(tokenizer):
@@ -120,6 +137,13 @@ def test_a_page_of_a_hybrid_is_that_of_its_layers_with_attention():
     assert sizing.bytes_of_states(config, args) == sum(x.nbytes for x in states) > 0
     plain = models.parse_config(model_cases.CONFIGS["qwen3"])
     assert sizing.bytes_of_states(plain, args) == 0
+    args.host_cache_bytes = 10**6
+    page, slot = sizing.bytes_of_page(config, args), sizing.bytes_of_states(config, args) // 20
+    fields = {"num_host_pages": 500_000 // page, "num_host_states": 500_000 // slot}
+    assert sizing._host_capacities(config, args) == fields
+    args.host_cache_bytes = 2 * slot - 1
+    with pytest.raises(ValueError, match="--host-cache-bytes: expected at least .* of a slot of"):
+        sizing._host_capacities(config, args)
 
 
 def test_a_page_has_the_layers_of_all_groups_that_do_not_share():

@@ -141,11 +141,11 @@ def test_what_is_dearer_than_computing_stays_away(engine):
 
 def test_the_rule():
     host = HostTier(4)
-    assert host.keeps(8) and host.is_sooner(1, 8) and not host.is_sooner(0, 8)
+    assert host.keeps(8) and host.is_sooner(1, 8) and not host.is_sooner(0, 0)
     host.call_tokens, host.page_tokens = 20.0, 3.0
-    assert not host.is_sooner(4, 8) and host.is_sooner(5, 8)
+    assert not host.is_sooner(4, 32) and host.is_sooner(5, 40)
     host.is_open = False
-    assert not host.keeps(8) and not host.is_sooner(100, 8)
+    assert not host.keeps(8) and not host.is_sooner(100, 800)
 
 
 def test_a_host_without_memory_costs_one_step(engine, monkeypatch):

@@ -24,6 +24,8 @@ SYSTEMS = [
     config(num_pages=16, max_running=4, max_step_tokens=16, starvation_steps=2),
     config(page_size=1, num_pages=60, max_kv_pages_step=90),
     config(num_pages=24, max_kv_pages_step=30, max_waiting=12),
+    config(num_pages=30, max_step_tokens=12, prefill_chunk=5, num_states=16, checkpoint_tokens=8),
+    config(page_size=1, num_pages=60, max_kv_pages_step=90, num_states=20, checkpoint_tokens=4),
 ]
 
 
@@ -128,7 +130,7 @@ def check_output(seq: Sequence) -> int:
 
 
 def test_no_foreign_value_reaches_a_result():
-    totals = [simulate(seed, 2_000) for seed in range(8)]
+    totals = [simulate(seed, 1_400) for seed in range(2 * len(SYSTEMS))]
     for name, least in (
         ("compared", 2000),
         ("preempted", 100),

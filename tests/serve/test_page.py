@@ -469,6 +469,15 @@ def test_many_pages_fit(page, server, monkeypatch):
     assert page.evaluate("document.getElementById('pages').clientHeight") < 300
 
 
+def test_states_of_a_hybrid(page, server, monkeypatch):
+    expect(page.locator("#pages-note")).to_contain_text("tokens")
+    assert "recurrent" not in page.locator("#pages-note").text_content()
+    stats = server.engine.stats() | {"states": {"used": 3, "cached": 1200, "free": 7}}
+    monkeypatch.setattr(server.engine, "stats", lambda: stats)
+    expected = "recurrent states: 3 used, 1,200 cached, 7 free"
+    expect(page.locator("#pages-note")).to_contain_text(expected)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
 def test_no_sideways_scrolling_and_enough_contrast(page, scheme, width):

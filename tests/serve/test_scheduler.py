@@ -117,6 +117,18 @@ SYSTEMS = {
     "streaming, no prefix cache": config(
         num_pages=22, prefix_cache=False, kv_policy=Streaming(4, 16)
     ),
+    "states, host": config(
+        num_states=16, checkpoint_tokens=8, num_pages=30, num_host_pages=40, num_host_states=12
+    ),
+    "states, host, tight": config(
+        page_size=1,
+        num_pages=120,
+        max_kv_pages_step=240,
+        num_states=16,
+        checkpoint_tokens=4,
+        num_host_pages=60,
+        num_host_states=5,
+    ),
     "states, no prefix cache": config(num_pages=40, prefix_cache=False, num_states=16),
 }
 

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
+from helpers import model_cases
 from helpers.serve import attackers
 from helpers.serve.bystander import bystanding
 from helpers.serve.live_server import (
@@ -41,6 +42,7 @@ from jax_attn.serve._engine.engine_config import EngineConfig
 CONFIG = EngineConfig(
     num_pages=28, page_size=4, max_running=12, max_step_tokens=32, max_waiting=100
 )
+WITH_STATES = dataclasses.replace(CONFIG, num_states=30, checkpoint_tokens=8, max_drafts=2)
 OVERLOADED = dataclasses.replace(CONFIG, max_waiting=10)
 NUM_CLIENTS = 32
 MAX_GROWTH = 24 << 20  # bytes of the process, server and clients, from a tenth of the soak on
@@ -62,6 +64,21 @@ def device(model):
     engine = Engine(model, CONFIG)
     engine.warm_up()
     return engine.device
+
+
+@pytest.fixture(scope="module")
+def hybrid(tokenizer):
+    """(model, warm device) of a layer with states and one with keys and values."""
+    raw = model_cases.CONFIGS["qwen3.5"] | {
+        "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    config = models.parse_config(raw)
+    params = models.random_params(config, jax.random.key(0), "float32")
+    model = models.Model(config, params, tokenizer)
+    engine = Engine(model, WITH_STATES)
+    engine.warm_up()
+    return model, engine.device
 
 
 @contextlib.contextmanager
@@ -87,6 +104,8 @@ def check_nothing_is_left(engine: AsyncEngine) -> None:
     assert stats["pages_used"] == 0
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
     assert not any(view.locks for view in inner.scheduler.cache.walk())
+    if (states := stats["states"]) is not None:
+        assert states["used"] == 0 and states["free"] + states["cached"] == WITH_STATES.num_states
     assert not inner._outputs.live and not engine._recipients
     inner.scheduler.cache.evict(stats["pages_cached"])
     assert inner.scheduler.allocator.num_free == stats["pages_total"]
@@ -296,8 +315,20 @@ def resident_bytes() -> int:
     [120, 400, pytest.param(8_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_soak(model, device, num_requests):
+    check_soak(model, device, CONFIG, num_requests)
+
+
+@pytest.mark.parametrize(
+    "num_requests",
+    [120, pytest.param(4_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_soak_of_a_hybrid(hybrid, num_requests):
+    check_soak(*hybrid, WITH_STATES, num_requests)
+
+
+def check_soak(model, device, config, num_requests):
     memory = []
-    with serving_real(model, device, CONFIG) as (server, engine):
+    with serving_real(model, device, config) as (server, engine):
 
         def at_tenth(i):
             eventually(lambda: is_at_rest(engine))

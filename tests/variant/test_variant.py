@@ -782,7 +782,7 @@ def too_long(score, at):
         ({"logits": lambda s, at, slopes: slopes[s]}, ValueError, "integer scalars as indices"),
         ({"mask": lambda at: at.head}, ValueError, "returns a bool"),
         ({"mask": 3}, ValueError, "a function or None"),
-        ({}, ValueError, "logits, mask: expected at least one function"),
+        ({}, ValueError, "logits, mask, q, k, v, o: expected at least one function"),
         ({"mask": dilated, "normalize": "sum"}, ValueError, 'normalize: expected "softmax"'),
         (
             {"mask": dilated, "operands": {"a": np.zeros(3, complex)}},

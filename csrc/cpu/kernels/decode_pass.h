@@ -52,7 +52,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
   i64 ValueTokens() const {
     if (Base::kTiled) return Base::kTileTokens;
     if (kCodes) return 64;
-    return this->Stages() ? kKeyTokens : Min(8, 16 / kBytes);
+    return this->Stages(kOfValues) ? kKeyTokens : Min(8, 16 / kBytes);
   }
   // For quantized values a whole block: scales of values are applied when P is quantized, before
   // the matmul.
@@ -96,7 +96,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     NoFetch no_fetch;
     auto& value_fetch = EitherOf<Base::kTiled>(fetch_, unit_fetch);
     auto& beside_fetch = EitherOf<Base::kTiled>(fetch_, no_fetch);
-    const bool stages = this->Stages();
+    const bool stages = this->Stages(kOfValues);
     if constexpr (Base::kTiled) ShareKeys(valid);
     for (i64 first = valid.begin / kKeyTokens * kKeyTokens; first < valid.end;
          first += kKeyTokens) {
@@ -144,8 +144,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
           MultiplyValues(h, start, valid, first, tokens, {nullptr, 0}, value_fetch);
           continue;
         }
-        this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, first, unit, tokens, h, 1,
-                    beside_fetch);
+        this->Stage(kOfValues, block.v, start, first, unit, tokens, h, 1, beside_fetch);
         MultiplyValues(h, start, valid, first, tokens, {buf_.staged, 0}, value_fetch);
       }
     }
@@ -222,8 +221,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   // In the units of work that callers report: see BesideFetch::Bytes.
   void ShareKeys(Range valid) {
-    const i64 bytes = this->Stages() ? this->StageBytes(params_.head_dim_qk) + StagedProduct()
-                                     : this->KeyHeadBytes();
+    const i64 bytes = this->Stages(kOfKeys)
+                          ? this->StageBytes(params_.head_dim_qk) + StagedProduct()
+                          : this->KeyHeadBytes();
     fetch_.Share(key_lines_, (valid.end - valid.begin) * num_heads_ * bytes);
   }
   // Work of the matmul of a decoded row of keys, with tiles: a third of the time of decoding and
@@ -236,7 +236,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 dim = params_.head_dim_vo;
     const i64 packing = kCodes ? (CeilDiv(4 * dim, kCacheLine) + 1) * kCacheLine / 4 : 2 * dim;
     const i64 product = kCodes ? dim : 2 * dim;
-    const i64 bytes = packing + product + (this->Stages() ? this->StageBytes(dim) : 0);
+    const i64 bytes = packing + product + (this->Stages(kOfValues) ? this->StageBytes(dim) : 0);
     fetch_.Share(value_lines_, (valid.end - valid.begin) * num_heads_ * bytes);
   }
 
@@ -274,13 +274,13 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 panel_bytes = KeyPanelBytes(), steps = this->KeySteps();
     const PanelSource<KeyIsa, kKeys> panels{buf_.k_panels, panel_bytes};
     const bool few = rows_ <= kMaxKeyRows;
-    const bool stages = this->Stages();
+    const bool stages = this->Stages(kOfKeys);
     const bool pairs = few ? rows_ <= kMaxKeyPairRows && (stages || !kKeysAreLate)
                            : end - begin == kKeyPanels && rows_ <= kMaxPairRows;
     const i64 heads = pairs && h + 1 < num_heads_ ? 2 : 1;
     if (stages) {
-      this->Stage(rows, params_.k_scale, params_.head_dim_qk, start,
-                  tokens.begin / kKeyTokens * kKeyTokens, kKeyTokens, tokens, h, heads);
+      this->Stage(kOfKeys, rows, start, tokens.begin / kKeyTokens * kKeyTokens, kKeyTokens, tokens,
+                  h, heads);
     }
     const i64 row_bytes = params_.head_dim_qk * i64{sizeof(RowElement)};
     const i64 head_bytes = stages ? row_bytes : this->KeyHeadBytes();
@@ -360,8 +360,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     const i64 high = tokens.end > first + kTileRows ? first + kTileRows : first;
     const i64 depth = StepDepth(kKeys) * buf_.q_lanes, steps = this->KeySteps();
     const i64 head_bytes = this->KeyHeadBytes();
-    const bool whole = !this->Stages() && depth == params_.head_dim_qk && IsTile(rows + low) &&
-                       IsTile(rows + high);
+    const bool whole = !this->Stages(kOfKeys) && depth == params_.head_dim_qk &&
+                       IsTile(rows + low) && IsTile(rows + high);
     KeyTiles keys;
     if (whole) {
       keys = {{rows[low], rows[high]}, {rows[low + 1] - rows[low], rows[high + 1] - rows[high]}};
@@ -370,7 +370,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const i64 bytes = 4 * buf_.q_lanes;
       keys = {{stage + (low - first) * bytes, stage + (high - first) * bytes}, {bytes, bytes}};
     }
-    const i64 product = whole || kCodes ? head_bytes : this->Stages() ? StagedProduct() : 0;
+    const i64 product = whole || kCodes ? head_bytes : this->Stages(kOfKeys) ? StagedProduct() : 0;
     const i64 step_bytes = kKeyTokens * product * kTileSteps / (4 * steps);
     alignas(64) float columns[2 * kTileRows * kTileRows] = {};
     const i64 heads_at_once = kTileRows / rows_;
@@ -402,7 +402,7 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
 
   // Copies `tokens` of a head's keys to rows of tiles, from the row of token `first` on.
   void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h,
-                 BesideFetch& fetch) const {
+                 BesideFetch& fetch) {
     const i64 dim = params_.head_dim_qk, depth = StepDepth(kKeys) * buf_.q_lanes;
     if constexpr (kCodes) {
       char* codes = reinterpret_cast<char*>(buf_.stage) + (tokens.begin - first) * depth;
@@ -413,8 +413,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       return;
     }
     T* to = buf_.stage + (tokens.begin - first) * depth;
-    if (this->Stages()) {
-      this->DecodeTokens(rows, params_.k_scale, dim, start, tokens, h, to, depth, fetch);
+    if (this->Stages(kOfKeys)) {
+      this->StageTokens(kOfKeys, rows, start, tokens, h, to, depth, fetch);
     } else {
       const i64 bytes = dim * i64{sizeof(T)};
       for (i64 t = tokens.begin; t < tokens.end; ++t) {

@@ -13,6 +13,7 @@
 #include "cpu/kernels/quantized_softmax.h"
 #include "cpu/kernels/reduce.h"
 #include "cpu/kernels/softmax.h"
+#include "cpu/kernels/transform.h"
 #include "cpu/kernels/variant.h"
 
 namespace jax_attn {
@@ -25,6 +26,9 @@ struct BlockRows {
   const char** v;
   Range valid;
 };
+
+// Which of the two arrays rows belong to.
+enum RowsOf : int { kOfKeys = 0, kOfValues = 1 };
 
 // Rows of a whole pass of decode.
 constexpr i64 kMaxLowPassRows = 256;
@@ -59,7 +63,11 @@ struct Buffers {
   // [tokens, heads, head_dim] decoded keys or values. Decode with tiles: [tokens, depth] of one
   // head, also for keys that are not stored as tiles of a.
   T* stage;
-  const char** staged;  // [tile_kv] its row for each token
+  const char** staged;                 // [tile_kv] its row for each token
+  TransformRun<Isa, T> transforms[2];  // of keys and values
+
+  // Whether rows can have a transform: if they are stored as T.
+  static constexpr bool kTransforms = !IsCode<Kv> && !IsInt8<Kv>;
 
   // Depth that a matmul processes for `depth`.
   static constexpr i64 Depth(i64 depth) {
@@ -109,9 +117,17 @@ struct Buffers {
     bytes += variant.bytes();
     seen = Take<Range>(base, g.code == nullptr ? 0 : rows);
     is_stretch = Take<i32>(base, g.code == nullptr ? 0 : rows);
+    bool transforms_rows = false;
+    if constexpr (kTransforms) {
+      for (int i = 0; i < 2; ++i) {
+        transforms[i] = TransformRun<Isa, T>(g.transforms[i], base + bytes);
+        bytes += transforms[i].bytes();
+        transforms_rows |= static_cast<bool>(transforms[i]);
+      }
+    }
     constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
-    const bool stages =
-        kTiles || StagesCodes() || (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
+    const bool stages = kTiles || StagesCodes() || transforms_rows ||
+                        (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
     const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
     stage =
         Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
@@ -173,6 +189,7 @@ class PassBase {
   static constexpr i64 kUnit = kPanel<Isa>;                             // tokens of a panel of keys
   static constexpr i64 kStep = StepDepth(kValues);  // tokens of a step through values
   static constexpr i64 kTileTokens = kTileSteps * kStep;
+  static constexpr bool kTransforms = Buffers<Isa, T, Kv, kLow>::kTransforms;
   static constexpr bool kStagesCodes = Buffers<Isa, T, Kv, kLow>::StagesCodes();
   using RowElement = typename Conditional<kStagesCodes, T, Kv>::Type;  // of the matmul operands
   static constexpr i64 kBytes = sizeof(Kv);
@@ -234,6 +251,11 @@ class PassBase {
       buf_.states[r] = params_.sums_weights ? RowState{0.0f, 1.0f} : RowState{kNegInf, 0.0f};
       for (i64 d = 0; d < buf_.o_columns; d += Isa::kWidth)
         Isa::Store(buf_.o + r * buf_.o_columns + d, Isa::Zero());
+    }
+    if constexpr (kTransforms) {
+      for (auto& transform : buf_.transforms) {
+        if (transform) transform.Begin(params_, item_);
+      }
     }
     if (buf_.variant) {
       const float magnitude = params_.sm_scale < 0 ? -params_.sm_scale : params_.sm_scale;
@@ -470,8 +492,15 @@ class PassBase {
   }
 
   // Whether keys and values are quantized and decoded to rows of T, not in panels.
-  bool Stages() const {
+  bool Decodes() const {
     return IsCode<Kv> ? kStagesCodes : !kCodes && params_.kv_format != kPlainFormat;
+  }
+  // Whether they become other rows of T before they are used.
+  bool Stages(RowsOf rows) const {
+    if constexpr (kTransforms) {
+      if (buf_.transforms[rows]) return true;
+    }
+    return Decodes();
   }
 
   // Work of decoding a row during a prefetch, only in passes with tiles: as much as packing and
@@ -480,7 +509,7 @@ class PassBase {
 
   // Bytes of a head's row as stored.
   i64 HeadBytes(i64 head_dim) const {
-    return Stages() || kCodes ? QuantizedRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
+    return Decodes() || kCodes ? QuantizedRowBytes(params_.kv_format, head_dim) : head_dim * kBytes;
   }
   i64 KeyHeadBytes() const { return HeadBytes(params_.head_dim_qk); }
   i64 ValueHeadBytes() const { return HeadBytes(params_.head_dim_vo); }
@@ -493,21 +522,39 @@ class PassBase {
     return params_.kv_lens[item_.request] - (qo[1] - qo[0]) - start;
   }
 
-  // Decodes `tokens` of heads [head, head + heads) of the pass to rows of T, to which buf_.staged
-  // points: entries [first, first + num); those outside of `tokens` repeat one inside. scales: of
-  // heads; null: 1.
+  // Decodes or transforms `tokens` of heads [head, head + heads) of the pass to rows of T, to which
+  // buf_.staged points: entries [first, first + num); those outside of `tokens` repeat one inside.
   template <class Fetch = NoFetch>
-  void Stage(const char* const* rows, const float* scales, i64 head_dim, i64 start, i64 first,
-             i64 num, Range tokens, i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {
+  void Stage(RowsOf of, const char* const* rows, i64 start, i64 first, i64 num, Range tokens,
+             i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {
+    const i64 head_dim = of == kOfKeys ? params_.head_dim_qk : params_.head_dim_vo;
     const i64 row_dim = heads * head_dim;
     for (i64 h = 0; h < heads; ++h) {
-      DecodeTokens(rows, scales, head_dim, start, tokens, head + h,
-                   buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, fetch);
+      StageTokens(of, rows, start, tokens, head + h,
+                  buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, fetch);
     }
     for (i64 t = first; t < first + num; ++t) {
       const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
       buf_.staged[t] = reinterpret_cast<const char*>(buf_.stage + row * row_dim);
     }
+  }
+
+  // The same for one head, with rows `stride` elements apart.
+  template <class Fetch>
+  void StageTokens(RowsOf of, const char* const* rows, i64 start, Range tokens, i64 head, T* to,
+                   i64 stride, Fetch& fetch) {
+    const i64 head_dim = of == kOfKeys ? params_.head_dim_qk : params_.head_dim_vo;
+    if constexpr (kTransforms) {
+      if (buf_.transforms[of]) {
+        const i64 bytes = head_dim * i64{sizeof(T)};
+        buf_.transforms[of].Rows(rows, head * bytes, item_.kv_head + head, start, tokens, to,
+                                 stride);
+        fetch.Bytes((tokens.end - tokens.begin) * StageBytes(head_dim));
+        return;
+      }
+    }
+    DecodeTokens(rows, of == kOfKeys ? params_.k_scale : params_.v_scale, head_dim, start, tokens,
+                 head, to, stride, fetch);
   }
 
   // Decodes `tokens` of one head of the pass, with rows `stride` elements apart. Fresh rows become

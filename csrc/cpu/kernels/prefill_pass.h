@@ -34,13 +34,11 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
     const Range valid = this->ValidTokens(start);
     if (buf_.variant && !StartVariant(start, valid)) return;
     if constexpr (kCodes) this->EncodeFresh(start, valid, block);
-    const bool stages = this->Stages();
-    const HeadRows keys{stages ? buf_.staged : block.k, 0};
-    const HeadRows values{stages ? buf_.staged : block.v, 0};
+    const bool stages_keys = this->Stages(kOfKeys), stages_values = this->Stages(kOfValues);
+    const HeadRows keys{stages_keys ? buf_.staged : block.k, 0};
+    const HeadRows values{stages_values ? buf_.staged : block.v, 0};
     NoFetch no_fetch;
-    if (stages) {
-      this->Stage(block.k, params_.k_scale, params_.head_dim_qk, start, 0, buf_.tile_kv, valid);
-    }
+    if (stages_keys) this->Stage(kOfKeys, block.k, start, 0, buf_.tile_kv, valid);
     for (i64 u = valid.begin / kUnit; u < CeilDiv(valid.end, kUnit); ++u) {
       char* panel = buf_.k_panels + u * buf_.k_panel_bytes;
       if constexpr (kCodes) {
@@ -49,9 +47,7 @@ class PrefillPass : PassBase<Isa, T, Kv, false> {
         PackKeyPanel<Isa, kKeys, Kv>(keys, u * kUnit, params_.head_dim_qk, panel);
       }
     }
-    if (stages) {
-      this->Stage(block.v, params_.v_scale, params_.head_dim_vo, start, 0, buf_.tile_kv, valid);
-    }
+    if (stages_values) this->Stage(kOfValues, block.v, start, 0, buf_.tile_kv, valid);
     this->PackBlockValues(values, 0, valid, no_fetch);
     bool finite;
     if constexpr (kCodes) {

@@ -447,7 +447,7 @@ JAX_ATTN_KERNEL const i32* LoadElements(const VariantOperand& operand, i32 rank,
     i64 j = 0;
     if (first >= 0) {
       const auto address = reinterpret_cast<intptr_t>(data + first);
-      const intptr_t there = address + kRowsAhead * (address - *last);
+      const intptr_t there = *last == 0 ? address : address + kRowsAhead * (address - *last);
       *last = address;
       for (i64 byte = 0; byte < n * static_cast<i64>(sizeof(T)); byte += kCacheLine) {
         __builtin_prefetch(reinterpret_cast<const void*>(there + byte), 0, 3);

@@ -388,6 +388,41 @@ __device__ __forceinline__ i32 AddRelaxed(i32* counter, i32 x) {
   return before;
 }
 
+// --- memory of several devices ---
+//
+// Between devices, and between a device and the host. A thread that sees a released flag, and all
+// threads that meet it at a barrier afterwards, see what was written before the release.
+
+__device__ __forceinline__ void StoreReleaseSystem(u64* flag, u64 x) {
+  asm volatile(
+      "fence.acq_rel.sys;\n"
+      "st.release.sys.global.u64 [%0], %1;" ::"l"(flag),
+      "l"(x)
+      : "memory");
+}
+__device__ __forceinline__ u64 LoadAcquireSystem(const u64* flag) {
+  u64 x;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(x) : "l"(flag) : "memory");
+  return x;
+}
+__device__ __forceinline__ void StoreRelaxedSystem(i32* global, i32 x) {
+  asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+__device__ __forceinline__ i32 LoadRelaxedSystem(const i32* global) {
+  i32 x;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
+}
+// Reads past L1 what other devices wrote.
+__device__ __forceinline__ uint4 LoadCoherent16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global)
+               : "memory");
+  return v;
+}
+
 // Sleeps some 100 to 200 ns.
 __device__ __forceinline__ void Nap() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
 // Limit, some 0.1 s, of a wait for another CTA that needs only microseconds. If it is reached, the

@@ -28,6 +28,11 @@ struct NoVariant {
   static constexpr int kNumElements = 0;  // elements of operands that have derivatives
 };
 
+// The transform of K or V without one: rows stay as they are.
+struct NoTransform {
+  static constexpr bool kIsPresent = false;
+};
+
 namespace variant {
 
 __device__ __forceinline__ float F32(u32 bits) { return __uint_as_float(bits); }

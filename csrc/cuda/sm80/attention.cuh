@@ -25,6 +25,7 @@
 #include "cuda/common/logits.cuh"
 #include "cuda/common/partials.cuh"
 #include "cuda/common/quantized_rows.cuh"
+#include "cuda/common/transform.cuh"
 #include "cuda/sm80/quantized_kv.cuh"
 #include "cuda/sm80/softmax.cuh"
 
@@ -554,6 +555,28 @@ class TilePath {
     SyncReaders();
   }
 
+  // Transforms the rows of the slice that this warp loaded, of the step at kv position `begin`, in
+  // the slot that is read. Rows outside of the item's span stay 0.
+  template <class Transform, int kHeadDim>
+  __device__ __forceinline__ void TransformSlice(int begin) {
+    static_assert(Traits::kKvFormat == kPlainFormat, "rows are those of E");
+    constexpr int kPitch = RowLayout<kHeadDim>::kPitch;
+    const ItemRecord item(p_, Opaque(index_));
+    const int thread = Opaque(threadIdx.x), warp = thread / kWarpSize;
+    const int first = begin + warp * kSlice;
+    unsigned char* slice = shared_.ring + (read_slot_ - SharedAddress(shared_.ring)) +
+                           warp * (kSlice * (kSplitKv ? kMaxPitch : kPitch));
+    const int from = Max(first, FirstOfItem<Traits>(item));
+    const int end = Min(first + kSlice, EndOfItem<Traits>(p_, item));
+#pragma unroll 2
+    for (int pos = from; pos < end; ++pos) {
+      const variant::RowOfKeyFacts<Traits> facts(p_, p_.items + index_, pos);
+      TransformRow<Traits, Transform, kHeadDim>(
+          p_, facts, thread % kWarpSize, reinterpret_cast<u16*>(slice + (pos - first) * kPitch));
+    }
+    SyncReaders();
+  }
+
   // Quantizes fresh rows of the slice that this warp loaded, of the step at kv position `begin`,
   // into the slot that is read, as append_kv does. rows: k_new or v_new. The copies left zeros
   // there.
@@ -643,6 +666,11 @@ class TilePath {
       if constexpr (kDequantizes) {
         if (pos >= 0) DequantizeSlice<Traits::kHeadDimQk>(Origin() + step_begin);
       }
+      if constexpr (Traits::TransformOfK::kIsPresent) {
+        if (pos >= 0) {
+          TransformSlice<typename Traits::TransformOfK, Traits::kHeadDimQk>(Origin() + step_begin);
+        }
+      }
       Probabilities p = {};
       if (seen) {
         Tile s;
@@ -669,6 +697,11 @@ class TilePath {
       }
       if constexpr (kDequantizes) {
         if (pos >= 0) DequantizeSlice<Traits::kHeadDimVo>(Origin() + step_begin);
+      }
+      if constexpr (Traits::TransformOfV::kIsPresent) {
+        if (pos >= 0) {
+          TransformSlice<typename Traits::TransformOfV, Traits::kHeadDimVo>(Origin() + step_begin);
+        }
       }
       if constexpr (kRowsMayDiffer<Traits>) {
         const bool by_mask = Stage::Variant::kHasMask && is_masked;

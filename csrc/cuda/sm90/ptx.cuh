@@ -298,24 +298,27 @@ struct Wgmma;
                  : JAX_ATTN_REGISTERS_##count                                                  \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
   }
-#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                          \
-  template <>                                                                                  \
-  struct Wgmma<n, dtype> {                                                                     \
-    JAX_ATTN_WGMMA_OF_SHARED(SharedA, "0, 0", n, count, type, o0, o1, o2)                      \
-    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedA, "1, 0", n, count, type, o0, o1, o2)            \
-    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedATransposedB, "1, 1", n, count, type, o0, o1, o2) \
-    __device__ __forceinline__ static void RegistersATransposedB(float (&d)[count / 4][4],     \
-                                                                 const u32 (&a)[4], u64 b,     \
-                                                                 bool accumulate) {            \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                      \
-                   ", 0;\n"                                                                    \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type             \
-                   " {" JAX_ATTN_LIST_##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4       \
-                                              ", p, 1, 1, 1;\n}\n"                             \
-                   : JAX_ATTN_REGISTERS_##count                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                       \
-                     "r"(static_cast<int>(accumulate)));                                       \
-    }                                                                                          \
+// transposed: "b".
+#define JAX_ATTN_WGMMA_OF_REGISTERS(name, transposed, n, count, type, o0, o1, o2, o3, o4, o5)      \
+  __device__ __forceinline__ static void name(float (&d)[count / 4][4], const u32(&a)[4], u64 b,   \
+                                              bool accumulate) {                                   \
+    asm volatile(                                                                                  \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, " o5                                                     \
+        ", 0;\n"                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_ATTN_LIST_##count \
+        "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", p, 1, 1, " transposed ";\n}\n"               \
+        : JAX_ATTN_REGISTERS_##count                                                               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));  \
+  }
+#define JAX_ATTN_WGMMA(n, count, dtype, type, o0, o1, o2, o3, o4, o5)                           \
+  template <>                                                                                   \
+  struct Wgmma<n, dtype> {                                                                      \
+    JAX_ATTN_WGMMA_OF_SHARED(SharedA, "0, 0", n, count, type, o0, o1, o2)                       \
+    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedA, "1, 0", n, count, type, o0, o1, o2)             \
+    JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedATransposedB, "1, 1", n, count, type, o0, o1, o2)  \
+    JAX_ATTN_WGMMA_OF_REGISTERS(RegistersA, "0", n, count, type, o0, o1, o2, o3, o4, o5)        \
+    JAX_ATTN_WGMMA_OF_REGISTERS(RegistersATransposedB, "1", n, count, type, o0, o1, o2, o3, o4, \
+                                o5)                                                             \
   };
 #define JAX_ATTN_WGMMA_BOTH(n, count, ...)                    \
   JAX_ATTN_WGMMA(n, count, kElementBf16, "bf16", __VA_ARGS__) \
@@ -358,6 +361,7 @@ JAX_ATTN_WGMMA_E4M3(200, 100, "%100", "%101", "%102")
 #undef JAX_ATTN_WGMMA_E4M3
 #undef JAX_ATTN_WGMMA_BOTH
 #undef JAX_ATTN_WGMMA
+#undef JAX_ATTN_WGMMA_OF_REGISTERS
 #undef JAX_ATTN_WGMMA_OF_SHARED
 
 }  // namespace jax_attn

@@ -26,6 +26,14 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormedTogether:
+    """Devices of a mesh axis, `count` neighbours each, whose outputs one norm is over."""
+
+    axis_name: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedDelta:
     """A layer with the gated delta rule (arXiv 2412.06464).
 
@@ -114,6 +122,7 @@ class Mamba2:
     in_scale: float = 1.0  # factors of the input, of the projected parts, and of the output
     part_scales: tuple[float, ...] = (1.0,) * 5
     out_scale: float = 1.0
+    normed_together: NormedTogether | None = None  # devices that have parts of one group
 
     @property
     def inner_size(self) -> int:
@@ -149,6 +158,7 @@ class Lightning:
     num_heads: int
     dim: int
     slope: float  # factor of the heads' constants; layers of a model differ in it
+    normed_together: NormedTogether | None = None  # devices that have a part of the heads
     conv_shape = None  # there is no convolution
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import parallel
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
 from jax_attn.models._layers import altup, experts, latent, mixers, recurrence
@@ -30,16 +31,20 @@ With latent attention (projected, weights, place, kind) -> o [n, num_qo_heads, v
 latent.Projected, not rotated."""
 
 
+Total: TypeAlias = Callable[[jax.Array, ModelConfig], jax.Array]
+"""(a device's partial sums, config) -> what a layer goes on with: `_sum`, or `_part`."""
+
+
 class PictureRows(NamedTuple):
     """What the tokens of a step that show pictures have instead of an embedding.
 
     features: [n, 1 + depth, hidden]. The embedding of each token, and what is added to its row
       after each of the first `depth` layers; values of other tokens are ignored.
-    is_picture: [n] bool.
+    ends: [n] i32. The position behind the picture that a token shows; 0 for other tokens.
     """
 
     features: Any
-    is_picture: Any
+    ends: Any
 
 
 Pages: TypeAlias = jax.Array | tuple[jax.Array, ...]
@@ -47,13 +52,19 @@ Pages: TypeAlias = jax.Array | tuple[jax.Array, ...]
 of config.page_groups, if there are several. A page has one number in all of them."""
 
 
-def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
+def attention_specs(
+    config: ModelConfig, *, longest_picture: int = 0, **kwargs: Any
+) -> tuple[ja.AttentionSpec, ...]:
     """Returns a spec for each of config.attention_kinds; `kwargs` are further fields of
     AttentionSpec.
 
     A batch needs one plan per spec, all made from the same lengths and page table.
+
+    longest_picture: tokens of the longest picture of steps with `PictureRows`, for models whose
+      pictures' tokens see each other; 0: there are no pictures.
     """
-    return _of_kinds(ja.AttentionSpec(**_spec_fields(config), **kwargs), config)
+    spec = ja.AttentionSpec(**_spec_fields(config), **kwargs)
+    return _of_kinds(spec, config, longest_picture)
 
 
 def train_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
@@ -111,14 +122,15 @@ class FixedBatch(NamedTuple):
     page_table: tuple[np.ndarray, np.ndarray]
 
 
-def fixed_batch(config: ModelConfig, **kwargs: Any) -> FixedBatch:
+def fixed_batch(config: ModelConfig, *, longest_picture: int = 0, **kwargs: Any) -> FixedBatch:
     """Returns specs, pages and page table for a batch of fixed size, as `jax_attn.fixed_batch`.
 
-    kwargs: batch_size and max_kv_len, and further fields of AttentionSpec, such as dtype.
+    longest_picture: see `attention_specs`. kwargs: batch_size and max_kv_len, and further fields of
+      AttentionSpec, such as dtype.
     """
     num_layers = config.page_groups
     batch = ja.fixed_batch(**_spec_fields(config), num_layers=num_layers[0], **kwargs)
-    specs = _of_kinds(batch.spec, config)
+    specs = _of_kinds(batch.spec, config, longest_picture)
     pages: tuple[Pages, Pages | None] = batch.pages
     if len(num_layers) > 1:
         pages = init_pages(config, specs, len(batch.page_table[1]))
@@ -137,7 +149,9 @@ def _spec_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.AttentionSpec, ...]:
+def _of_kinds(
+    spec: ja.AttentionSpec, config: ModelConfig, longest_picture: int = 0
+) -> tuple[ja.AttentionSpec, ...]:
     """Returns a spec for each of config.attention_kinds from one for the heads of the config."""
 
     def make(kind: AttentionKind) -> ja.AttentionSpec:
@@ -150,6 +164,13 @@ def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.Attention
             }
         elif kind.window is not None:
             own = {"window_left": kind.window - 1}
+        if kind.sees_pictures and longest_picture:
+            own |= {
+                "causal": False,
+                "window_right": longest_picture - 1,
+                "variant": _up_to_last(),
+                "share_prefixes": False,  # the mask depends on the row of a query
+            }
         if kind.heads != (config.num_kv_heads, config.head_dim):
             own |= {"num_kv_heads": kind.num_kv_heads}
             own |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), kind.head_dim)
@@ -161,6 +182,14 @@ def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.Attention
 @cache
 def _in_one_chunk(length: int) -> ja.Variant:
     return ja.Variant(mask=lambda at: at.q_pos // length == at.kv_pos // length)
+
+
+@cache
+def _up_to_last() -> ja.Variant:
+    """Each row of q sees keys up to a position of its own."""
+    return ja.Variant(
+        mask=lambda at, last: at.kv_pos <= last[at.q_row], operands={"last": np.zeros(1, np.int32)}
+    )
 
 
 def forward(
@@ -240,7 +269,10 @@ def forward(
                 qkv.reshape(len(qkv), -1), *angles_of[kind], k, v, some_plan, layer=idx
             )
         k_groups[group], v_groups[group] = k, v
-        return attention(q, k, v, plan, layer=idx, sinks=_sinks(weights, config))
+        seen = {}
+        if kind.sees_pictures and pictures is not None:
+            seen = {"variant_operands": {"last": jnp.maximum(positions, pictures.ends - 1)}}
+        return attention(q, k, v, plan, layer=idx, sinks=_sinks(weights, config), **seen)
 
     def attend_latent(
         projected: latent.Projected, weights: Params, place: KvPlace, kind: LayerKind
@@ -316,6 +348,7 @@ def train_forward(
     positions: jax.Array,
     plans: tuple[ja.AttentionPlan, ...],
     logit_rows: jax.Array,
+    state_plans: tuple[ja.StatePlan, ...] = (),
 ) -> jax.Array:
     """`forward` for training: differentiable in `params`, without a cache.
 
@@ -325,23 +358,24 @@ def train_forward(
 
     Args:
       params: not in Panels, and not quantized.
-      config: static. Without recurrent layers.
+      config: static.
       tokens: [num_pages * page_size] i32. A request's tokens begin at a page; values in the padding
         are ignored, but must be tokens.
       positions: [num_pages * page_size] i32. Position of each token in its sequence.
       plans: one for each spec of `train_specs`. Requests have the rows of their own pages.
       logit_rows: [n] i32. The tokens to compute logits for.
+      state_plans: of models with recurrent layers: plans of `state_spec` for consecutive parts of
+        the tokens, max_tokens each, with one number of slots. A plan's requests have whole pages,
+        padding included. States are zeros at first; a plan may read slots that an earlier one
+        writes: the first has the prompts, the second the answers that share their pages.
 
     Returns logits [n, vocab_size] f32.
 
     Raises:
-      ValueError: plans for other windows or another attention, or tokens that do not fill pages.
+      ValueError: plans for other windows or another attention, state plans for other tokens, or
+        tokens that do not fill pages.
     """
-    if config.recurrent is not None:
-        raise ValueError(
-            "train_forward: config: expected a model without recurrent layers, which have no"
-            f" gradient here, got {config.family}."
-        )
+    waves = _waves(config, len(tokens), state_plans)
     kinds = config.attention_kinds
     if len(plans) != len(kinds):
         raise ValueError(f"train_forward: plans: expected {len(kinds)}, got {len(plans)}.")
@@ -381,8 +415,30 @@ def train_forward(
         k, v = (x.reshape(-1, page_size, *x.shape[1:]) for x in (k, v))
         return ja.attention(q, k, v, plan_of[config.attention_kind(kind)], sinks=sinks)
 
-    x = _layers(tokens, params, config, attend_latent if config.latent else attend)
+    attend_any = attend_latent if config.latent else attend
+    x = _layers(tokens, params, config, attend_any, states=waves)
     return _logits(x[logit_rows], params, config)
+
+
+def _waves(
+    config: ModelConfig, num_tokens: int, plans: tuple[ja.StatePlan, ...]
+) -> recurrence.InWaves | None:
+    """The recurrence of `train_forward`; None: the model has none. Raises ValueError."""
+    sizes, found = config.recurrent, [plan.spec.max_tokens for plan in plans]
+    if sizes is None and not plans:
+        return None
+    expected = "none" if sizes is None else f"plans of {num_tokens} tokens together"
+    if sizes is None or sum(found) != num_tokens or not plans:
+        raise ValueError(
+            f"train_forward: state_plans: expected {expected}, as {config.family} has"
+            f" {'no ' if sizes is None else ''}recurrent layers, got plans of {found}."
+        )
+    slots = {plan.spec.num_slots for plan in plans}
+    if len(slots) > 1:
+        raise ValueError(
+            f"train_forward: state_plans: expected one num_slots, got {sorted(slots)}."
+        )
+    return recurrence.InWaves(sizes, plans)
 
 
 def project(
@@ -480,13 +536,15 @@ def _layers(
     x = embed(tokens, params, config)
     features: list[jax.Array] = []
     if pictures is not None:
-        is_picture = pictures.is_picture[:, None]
+        is_picture = pictures.ends[:, None] > 0
         rows, *features = pictures.features.astype(x.dtype).swapaxes(0, 1)
         x = jnp.where(is_picture, rows, x)
     inputs = _layer_inputs(tokens, x, params, config)
     if config.altup is not None:
         x = altup.expand(x, params["altup_in"])
     num_recurrent = 0
+    is_fused = pictures is None and _norms_follow_sums(config)
+    normed = None  # x after the next layer's first norm, if the layer before computed it
     layers = zip(config.layers, config.kv_places, params["layers"], strict=True)
     for idx, (kind, place, own) in enumerate(layers):
         weights = adapted(own, adapters, idx, config)
@@ -498,6 +556,11 @@ def _layers(
             states.index = num_recurrent
             num_recurrent += 1
             mix = mixers.of(kind.recurrent, config, states)
+        if is_fused:
+            assert attend_here is not None
+            following = [layer["attention_norm"] for layer in params["layers"][idx + 1 : idx + 2]]
+            x, normed = _layer_of_sums(x, normed, weights, following, config, kind, attend_here)
+            continue
         run = partial(
             _layer, weights=weights, config=config, kind=kind, attend=attend_here, mix=mix
         )
@@ -505,6 +568,52 @@ def _layers(
         if idx < len(features):
             x = jnp.where(is_picture, x + features[idx], x)
     return x if config.altup is None else altup.merge(x, params["altup_out"])
+
+
+def _norms_follow_sums(config: ModelConfig) -> bool:
+    """Whether what follows each sum over devices is the residual and an RMS norm alone."""
+    between = (
+        config.o_bias, config.mlp_bias, config.layer_norm, config.norm_bias, config.post_norms,
+        config.parallel, config.normed_residual, config.layer_inputs, config.altup,
+        config.layer_scales, config.recurrent, config.experts and config.experts.beside_mlp,
+    )  # fmt: skip
+    scales = config.residual_scale, config.attention_out_scale, config.down_scale
+    return (
+        config.heads_axis is not None
+        and config.pre_norms
+        and not any(between)
+        and all(scale == 1 for scale in scales)
+        and all(kind.attention and kind.mlp for kind in config.kinds)
+    )
+
+
+def _layer_of_sums(
+    x: jax.Array,
+    normed: jax.Array | None,
+    weights: Params,
+    following: list[jax.Array],
+    config: ModelConfig,
+    kind: LayerKind,
+    attend: Attend,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`_layer` if `_norms_follow_sums`: residuals and norms are computed with the sums.
+
+    normed: x after the layer's first norm; None: not computed yet. following: the weight of the
+    norm after the layer, if it is one of a layer.
+
+    Returns the new x, and x after the norm that follows.
+    """
+    h = _norm(x, weights, "attention_norm", config) if normed is None else normed
+    h = _attention(h, weights, config, kind, attend, total=_part)
+    x, h = _sum_and_norm(h, config, residual=x, norm_weight=weights["mlp_norm"])
+    if "router" in weights and "gate_up" not in weights:
+        h = _experts(h, weights, config, total=_part)
+    else:
+        h = _mlp(h, weights, config, kind.sparsity, total=_part)
+    if not following:
+        return _sum_and_norm(h, config, residual=x), None
+    x, h = _sum_and_norm(h, config, residual=x, norm_weight=following[0])
+    return x, h
 
 
 def _with_own_input(
@@ -524,7 +633,7 @@ def _with_own_input(
 
     def of_input(x: jax.Array) -> jax.Array:
         assert own_input is not None
-        gate = _ACTIVATIONS[config.activation](product(x, weights["layer_input_gate"]))
+        gate = ACTIVATIONS[config.activation](product(x, weights["layer_input_gate"]))
         h = product(gate * own_input, weights["layer_input_projection"])
         return norm(h, "layer_input_norm")
 
@@ -623,8 +732,14 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _attention(
-    h: jax.Array, weights: Params, config: ModelConfig, kind: LayerKind, attend: Attend
+    h: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    kind: LayerKind,
+    attend: Attend,
+    total: Total | None = None,
 ) -> jax.Array:
+    total = total or _sum
     if config.latent:
         norm_latent = partial(_scaled_norm, config=config, eps=config.latent.norm_eps)
         o = attend(latent.project(h, weights, config, norm_latent), weights)
@@ -633,7 +748,7 @@ def _attention(
         o = attend(qkv, weights)
         if gate is not None:
             o = o.reshape(gate.shape) * jax.nn.sigmoid(gate)
-    h = _sum(product(o.reshape(len(h), -1), weights["o"]), config)
+    h = total(product(o.reshape(len(h), -1), weights["o"]), config)
     if config.o_bias:
         h += weights["o_bias"][None]
     return _times(h, config.attention_out_scale)
@@ -694,7 +809,14 @@ def _sinks(weights: Params, config: ModelConfig) -> jax.Array | None:
     return weights["sinks"].astype(jnp.float32) if config.sinks else None
 
 
-def _mlp(x: jax.Array, weights: Params, config: ModelConfig, sparsity: float = 0.0) -> jax.Array:
+def _mlp(
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    sparsity: float = 0.0,
+    total: Total | None = None,
+) -> jax.Array:
+    total = total or _sum
     gate_up = product(x, weights["gate_up"])
     if config.mlp_bias:
         gate_up += weights["gate_up_bias"][None]
@@ -705,7 +827,7 @@ def _mlp(x: jax.Array, weights: Params, config: ModelConfig, sparsity: float = 0
         h = _xielu(gate_up, weights["xielu"])
     else:
         h = _gated(gate_up, config)
-    h = _times(_sum(product(h, weights["down"]), config), config.down_scale)
+    h = _times(total(product(h, weights["down"]), config), config.down_scale)
     return h + weights["down_bias"][None] if config.mlp_bias else h
 
 
@@ -720,20 +842,38 @@ def _sparse(x: jax.Array, sparsity: float) -> jax.Array:
 
 def _sum(x: jax.Array, config: ModelConfig) -> jax.Array:
     """Returns the sum of the devices' partial sums."""
-    return x if config.heads_axis is None else jax.lax.psum(x, config.heads_axis)
+    return x if config.heads_axis is None else _sum_and_norm(x, config)
+
+
+def _part(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Leaves a device's partial sum as it is."""
+    return x
+
+
+def _sum_and_norm(x: jax.Array, config: ModelConfig, **following: Any) -> Any:
+    """Returns the sum of the devices' partial sums, and what follows: see `parallel.all_reduce`."""
+    assert config.heads_axis is not None
+    return parallel.all_reduce(
+        x,
+        config.heads_axis,
+        mesh=config.heads_mesh,
+        norm_offset=config.norm_offset,
+        eps=config.rms_norm_eps,
+        **following,
+    )
 
 
 def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
     """Applies the gated activation to an MLP's first matmul, [n, 2 * size] -> [n, size]; without a
     gate [n, size] -> [n, size]."""
     if not config.gated:
-        return _ACTIVATIONS[config.activation](gate_up)
+        return ACTIVATIONS[config.activation](gate_up)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if config.activation == "clamped_swiglu":  # gpt-oss
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-    return _ACTIVATIONS[config.activation](_times(gate, config.gate_scale)) * up
+    return ACTIVATIONS[config.activation](_times(gate, config.gate_scale)) * up
 
 
 def _xielu(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -746,7 +886,11 @@ def _xielu(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _experts(
-    x: jax.Array, weights: Params, config: ModelConfig, routed: jax.Array | None = None
+    x: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    routed: jax.Array | None = None,
+    total: Total | None = None,
 ) -> jax.Array:
     """Runs the experts: x [n, hidden] -> sum over a token's experts of score * output, or of the
     outputs for score * input.
@@ -797,7 +941,7 @@ def _experts(
         if config.experts.shared_gate:
             shared *= jax.nn.sigmoid(product(x, weights["shared_gate"]))
         y += shared
-    return _sum(y, config)
+    return (total or _sum)(y, config)
 
 
 def _rotated_heads(
@@ -861,14 +1005,6 @@ def _angles(
         shape = (positions.shape[-1], head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     return kind.rope.angles(head_dim, positions)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,  # jax's gelu is the tanh form
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
 
 
 def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:

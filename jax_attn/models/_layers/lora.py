@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import jax
 
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._products.lora import Adapted, LoraPool
+from jax_attn.models._weights.lora_files import column_parts
 from jax_attn.models._weights.weights import Params
 
 Pools = list[dict[str, LoraPool]]
@@ -29,19 +31,15 @@ def adapted(weights: Params, adapters: Adapters | None, layer: int, config: Mode
     """A layer's weights, with their adapters. config: of one device's part."""
     if adapters is None:
         return weights
-    pools, own = adapters.pools[layer], config.of(config.layers[layer])
     return weights | {
-        name: Adapted(weights[name], pool, adapters.of_tokens, _ends(name, pool, own))
-        for name, pool in pools.items()
+        name: Adapted(weights[name], pool, adapters.of_tokens, _ends(name, layer, pool, config))
+        for name, pool in adapters.pools[layer].items()
     }
 
 
-def _ends(name: str, pool: LoraPool, config: ModelConfig) -> tuple[int, ...]:
+def _ends(name: str, layer: int, pool: LoraPool, config: ModelConfig) -> tuple[int, ...]:
     """Where the columns of a weight's parts end, on one device."""
     num_parts, columns = pool.a.shape[1], pool.b.shape[2]
-    if num_parts == 1:
-        return (columns,)
-    if name == "qkv":
-        q, kv = (n * config.head_dim for n in (config.num_qo_heads, config.num_kv_heads))
-        return (q, q + kv, q + 2 * kv)[:num_parts]
-    return columns // 2, columns  # gate and up
+    if name.endswith("gate_up"):  # the config has the columns of all devices
+        return (columns,) if num_parts == 1 else (columns // 2, columns)
+    return tuple(itertools.accumulate(num for _, num in column_parts(name, layer, config)))

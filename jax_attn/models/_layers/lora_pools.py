@@ -14,7 +14,7 @@ from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._layers.lora import Pools
 from jax_attn.models._layers.tensor_parallel import TensorParallel
 from jax_attn.models._products.lora import LoraPool
-from jax_attn.models._weights.lora_files import ADAPTED, LoraWeights
+from jax_attn.models._weights.lora_files import ADAPTED, LoraWeights, column_parts
 from jax_attn.models._weights.tensors import layer_tensors
 from jax_attn.models._weights.weights import file_order
 
@@ -23,8 +23,6 @@ class LoraPools:
     """Memory for `count` adapters of rank up to `max_rank`, and what writes them there.
 
     split: the engine's mesh; None: it has one device.
-
-    Raises ValueError: the model has recurrent layers.
     """
 
     def __init__(
@@ -35,10 +33,6 @@ class LoraPools:
         max_rank: int,
         split: TensorParallel | None = None,
     ):
-        if config.recurrent is not None:
-            raise ValueError(
-                f"lora: expected a model without recurrent layers, got one of {config.family!r}."
-            )
         self._config, self._split = config, split
         self._dtype, self._max_rank = jnp.dtype(dtype), max_rank
         self.count = count
@@ -71,7 +65,9 @@ class LoraPools:
         for layer in range(config.num_layers):
             for name, parts in layer_tensors(config, layer).items():
                 if name in ADAPTED and isinstance(parts, dict):
-                    numbers += sum(out + depth for out, depth in parts.values())
+                    depth = next(iter(parts.values()))[1]
+                    columns = column_parts(name, layer, config)
+                    numbers += sum(num + depth for _, num in columns)
         return numbers
 
     def set(self, slot: int, weights: LoraWeights) -> None:
@@ -105,15 +101,18 @@ class LoraPools:
         assert isinstance(parts, dict)
         outs = [shape[0] for shape in parts.values()]
         depth, columns = next(iter(parts.values()))[1], sum(outs)
-        a = np.zeros((len(outs), self._max_rank, depth), self._dtype)
+        in_memory = column_parts(name, layer, self._config)
+        a = np.zeros((len(in_memory), self._max_rank, depth), self._dtype)
         b = np.zeros((self._max_rank, columns), self._dtype)
-        ranks = np.zeros(len(outs), np.int32)
+        ranks = np.zeros(len(in_memory), np.int32)
         begin = 0
         for i, (tensor, out) in enumerate(zip(parts, outs, strict=True)):
             pair = weights.pairs.get((layer, tensor.removesuffix(".weight")))
             if pair is not None:
-                rank = ranks[i] = len(pair.a)
-                a[i, :rank] = pair.a
+                rank = len(pair.a)
+                for at, (which, _) in enumerate(in_memory):
+                    if which == i:
+                        a[at, :rank], ranks[at] = pair.a, rank
                 b[:rank, begin : begin + out] = pair.b.T
             begin += out
         own = self._config.of(self._config.layers[layer])

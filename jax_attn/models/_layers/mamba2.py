@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models._config.recurrent import Mamba2
-from jax_attn.models._layers.recurrence import Recurrence
+from jax_attn.models._layers.recurrence import Recurrence, mean_of_squares
 from jax_attn.models._products.quantized import product
 from jax_attn.models._weights.weights import Params
 
@@ -48,6 +48,6 @@ def _gated(o: jax.Array, gate: jax.Array, weights: Params, sizes: Mamba2, eps: f
     if sizes.norm == "gate_first":
         o *= gate
     groups = o.reshape(len(o), sizes.num_groups, -1)
-    groups *= jax.lax.rsqrt(jnp.mean(jnp.square(groups), axis=-1, keepdims=True) + eps)
+    groups *= jax.lax.rsqrt(mean_of_squares(groups, sizes.normed_together) + eps)
     o = groups.reshape(o.shape) * weights["gated_norm"].astype(jnp.float32)[None]
     return o * gate if sizes.norm == "gate_last" else o

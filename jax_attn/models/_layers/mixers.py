@@ -43,6 +43,8 @@ def of(sizes: Recurrent, config: ModelConfig, recurrence: Recurrence) -> Mix:
 
     def projected(h: jax.Array, weights: Params) -> jax.Array:
         o = product(mix(h, weights).reshape(len(h), -1), weights["mixed_o"])
+        if config.heads_axis is not None:
+            o = jax.lax.psum(o, config.heads_axis)
         if "mixed_o_bias" in weights:
             o += weights["mixed_o_bias"][None]
         if isinstance(sizes, Mamba2) and sizes.out_scale != 1:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
-from jax_attn.models._config.recurrent import Recurrent
+from jax_attn.models._config.recurrent import NormedTogether, Recurrent
 
 _L2_EPS = 1e-6
 Activation = Literal["silu"] | None
@@ -77,6 +78,49 @@ class Paged:
         return o
 
 
+class InWaves:
+    """For training: plans one after the other over consecutive tokens, from states of zeros.
+
+    A wave reads states that earlier ones have written: answers go on from those of their prompts.
+    """
+
+    def __init__(self, sizes: Recurrent, plans: tuple[ja.StatePlan, ...]):
+        self._sizes, self._plans, self.index = sizes, plans, 0
+
+    def convolve(
+        self, x: jax.Array, weight: jax.Array, bias: jax.Array | None, activation: Activation
+    ) -> jax.Array:
+        shape = weight.shape[1] - 1, x.shape[1]
+        states, ys = jnp.zeros((self._plans[0].spec.num_slots, *shape), x.dtype), []
+        for plan, (rows,) in self._waves(x):
+            y, states = ja.short_convolution(
+                rows, weight, bias, states, plan, activation=activation
+            )
+            ys.append(y)
+        return jnp.concatenate(ys)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array | None
+    ) -> jax.Array:
+        rule = self._sizes.rule
+        assert rule is not None
+        shape = self._plans[0].spec.num_slots, *rule.state_shape
+        states, os = jnp.zeros(shape, jnp.float32), []
+        beta = jnp.ones(v.shape[:2], jnp.float32) if beta is None else beta
+        for plan, rows in self._waves(q, k, v, g, beta):
+            of_q, of_k, of_v, of_g, of_beta = rows
+            o, states = ja.linear_attention(of_q, of_k, of_v, of_g, of_beta, states, plan)
+            os.append(o)
+        return jnp.concatenate(os)
+
+    def _waves(self, *arrays: jax.Array) -> Iterator[tuple[ja.StatePlan, list[jax.Array]]]:
+        begin = 0
+        for plan in self._plans:
+            end = begin + plan.spec.max_tokens
+            yield plan, [x[begin:end] for x in arrays]
+            begin = end
+
+
 class TokenByToken:
     """On one sequence from its beginning, as the oracle."""
 
@@ -119,6 +163,17 @@ class TokenByToken:
         return jax.lax.scan(step, zeros, (q * scale, k, v.astype(jnp.float32), g, beta))[1].astype(
             v.dtype
         )
+
+
+def mean_of_squares(x: jax.Array, together: NormedTogether | None) -> jax.Array:
+    """The mean of the squares of the last axis, [..., 1]; with those of other devices."""
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    if together is None:
+        return mean
+    means = jax.lax.all_gather(mean, together.axis_name)
+    device = jax.lax.axis_index(together.axis_name)
+    first = device // together.count * together.count
+    return jnp.mean(jax.lax.dynamic_slice_in_dim(means, first, together.count), axis=0)
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -8,14 +8,17 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
 from jax_attn import parallel
-from jax_attn.models._config.config import Chunk, ModelConfig
-from jax_attn.models._layers.decoder import init_pages
+from jax_attn.models._config.config import Chunk, LayerKind, ModelConfig
+from jax_attn.models._layers import recurrent_split
+from jax_attn.models._layers.decoder import init_pages, init_states
+from jax_attn.models._layers.recurrence import States
 from jax_attn.models._products.quantized import Quantized
 from jax_attn.models._weights.weights import Params
 
@@ -49,11 +52,6 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
-        if whole.recurrent is not None:
-            raise ValueError(
-                "TensorParallel: whole: expected a model without recurrent layers, got"
-                f" {whole.family}; use fewer devices."
-            )
         if self.context_axis_name and any(isinstance(kind.window, Chunk) for kind in whole.kinds):
             raise ValueError(
                 "TensorParallel: context_axis_name: expected None for a model with chunks of"
@@ -73,6 +71,12 @@ class TensorParallel:
         if whole.experts is not None:
             sizes["experts"] = whole.experts.count
             sizes["columns of the shared experts"] = whole.experts.shared_size
+        if whole.recurrent is not None:
+            divided, shared = recurrent_split.counts(whole.recurrent)
+            sizes |= divided
+            for name, count in shared.items():
+                if count % size and size % count:
+                    self._refuse(name, count, " or a divisor of theirs")
         for name, count in sizes.items():
             if count % size:
                 self._refuse(name, count)
@@ -91,12 +95,21 @@ class TensorParallel:
     @functools.cached_property
     def config(self) -> ModelConfig:
         """The config of one device's part."""
+
+        def own(kind: LayerKind) -> LayerKind:
+            if kind.recurrent is None:
+                return kind
+            sizes = recurrent_split.of_device(kind.recurrent, self.axis_name, self.size)
+            return dataclasses.replace(kind, recurrent=sizes)
+
         return dataclasses.replace(
             self.whole,
+            layers=tuple(map(own, self.whole.layers)),
             num_qo_heads=self.whole.num_qo_heads // self.size,
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             heads_axis=self.axis_name,
             splits_vocabulary=self.whole.vocab_size % self.size == 0,
+            heads_mesh=self.mesh,
         )
 
     @property
@@ -131,6 +144,30 @@ class TensorParallel:
         )
         pages: tuple[jax.Array, jax.Array | None] = make()
         return pages
+
+    @property
+    def states_spec(self) -> States | None:
+        """The shardings of recurrent states, by v head and by channel; None: there are none."""
+        sizes, axis = self.whole.recurrent, self.axis_name
+        if sizes is None:
+            return None
+        conv = None if sizes.conv_shape is None else P(None, None, None, axis)
+        return States(conv, None if sizes.rule is None else P(None, None, axis))  # type: ignore[arg-type]
+
+    def init_states(self, num_slots: int, dtype: jax.typing.DTypeLike) -> States | None:
+        """Creates states as `models.init_states`; each device allocates only its own part."""
+        own = jax.eval_shape(lambda: init_states(self.config, num_slots, dtype))
+
+        def make(x: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
+            axis = spec.index(self.axis_name)
+            shape = *x.shape[:axis], x.shape[axis] * self.size, *x.shape[axis + 1 :]
+            sharding = NamedSharding(self.mesh, spec)
+            zeros: Any = jax.jit(lambda: jnp.zeros(shape, x.dtype), out_shardings=sharding)
+            made: jax.Array = zeros()
+            return made
+
+        states: States | None = jax.tree.map(make, own, self.states_spec)
+        return states
 
     def split_params(self, params: Params) -> Params:
         """Returns the weights as sharded arrays. Each device receives only its part.
@@ -186,6 +223,10 @@ class TensorParallel:
     def split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
         """Returns the split axis of a weight, and the order of its elements there; None: as is."""
         whole = self.whole
+        if whole.recurrent is not None:
+            found = recurrent_split.split_of(name, ndim, whole.recurrent, self.size)
+            if found is not None:
+                return found
         if name.startswith("expert_"):
             return 0, None
         if name in _ROWS:
@@ -193,7 +234,8 @@ class TensorParallel:
         if name in _HEADS:
             return ndim - 1, None
         if name in ("qkv", "qkv_bias"):
-            return ndim - 1, np.concatenate([self._columns("qkv", d) for d in range(self.size)])
+            names = "qkvg" if whole.attention_gate else "qkv"
+            return ndim - 1, np.concatenate([self._columns(names, d) for d in range(self.size)])
         if name in ("gate_up", "gate_up_bias", "shared_gate_up"):
             return ndim - 1, self._gate_up_columns(name)
         if name in ("q_norm", "k_norm") and whole.qk_norm in ("all_heads", "each_head"):
@@ -204,11 +246,12 @@ class TensorParallel:
         return None, None
 
     def _columns(self, names: str, device: int) -> np.ndarray:
-        """Returns a device's columns of q, k, v, or of several of them side by side."""
+        """Returns a device's columns of q, k, v, the gate, or of several of them side by side."""
         whole, local, columns, begin = self.whole, self.config, [], 0
         for name in names:
-            heads = whole.num_qo_heads if name == "q" else whole.num_kv_heads
-            count = local.num_qo_heads if name == "q" else local.num_kv_heads
+            of_queries = name in "qg"
+            heads = whole.num_qo_heads if of_queries else whole.num_kv_heads
+            count = local.num_qo_heads if of_queries else local.num_kv_heads
             first = device * heads // self.size
             columns.append(
                 begin + np.arange(first * whole.head_dim, (first + count) * whole.head_dim)

@@ -82,7 +82,10 @@ def product(
     other matrices are widened in memory first.
     """
     if isinstance(weight, Adapted):
-        return weight.add(x, product(x, weight.weight, dtype))
+        y = product(x, weight.weight, dtype)
+        if y.dtype == x.dtype:
+            return weight.add(x, y)
+        return y + weight.add(x, jnp.zeros(y.shape, x.dtype)).astype(y.dtype)
     if isinstance(weight, Panels):
         return weight.product(x, dtype)
     if not isinstance(weight, Quantized):

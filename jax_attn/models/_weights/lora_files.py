@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.directory import ModelDirectoryError, existing_directory, read_json
 from jax_attn.models._weights.tensors import is_of_shared_kv, layer_prefix, layer_tensors
+from jax_attn.models._weights.weights import file_order
 
 MAX_RANK = 64
 
@@ -22,6 +24,16 @@ ADAPTED = (
     "qkv",
     "o",
     "mixed_o",
+    "qkvz",
+    "ba",
+    "kda_qkv",
+    "fgb",
+    "f_b",
+    "g_b",
+    "zxbcdt",
+    "lightning_qkv",
+    "output_gate",
+    "bcx",
     "gate_up",
     "down",
     "shared_gate_up",
@@ -280,6 +292,20 @@ def _modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
                     whole = layer_prefix(config, layer) + tensor
                     modules[whole.removesuffix(".weight")] = (out, depth)
     return modules
+
+
+def column_parts(name: str, layer: int, config: ModelConfig) -> list[tuple[int, int]]:
+    """The columns of a weight of Params from left to right: (file's tensor, number of columns).
+
+    A tensor is there twice if its columns are apart, as those of q and its gate are.
+    """
+    parts = layer_tensors(config, layer)[name]
+    assert isinstance(parts, dict)
+    tensor = np.repeat(np.arange(len(parts)), [shape[0] for shape in parts.values()])
+    order = file_order(name, config.of(config.layers[layer]), len(tensor))
+    tensor = tensor if order is None else tensor[order]
+    borders = [0, *(1 + np.flatnonzero(np.diff(tensor))), len(tensor)]
+    return [(int(tensor[begin]), int(end - begin)) for begin, end in itertools.pairwise(borders)]
 
 
 def _split(module: str) -> tuple[int, str]:

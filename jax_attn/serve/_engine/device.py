@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
-from jax_attn import models
+from jax_attn import models, parallel
 from jax_attn.models._layers.moved_pages import move_keys
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
@@ -59,18 +59,19 @@ class DeviceConfig:
     eight_bit_products: bool = False
     tensor_parallel: int = 1
     context_parallel: int = 1
-    has_drafts: bool = False  # a step may have rows that follow drafts
+    max_drafts: int = 0  # of a sequence in a step
     max_loras: int = 0
     max_lora_rank: int = 0
     devices: tuple[jax.Device, ...] | None = None
     # [number, hidden], see Bucket; None: no sequence has pictures.
     picture_shape: tuple[int, int] | None = None
+    longest_picture: int = 0  # tokens
 
 
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._has_drafts = config.has_drafts
+        self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.kv_policy is not None
         self._model_config = model.config
         self._split = _split(model.config, config)
@@ -86,7 +87,7 @@ class Device:
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
         self._num_states = capacities.num_states
-        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, config.has_drafts)
+        sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, self._has_drafts)
         if config.batch_invariant:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
@@ -107,11 +108,18 @@ class Device:
                 *size,
                 kv_dtype=config.kv_dtype,
                 eight_bit_products=config.eight_bit_products,
+                longest_picture=config.longest_picture if shape is not None else 0,
             )
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config, dtype, capacities, *size, is_first_choice=size != sizes[-1]
+                self._config,
+                dtype,
+                capacities,
+                *size,
+                is_first_choice=size != sizes[-1],
+                max_drafts=config.max_drafts,
+                batch_invariant=config.batch_invariant,
             )
             self.buckets.append(
                 Bucket(
@@ -120,7 +128,9 @@ class Device:
                     sharded,
                     config.max_loras > 0,
                     of_states,
-                    position_parts=1 if config.picture_shape is None else 3,
+                    position_parts=1
+                    if config.picture_shape is None
+                    else model.config.position_parts,
                     picture_shape=shape,
                 )
             )
@@ -134,6 +144,7 @@ class Device:
         self._executables: dict[str, Compiled] = {}  # by name
         self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
+        self._host_states: HostPages | None = None
         self._num_compiles_warm: int | None = None
         self.reset()
         # Steps donate these arrays while other buckets are compiled.
@@ -150,6 +161,8 @@ class Device:
         self._state_copies = PoolCopies("states", self._states, 1)
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
+        if capacities.num_host_states:
+            self._host_states = HostPages(self._state_copies)
 
     def reset(self) -> None:
         """Makes an empty kv cache, empty states and new sampler state, also after a failure.
@@ -160,10 +173,11 @@ class Device:
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
             pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
+            self._states = models.init_states(self._config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
+            self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        self._states = models.init_states(self._config, self._num_states, self.dtype)
         state = sampling.init_state(self._max_running, self._config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
@@ -173,8 +187,9 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
-        if self._host is not None:
-            self._host.clear()
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.clear()
         self._count_bytes()
 
     # ---- weights -------------------------------------------------------------------------------
@@ -296,9 +311,14 @@ class Device:
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies pages between the device and the host, after the steps before."""
-        assert self._host is not None
-        self._k_pages, self._v_pages = self._host.move(self._pools, moves)
+        """Copies pages and states between the device and the host, after the steps before."""
+        pages, states = ([x for x in moves if x.is_state is kind] for kind in (False, True))
+        if pages:
+            assert self._host is not None
+            self._k_pages, self._v_pages = self._host.move(self._pools, pages)
+        if states:
+            assert self._host_states is not None
+            self._states = self._host_states.move(self._states, states)
 
     def rotate(self, rotations: Sequence[Rotation]) -> None:
         """Copies pages with their keys rotated, after the steps before."""
@@ -368,7 +388,10 @@ class Device:
     def read(self, sampled: sampling.Sampled) -> sampling.Sampled:
         """Waits for the result, as numpy arrays. jax.device_get would start the copies again."""
         arrays: Any = (None if array is None else np.asarray(array) for array in sampled)
-        return sampling.Sampled(*arrays)
+        read = sampling.Sampled(*arrays)
+        if self._split is not None:
+            parallel.check_all_reduces()  # before tokens of NaN are sent
+        return read
 
     # ---- compilation ---------------------------------------------------------------------------
 
@@ -491,6 +514,8 @@ class Device:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None and not self._page_copies.is_compiled:
             tasks |= self._page_copies.tasks(self._pools)
+        if self._host_states is not None and not self._state_copies.is_compiled:
+            tasks |= self._state_copies.tasks(self._states)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -541,7 +566,7 @@ class Device:
     def _on_each_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
-        pages = self._split.pages_spec
+        pages, states = self._split.pages_spec, self._split.states_spec
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
@@ -551,11 +576,11 @@ class Device:
                 P(),
                 pages,
                 pages,
-                None,
+                states,
                 [] if self._loras is None else self._loras.specs,
                 P(),
             ),
-            out_specs=(P(), P(), pages, pages, None),
+            out_specs=(P(), P(), pages, pages, states),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
@@ -577,19 +602,24 @@ class Device:
 
         return min(measure() for _ in range(num_runs))
 
-    def return_seconds(self) -> float:
-        """Measures the time in which pool_copies.PAGES pages come back from the host. For an empty
-        cache: page 0 is overwritten."""
+    def return_seconds(self) -> tuple[float, float]:
+        """Measures the times in which pool_copies.PAGES pages, and a slot of states (0: there are
+        none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
-        def measure() -> float:
-            jax.block_until_ready(self._pools)
+        def measure(moves: list[Move]) -> float:
+            jax.block_until_ready((self._pools, self._states))
             begin = time.perf_counter()
-            self.move([Move(False, 0, 0)] * PAGES)
-            jax.block_until_ready(self._pools)
+            self.move(moves)
+            jax.block_until_ready((self._pools, self._states))
             return time.perf_counter() - begin
 
-        self.move([Move(True, 0, 0)])
-        return min(measure() for _ in range(_MEASURED_STEPS))
+        def least(count: int, is_state: bool) -> float:
+            self.move([Move(True, 0, 0, is_state)])
+            moves = [Move(False, 0, 0, is_state)] * count
+            return min(measure(moves) for _ in range(_MEASURED_STEPS))
+
+        states = 0.0 if self._host_states is None else least(1, is_state=True)
+        return least(PAGES, is_state=False), states
 
     def executable(self, bucket: Bucket) -> Compiled:
         return self._executables[_forward_name(bucket)]
@@ -608,6 +638,8 @@ class Device:
                 jax.block_until_ready(self.sample(scores, kind, None))
         if self._host is not None:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
+        if self._host_states is not None:
+            self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
         if self._rotates:
             self.rotate([Rotation(0, 1, 0)])
 

@@ -153,7 +153,8 @@ class DraftModel:
     def _forget_overwritten(self, entry: ScheduledSequence) -> None:
         """Resets pages that the step starts to write: their record is that of a former sequence."""
         size = self._page_size
-        first, last = -(-entry.begin // size), -(-(entry.begin + entry.num_tokens) // size)
+        begin = entry.begin + entry.num_again
+        first, last = -(-begin // size), -(-(entry.begin + entry.num_tokens) // size)
         for page in entry.seq.pages[first:last]:
             self._filled[page] = 0
 

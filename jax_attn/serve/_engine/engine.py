@@ -132,10 +132,17 @@ class Engine:
         several = processes is not None
         _check_kv_policy(model.config, config, several, draft_model is not None, vision is not None)
         capacity = capacities(config, model.config)
-        self._pictures = None if vision is None else PictureEncoder(vision)
-        self._picture_numbers = PictureNumbers()
-        shape = None if self._pictures is None else self._pictures.row_shape
-        of_device = device_config(model.config, config, shape)
+        self._pictures = None
+        self.picture_numbers = PictureNumbers()
+        of_device = device_config(model.config, config)
+        if vision is not None:
+            _check_pictures(model.config, config, vision)
+            if config.devices is not None:
+                vision = vision.on(config.devices[0])
+            self._pictures = PictureEncoder(vision)
+            of_device = device_config(
+                model.config, config, self._pictures.row_shape, vision.max_tokens
+            )
         if processes is not None and config.num_host_pages:
             raise ValueError(
                 "EngineConfig: num_host_pages: expected 0 with several processes, got"
@@ -151,8 +158,9 @@ class Engine:
         if draft_model is not None:
             # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(
-                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0
-            )
+                config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
+                num_host_states=0,
+            )  # fmt: skip
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
             drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
@@ -187,8 +195,10 @@ class Engine:
     def _measure_host(self) -> None:
         """Measures what a page in the host's memory costs, once the largest step is warm."""
         if (host := self.scheduler.memory.host) is not None:
-            seconds_in_tokens = self.device.return_seconds() / self.device.token_seconds()
-            host.call_tokens, host.page_tokens = seconds_in_tokens, seconds_in_tokens / PAGES
+            of_pages, of_state = self.device.return_seconds()
+            of_token = self.device.token_seconds()
+            host.call_tokens, host.page_tokens = of_pages / of_token, of_pages / of_token / PAGES
+            host.state_tokens = of_state / of_token
             log.info(
                 "a page comes back from the host in the time of %.2f of its %d tokens",
                 host.page_tokens,
@@ -344,7 +354,12 @@ class Engine:
                     f"pictures: expected none, as this {config.family} model reads texts only."
                 )
             self._pictures.check(seq)
-            seq.number_pictures(self._picture_numbers.of)
+            if params.prompt_logprobs and config.sees_pictures:
+                raise ValueError(
+                    "prompt_logprobs: expected False with pictures, as the tokens of one of this"
+                    f" {config.family} model's go through it together."
+                )
+            seq.number_pictures(self.picture_numbers.of)
         seq.adapter = self._adapters.find(seq.adapter_name)
         seq.drafter = self._speculation.drafter()
         constraint = None
@@ -463,7 +478,8 @@ class Engine:
             host.is_open = False
             log.exception("the host has no memory for pages; it is used no more")
             raise
-        self._speculation.forget([move.page for move in moves if not move.to_host])
+        back = [move for move in moves if not (move.to_host or move.is_state)]
+        self._speculation.forget([move.page for move in back])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -657,6 +673,26 @@ def _check_tokens(name: str, tokens: Seq[int], config: models.ModelConfig) -> No
             raise ValueError(f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}.")
 
 
+def _check_pictures(
+    model: models.ModelConfig, config: EngineConfig, vision: models.VisionModel
+) -> None:
+    """Raises ValueError if steps cannot have pictures whose tokens see each other."""
+    if not model.sees_pictures:
+        return
+    if config.context_parallel > 1:
+        raise ValueError(
+            f"EngineConfig: context_parallel: expected 1 with the pictures of this {model.family}"
+            f" model, whose tokens see each other, got {config.context_parallel}."
+        )
+    needed = vision.max_tokens + config.max_running - 1
+    if config.max_step_tokens < needed:
+        raise ValueError(
+            f"EngineConfig: max_step_tokens: expected at least {needed}, for all"
+            f" {vision.max_tokens} tokens of a picture of this {model.family} model beside"
+            f" {config.max_running - 1} decodes, got {config.max_step_tokens}."
+        )
+
+
 def _check_recurrent(
     model: models.ModelConfig, config: EngineConfig, draft_model: models.Model | None
 ) -> None:
@@ -666,26 +702,11 @@ def _check_recurrent(
             "a draft model: expected one without recurrent layers, got "
             f"{draft_model.config.family}."
         )
-    if model.recurrent is None:
-        if config.num_states is not None:
-            raise ValueError(
-                f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
-                f" layers, got {config.num_states}."
-            )
-        return
-    refused: list[tuple[str, Any]] = [
-        ("max_drafts", 0),
-        ("num_host_pages", 0),
-        ("tensor_parallel", 1),
-        ("context_parallel", 1),
-        ("batch_invariant", False),  # chunks of any length round differently
-    ]
-    for name, neutral in refused:
-        if (value := getattr(config, name)) != neutral:
-            raise ValueError(
-                f"EngineConfig: {name}: expected {neutral}, as {model.family} has recurrent layers,"
-                f" got {value}."
-            )
+    if model.recurrent is None and config.num_states is not None:
+        raise ValueError(
+            f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
+            f" layers, got {config.num_states}."
+        )
 
 
 def _check_kv_policy(

@@ -40,6 +40,8 @@ class EngineConfig:
     kv_policy: Streaming | None = None
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
+    # Slots of evicted states there; None: as many as of the device, if it has pages.
+    num_host_states: int | None = None
     # Slots of recurrent states, of running sequences and of checkpoints, if the model has recurrent
     # layers; None: four for each of max_running.
     num_states: int | None = None
@@ -96,6 +98,9 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
     max_positions, num_states = model.max_positions, 0
     if model.recurrent is not None:
         num_states = config.num_states or _STATES_EACH * config.max_running
+    num_host_states = config.num_host_states
+    if num_host_states is None:
+        num_host_states = num_states if config.num_host_pages else 0
     pages_each = -(-max_positions // config.page_size)
     if config.kv_policy is not None:
         pages_each = StreamingPages(config.kv_policy, config.page_size).max_pages
@@ -120,7 +125,9 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
         num_states=num_states,
         num_host_pages=config.num_host_pages,
+        num_host_states=num_host_states,
         checkpoint_tokens=config.checkpoint_tokens,
+        whole_pictures=model.sees_pictures,
     )
 
 
@@ -128,6 +135,7 @@ def device_config(
     model: models.ModelConfig,
     config: EngineConfig,
     picture_shape: tuple[int, int] | None = None,
+    longest_picture: int = 0,
 ) -> DeviceConfig:
     return DeviceConfig(
         capacities(config, model),
@@ -136,9 +144,10 @@ def device_config(
         eight_bit_products=config.eight_bit_products,
         tensor_parallel=config.tensor_parallel,
         context_parallel=config.context_parallel,
-        has_drafts=config.max_drafts > 0,
+        max_drafts=config.max_drafts,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         devices=config.devices,
         picture_shape=picture_shape,
+        longest_picture=longest_picture,
     )

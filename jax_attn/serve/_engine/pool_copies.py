@@ -102,7 +102,7 @@ class HostPages:
     def move(self, pools: Pools, moves: Iterable[Move]) -> Pools:
         """Runs the moves in their order. Returns the pools; those that were passed are donated."""
         for to_host, group in itertools.groupby(moves, lambda move: move.to_host):
-            _, ids, numbers = (list(each) for each in zip(*group, strict=True))
+            _, ids, numbers, _ = (list(each) for each in zip(*group, strict=True))
             if to_host:
                 taken = self._copies.take(pools, ids)
                 taken = jax.device_put(taken, [self._sharding] * len(taken))

@@ -133,6 +133,9 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
     if first.get("host"):
         kept, text = of("host", "free", "cached"), "Pages in the host's memory"
         yield family(GaugeMetricFamily, "host_pages", text, kept, "state")
+        if first.get("host_states"):
+            text = "Recurrent states in the host's memory"
+            yield family(GaugeMetricFamily, "host_states", text, of("host_states"), "state")
         for name, text in (
             ("stored", "Pages that went to the host's memory"),
             ("returned", "Pages that came back from the host's memory"),

@@ -1,4 +1,5 @@
-"""The second tier of the prefix cache: pages that the device evicted, in the host's memory.
+"""The second tier of the prefix cache: pages and states that the device evicted, in the host's
+memory.
 
 The scheduler decides what moves, and the device moves it before its next step, in the order of
 `moves`. So a page may be given away on either side as soon as its move is in the list.
@@ -12,24 +13,27 @@ from jax_attn.serve._scheduling.pages import PageAllocator
 
 
 class Move(NamedTuple):
-    """A copy of a page between the device and the host."""
+    """A copy between the device and the host: of a page, or of a slot of states."""
 
     to_host: bool
     page: int
     host_page: int
+    is_state: bool = False
 
 
 class HostTier:
     """Pages of the host, and the rule that says whether one is worth its way back.
 
     page_tokens, call_tokens: tokens that the model computes in the time in which one page comes
-    back, and in which the first of several does in addition. Measured in the warm-up; 0 before.
+    back, and in which the first of several does in addition. state_tokens: and a slot of states.
+    Measured in the warm-up; 0 before.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, num_states: int = 0):
         self.allocator = PageAllocator(num_pages)
+        self.states = PageAllocator(num_states) if num_states else None
         self.moves: list[Move] = []
-        self.page_tokens = self.call_tokens = 0.0
+        self.page_tokens = self.call_tokens = self.state_tokens = 0.0
         self.is_open = True  # takes pages
         self.num_stored = 0  # pages that went to the host, since the start
         self.num_returned = 0  # and that came back
@@ -38,10 +42,12 @@ class HostTier:
         """Whether pages are worth keeping: enough of them come back sooner than computed again."""
         return self.is_open and self.page_tokens < page_size
 
-    def is_sooner(self, num_pages: int, page_size: int) -> bool:
-        """Whether that many pages come back sooner than they are computed again."""
-        seconds_in_tokens = self.call_tokens + num_pages * self.page_tokens
-        return self.is_open and seconds_in_tokens < num_pages * page_size
+    def is_sooner(self, num_pages: int, num_tokens: int, has_state: bool = False) -> bool:
+        """Whether that many pages, and states, come back sooner than num_tokens are computed."""
+        seconds_in_tokens = has_state * self.state_tokens
+        if num_pages:
+            seconds_in_tokens += self.call_tokens + num_pages * self.page_tokens
+        return self.is_open and seconds_in_tokens < num_tokens
 
     def counts(self) -> dict[str, int]:
         """Pages that are free and cached, and totals of those stored and returned."""
@@ -49,6 +55,13 @@ class HostTier:
         cached = self.allocator.num_pages - free
         moved = {"stored": self.num_stored, "returned": self.num_returned}
         return {"free": free, "cached": cached} | moved
+
+    def counts_of_states(self) -> dict[str, int]:
+        """Slots of states that are free and cached; {} without."""
+        if self.states is None:
+            return {}
+        free = self.states.num_free
+        return {"free": free, "cached": self.states.num_pages - free}
 
     def store(self, pages: list[int], host_pages: list[int]) -> None:
         """Has the device copy pages to the host."""
@@ -60,6 +73,16 @@ class HostTier:
         self.moves += map(Move, [False] * len(pages), pages, host_pages)
         self.num_returned += len(pages)
         self.allocator.free(host_pages)
+
+    def store_state(self, slot: int, host_slot: int) -> None:
+        """Has the device copy a slot of states to the host."""
+        self.moves.append(Move(True, slot, host_slot, is_state=True))
+
+    def give_back_state(self, host_slot: int, slot: int) -> None:
+        """Has the device copy a slot of states from the host, and frees it there."""
+        self.moves.append(Move(False, slot, host_slot, is_state=True))
+        assert self.states is not None
+        self.states.free([host_slot])
 
     def take_moves(self) -> list[Move]:
         """The moves since the last call, which the device has to run in this order."""

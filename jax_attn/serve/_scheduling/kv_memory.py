@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 
 from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
-from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
+from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
 from jax_attn.serve._scheduling.request import Adapter, Sequence, Status
 from jax_attn.serve._scheduling.states import States
 from jax_attn.serve._scheduling.step_plan import SchedulerConfig
@@ -29,7 +29,9 @@ class KvMemory:
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
         slots = PageAllocator(config.num_states) if config.num_states else None
-        self.host = HostTier(config.num_host_pages) if config.num_host_pages else None
+        self.host = None
+        if config.num_host_pages:
+            self.host = HostTier(config.num_host_pages, config.num_host_states)
         self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
         self.states = None if slots is None else States(config, slots, self.cache)
         self.streaming = config.streaming
@@ -139,27 +141,23 @@ class KvMemory:
     def enter(self, seq: Sequence, key: bytes, num_cached_pages: int) -> bool:
         """Gives `seq` a slot, its cached prefix, and pages for the rest, if there is room.
 
-        Pages that the cache has on the host come back, unless computing them takes less time.
+        Pages and states that the cache has on the host come back, unless computing their tokens
+        takes less time.
 
         key, num_cached_pages: from `lookup_key` and `num_cached_pages`.
         """
         num_pages = self.pages_of(seq)
         if not self.has_room(num_pages - num_cached_pages, num_pages):
             return False
-        match = self.cache.match(self.namespace(seq), key)
-        num_back, node = match.num_on_host, match.host_node
-        if self.host is None or not self.host.is_sooner(num_back, self.config.page_size):
-            num_back, node = 0, match.node
+        match, num_back, node = self._match(seq, key)
         self.cache.lock(node)
         if not self.has_room(num_pages - len(match.pages), num_pages):
             self.cache.unlock(node)
             return False
-        if self.states is not None:
-            if not self.states.may_enter(match):
-                self.cache.unlock(node)
-                return False
-            cached = self.cache.num_cached_pages(self.namespace(seq), key)
-            self.states.enter(seq, match, cached * self.config.page_size)
+        has_state = match.num_tokens + num_back > 0
+        if self.states is not None and not self.states.may_enter(has_state):
+            self.cache.unlock(node)
+            return False
         pages = match.pages
         if num_back:
             self.cache.evict(num_back - self.allocator.num_free)
@@ -167,6 +165,11 @@ class KvMemory:
             assert back is not None
             self.cache.bring_back(node, back)
             pages = pages + back
+        if self.states is not None:
+            if has_state:
+                self.cache.bring_back_state(node)
+            cached = self.cache.num_cached_pages(self.namespace(seq), key)
+            self.states.enter(seq, node if has_state else None, cached * self.config.page_size)
         seq.node, seq.num_shared = node, len(pages)
         seq.pages, seq.num_computed = array("i", pages), len(pages) * self.config.page_size
         tenant = self._tenants[seq.tenant]
@@ -177,6 +180,22 @@ class KvMemory:
         seq.status = Status.RUNNING
         insort(tenant.running, seq, key=rank)
         return True
+
+    def _match(self, seq: Sequence, key: bytes) -> tuple[Match, int, Node]:
+        """What the cache has of `key`, how many pages of the host to use, and where they end."""
+        namespace, page_size = self.namespace(seq), self.config.page_size
+        match = self.cache.match(namespace, key)
+        node, num_back = match.host_node, match.num_on_host
+        has_state = node.host_state >= 0
+        if not (num_back or has_state):
+            return match, 0, node
+        here = match
+        if self.states is not None:
+            here = self.cache.match(namespace, key, on_device=True)
+        num_tokens = match.num_tokens - here.num_tokens + num_back * page_size
+        if self.host is None or not self.host.is_sooner(num_back, num_tokens, has_state):
+            return here, 0, here.node
+        return match, num_back, node
 
     def grow(self, seq: Sequence, num_pages: int) -> bool:
         """Appends pages to a sequence. Returns False and changes nothing if too few are left."""
@@ -285,7 +304,7 @@ class KvMemory:
     def cached(self, seq: Sequence) -> tuple[list[int], list[int]]:
         """Pages of the device with the first tokens of a sequence that is not running, and the
         slot of the states after them; [] for a model without states. Until anything is evicted."""
-        match = self.cache.match(self.namespace(seq), self.lookup_key(seq))
+        match = self.cache.match(self.namespace(seq), self.lookup_key(seq), on_device=True)
         has_state = self.states is not None and match.num_tokens
         return match.pages, [match.node.state] if has_state else []
 

@@ -14,7 +14,8 @@ its last pages loses its state, too.
 
 With a host tier (`host_tier`) a page that leaves the device goes to the host, and its node stays in
 the tree. A node is on the device or on the host as a whole, and all below one on the host are there
-too: so a path is a part on the device, then a part on the host.
+too: so a path is a part on the device, then a part on the host. So do the states of a node: that of
+one on the host is there, too, and that of one on the device may be.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Node:
 
     __slots__ = (
         "serial", "parent", "child_key", "children", "num_below", "key", "pages", "on_host",
-        "holders", "locks", "last_access", "state", "state_holders",
+        "holders", "locks", "last_access", "state", "host_state", "state_holders",
     )  # fmt: skip
 
     def __init__(self, serial: int, child_key: _ChildKey, key: bytes, pages: list[int]):
@@ -52,6 +53,7 @@ class Node:
         self.locks = 0  # holders, plus the locks on all nodes below
         self.last_access = 0  # the cache's logical clock
         self.state = -1  # slot of the states after the last token of `pages`; -1: no checkpoint
+        self.host_state = -1  # that of the host that has them instead
         self.state_holders = 0  # sequences that will read it: it is not evicted
 
 
@@ -60,6 +62,7 @@ class Match(NamedTuple):
 
     pages, num_tokens, node: the part on the device.
     host_node, num_on_host: where the part on the host ends, and its pages; `node` and 0 without.
+      With states, those of host_node may be on the host.
     """
 
     pages: list[int]
@@ -155,7 +158,7 @@ class RadixCache:
         host: HostTier | None = None,
     ):
         """states: slots of recurrent states; None: the model has none, and pages are enough.
-        host: the second tier, for models without states."""
+        host: the second tier."""
         if page_size < 1:
             raise ValueError(f"page_size: expected at least 1, got {page_size}")
         self.page_size = page_size
@@ -163,7 +166,8 @@ class RadixCache:
         self.num_evictable = 0  # number of cached pages that nobody locks
         self._allocator, self._states, self._host = allocator, states, host
         self._log: CacheLog | None = None  # None: nobody wants to know
-        self._with_state: dict[Node, None] = {}  # nodes with a checkpoint
+        self._with_state: dict[Node, None] = {}  # nodes with a checkpoint on the device
+        self._with_host_state: dict[Node, None] = {}  # and on the host
         self._page_bytes = 4 * page_size
         self._num_nodes_made = 0
         self._clock = 0
@@ -174,7 +178,8 @@ class RadixCache:
         """The number of pages that `match` would find on the device. Not an access."""
         node, pages, num_in_node = self._walk(namespace, key)
         if self._states is not None:
-            _, pages = self._with_checkpoint(node, pages, num_in_node)
+            node = self._checkpoint(node, num_in_node, on_device=True)
+            return sum(len(each.pages) for each in _path_to(node))
         return len(pages)
 
     def num_cached_pages(self, namespace: str, key: bytes) -> int:
@@ -187,6 +192,9 @@ class RadixCache:
         Other threads may call it; while the tree changes, the number may be wrong.
         """
         node, pages, num_in_node = self._walk(namespace, key)
+        if self._states is not None:
+            node = self._checkpoint(node, num_in_node, on_device=False)
+            return sum(len(each.pages) for each in _path_to(node))
         num_known, at = len(pages), node.parent if node.on_host else None
         if node.on_host:
             num_known += num_in_node
@@ -195,16 +203,17 @@ class RadixCache:
             at = at.parent
         return num_known
 
-    def match(self, namespace: str, key: bytes) -> Match:
+    def match(self, namespace: str, key: bytes, on_device: bool = False) -> Match:
         """Finds the longest cached prefix of `key`, in whole pages; with states, that has one.
 
-        Counts as an access to its pages.
+        on_device: with states: pages and states there alone. Counts as an access to its pages.
         """
         node, pages, num_in_node = self._walk(namespace, key)
         if self._states is None:
             node = self._split(node, num_in_node)
         else:
-            node, pages = self._with_checkpoint(node, pages, num_in_node)
+            node = self._checkpoint(node, num_in_node, on_device)
+            pages = [x for each in _path_to(node) if not each.on_host for x in each.pages]
         self._touch(node)
         on_host = [*_host_part(node)]
         num_on_host = sum(len(each.pages) for each in on_host)
@@ -248,6 +257,27 @@ class RadixCache:
         self._touch(node)
         self._offer(node)
         return Inserted(node, cached + pages[len(cached) :], duplicates)
+
+    def bring_back_state(self, node: Node) -> bool:
+        """Has the states of a locked node on the device copied to a slot of the device, if they are
+        on the host. False: there is no slot."""
+        self._check_alive("bring_back_state", node)
+        if node.host_state < 0:
+            return True
+        assert self._host is not None and self._states is not None and node.locks
+        if not self._states.num_free and not self.evict_state():
+            return False
+        # Making room may have put other states there, but never in place of newer ones.
+        taken = self._states.allocate(1)
+        if taken is None or node.host_state < 0:
+            self._states.free(taken or [])
+            return False
+        self._host.give_back_state(node.host_state, taken[0])
+        node.host_state = -1
+        del self._with_host_state[node]
+        node.state = taken[0]
+        self._with_state[node] = None
+        return True
 
     def bring_back(self, node: Node, pages: list[int]) -> None:
         """Has the pages of the host up to `node`, which is locked, copied to pages of the device.
@@ -297,6 +327,8 @@ class RadixCache:
     def clear(self) -> None:
         """Forgets all pages that are not locked, those on the host too, and moves of pages."""
         self._evict(self.num_cached, None)
+        for node in list(self._with_host_state):
+            self._drop_host_state(node)
         if self._host is not None:
             self._host.take_moves()
             self._make_room(self._host, self._host.allocator.num_pages, self._clock)
@@ -360,6 +392,7 @@ class RadixCache:
         self._check_alive("put_state", node)
         if node is self._root or node.state >= 0:
             return False
+        self._drop_host_state(node)
         node.state = state
         self._with_state[node] = None
         return True
@@ -380,14 +413,20 @@ class RadixCache:
     def evict_state(self) -> bool:
         """Frees the least recently accessed state that nobody holds; its pages stay.
 
+        With a host tier it goes there, if it has room, in place of one that was not accessed later.
         Among several on one path it is the shallowest: a deeper one serves the same requests
         better. Looks at all states: there are some hundred, and a step evicts a few.
         """
         free = [node for node in self._with_state if not node.state_holders]
         if not free:
             return False
-        self._drop_state(min(free, key=lambda node: (node.last_access, self._depth(node))))
+        node = min(free, key=self._age)
+        self._state_to_host(node)
+        self._drop_state(node)
         return True
+
+    def _age(self, node: Node) -> tuple[int, int]:
+        return node.last_access, self._depth(node)
 
     def _drop_state(self, node: Node) -> None:
         if node.state >= 0:
@@ -396,23 +435,44 @@ class RadixCache:
             node.state = -1
             del self._with_state[node]
 
+    def _drop_host_state(self, node: Node) -> None:
+        if node.host_state >= 0:
+            assert self._host is not None and self._host.states is not None
+            self._host.states.free([node.host_state])
+            node.host_state = -1
+            del self._with_host_state[node]
+
+    def _state_to_host(self, node: Node) -> None:
+        """Copies the states of a node to the host, if it takes them."""
+        host = self._host
+        if host is None or host.states is None or not host.is_open or node.state < 0:
+            return
+        if not host.states.num_free:
+            oldest = min(self._with_host_state, key=self._age)
+            if oldest.last_access > node.last_access:
+                return
+            self._drop_host_state(oldest)
+        taken = host.states.allocate(1)
+        assert taken is not None
+        (node.host_state,) = taken
+        self._with_host_state[node] = None
+        host.store_state(node.state, node.host_state)
+
     def _depth(self, node: Node) -> int:
         return 0 if node.parent is None else 1 + self._depth(node.parent)
 
-    def _with_checkpoint(
-        self, node: Node, pages: list[int], num_in_node: int
-    ) -> tuple[Node, list[int]]:
-        """The deepest node with a checkpoint on the path of `_walk`, and the pages to it."""
-        num_pages = len(pages)
+    def _checkpoint(self, node: Node, num_in_node: int, on_device: bool) -> Node:
+        """The deepest node with a checkpoint on the path of `_walk`.
+
+        on_device: on the device; else anywhere.
+        """
         if num_in_node < len(node.pages):  # its state is that of its end
-            num_pages -= num_in_node
             assert node.parent is not None
             node = node.parent
-        while node.state < 0 and node is not self._root:
-            num_pages -= len(node.pages)
+        while node.state < 0 and (on_device or node.host_state < 0) and node is not self._root:
             assert node.parent is not None
             node = node.parent
-        return node, pages[:num_pages]
+        return node
 
     def walk(self) -> Iterator[NodeView]:
         """All nodes, parents first, for the live view."""
@@ -430,7 +490,7 @@ class RadixCache:
         """Raises AssertionError unless the tree, its counters and its page ownership are exact."""
         pages: list[int] = []
         host_pages: list[int] = []
-        num_evictable = num_states = 0
+        num_evictable = num_states = num_host_states = 0
         for ends in (self._on_device, self._on_host):
             queued = {node: last_access for last_access, _, node in ends.heap}
             assert len(queued) == len(ends.heap), "a node is in the heap twice"
@@ -453,6 +513,10 @@ class RadixCache:
             assert node.holders >= 0, f"{what}: {node.holders} holders"
             assert node.locks == node.holders + below, f"{what}: {node.locks} locks"
             assert (node.state >= 0) == (node in self._with_state), f"{what}: state {node.state}"
+            assert node.state < 0 or node.host_state < 0, f"{what}: states twice"
+            assert (node.host_state >= 0) == (node in self._with_host_state), f"{what}: host state"
+            num_host_states += node.host_state >= 0
+            assert not (node.on_host and node.state >= 0), f"{what}: a state without its pages"
             assert not node.state_holders or (node.state >= 0 and node.locks), f"{what}: holders"
             num_states += node.state >= 0
             if node.on_host:
@@ -476,9 +540,14 @@ class RadixCache:
         assert self.num_cached == len(pages), (self.num_cached, len(pages))
         assert num_states == len(self._with_state), "a state of a node that is not in the tree"
         assert self.num_evictable == num_evictable, (self.num_evictable, num_evictable)
+        assert num_host_states == len(self._with_host_state), "a lost state of the host"
         if self._host is None:
             assert not host_pages, "a page on a host that there is not"
             return
+        if (slots := self._host.states) is not None:
+            slots.check_integrity()
+            num_slots = slots.num_free + num_host_states
+            assert num_slots == slots.num_pages, "a state of the host is lost"
         held = self._host.allocator
         held.check_integrity()
         assert len(set(host_pages)) == len(host_pages), "a page of the host is in the tree twice"
@@ -545,6 +614,8 @@ class RadixCache:
 
         host: gets them; None: they are forgotten, with all that is below.
         """
+        if host is not None:
+            self._state_to_host(node)
         self._drop_state(node)  # it is that of the end
         num_kept = max(0, len(node.pages) - num_pages)
         freed = node.pages[num_kept:]
@@ -556,6 +627,8 @@ class RadixCache:
 
     def _cut(self, node: Node, num_pages: int) -> None:
         """Leaves the first num_pages of a node without children; without any it is removed."""
+        if num_pages < len(node.pages):
+            self._drop_host_state(node)
         self._log_pages("evicted", node, num_pages)
         if num_pages:
             node.pages = node.pages[:num_pages]
@@ -600,8 +673,12 @@ class RadixCache:
         if len(node.children) != 1:
             return
         (child,) = node.children.values()
-        if child.locks or child.last_access != node.last_access:
+        if child.locks or child.last_access != node.last_access or node.host_state >= 0:
             return
+        if child.host_state >= 0:
+            node.host_state, child.host_state = child.host_state, -1
+            del self._with_host_state[child]
+            self._with_host_state[node] = None
         node.key, node.pages = node.key + child.key, node.pages + child.pages
         node.children, child.parent = child.children, None
         for each in node.children.values():
@@ -643,6 +720,7 @@ class RadixCache:
         for below in forgotten:
             assert below.on_host and not below.locks
             self._log_pages("evicted", below, 0)
+            self._drop_host_state(below)
             self._host.allocator.free(below.pages)
             forgotten += below.children.values()
         node.children = {}
@@ -673,6 +751,16 @@ class RadixCache:
     def _check_alive(self, op: str, node: Node) -> None:
         if node.parent is None and node is not self._root:
             raise ValueError(f"{op}: node {node.serial} was evicted: lock a match before evicting")
+
+
+def _path_to(node: Node) -> list[Node]:
+    """The nodes below the root to `node`."""
+    path: list[Node] = []
+    at: Node | None = node
+    while at is not None:
+        path.append(at)
+        at = at.parent
+    return path[::-1]
 
 
 def _host_part(node: Node) -> Iterator[Node]:

@@ -178,6 +178,8 @@ class Sequence:
     # Recurrent states, if the model has some; see `states`.
     state: int = field(default=-1, init=False)  # the slot of its own while RUNNING
     read_state: int = field(default=-1, init=False)  # the slot to read next, if not its own
+    # Accepted drafts that its state lacks: computed tokens that go through the model again.
+    num_behind: int = field(default=0, init=False)
     state_node: Node | None = field(default=None, init=False)  # whose checkpoint it reads first
     wanted_states: set[int] = field(default_factory=set, init=False)  # tokens of checkpoints
     # Checkpoints that are written, or launched, but not yet in the cache: slots by tokens.

@@ -44,6 +44,7 @@ class SchedulerStats:
     num_prompt_tokens_cached: int  # the part of them found in the prefix cache
     states: dict[str, int] | None  # slots of recurrent states: free, cached and used; None: no such
     host: dict[str, int] | None  # pages of the host: free, cached; totals stored, returned
+    host_states: dict[str, int] | None  # slots of states there: free, cached
 
 
 class Scheduler:
@@ -171,6 +172,8 @@ class Scheduler:
         seq.tokens += tokens
         goes_back = num_computed < seq.num_computed and self.memory.states is not None
         seq.num_computed, seq.num_in_flight = num_computed, num_in_flight
+        if seq.status is Status.RUNNING and self.memory.states is not None:
+            seq.num_behind += num_taken
         if not num_in_flight:
             seq.is_drafting = False
         if goes_back and seq.status is Status.RUNNING:
@@ -263,7 +266,8 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # aborted since; its pages are not reused yet
             was_prompt = seq.num_computed < seq.num_prompt
-            seq.num_computed += entry.num_tokens - len(entry.drafts)
+            seq.num_computed += entry.num_certain - entry.num_again
+            seq.num_behind -= entry.num_again
             seq.is_drafting = bool(entry.drafts)
             seq.num_in_flight += entry.samples
             if self.memory.states is not None:
@@ -322,20 +326,24 @@ class Scheduler:
                 reading.append(seq)
                 continue
             num_pending = seq.num_pending
-            if num_pending == 1:
+            if num_pending == 1 and not seq.num_behind:
                 step.entries.append(ScheduledSequence(seq, seq.num_computed, 1, True))
                 num_left -= 1
             elif num_pending:
                 several.append(seq)
-        # A decode with several tokens (forced, or output lost in a preemption) has a client in the
-        # middle of a text: it comes before prompts.
+        # A decode with several tokens (forced, lost in a preemption, or drafts that its state
+        # lacks) has a client in the middle of a text: it comes before prompts.
         for seq in several:
             num_left -= self._schedule_chunk(step, seq, num_left)
         return num_left, reading
 
     def _add_drafts(self, step: StepPlan) -> None:
         """Gives decodes drafts, as many as fit in the size that the step is padded to."""
-        drafting = [e for e in step.entries if e.seq.drafter and e.samples and e.num_tokens == 1]
+        drafting = [
+            entry
+            for entry in step.entries
+            if entry.seq.drafter and entry.samples and entry.num_tokens - entry.num_again == 1
+        ]
         if not drafting:
             return
         num_tokens = sum(entry.num_tokens for entry in step.entries)
@@ -439,8 +447,10 @@ class Scheduler:
         return min((size for size in sizes if size >= wanted), default=wanted) - num_others
 
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
-        num_pending, num_scored = seq.num_pending, 0
-        num_tokens = min(self._end_of_chunk(seq) - seq.num_computed, max_tokens)
+        num_pending, num_scored = seq.num_pending + seq.num_behind, 0
+        num_tokens = min(self._end_of_chunk(seq) - seq.num_computed + seq.num_behind, max_tokens)
+        if self.config.whole_pictures and seq.pictures:
+            num_tokens = self._with_whole_pictures(step, seq, num_tokens)
         if seq.params.prompt_logprobs:
             # Half of the rows stay for waiting sequences, which enter while this one reads.
             num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
@@ -449,12 +459,27 @@ class Scheduler:
         if num_tokens:
             samples = num_tokens == num_pending
             num_more_rows = min(num_scored, num_tokens - 1)
-            begin = seq.num_computed
-            step.entries.append(
-                ScheduledSequence(seq, begin, num_tokens, samples, num_scored, num_more_rows)
-            )
+            begin = seq.num_computed - seq.num_behind
+            entry = ScheduledSequence(seq, begin, num_tokens, samples, num_scored, num_more_rows)
+            entry.num_again = min(num_tokens, seq.num_behind)
+            step.entries.append(entry)
             step.num_more_rows += num_more_rows
         return num_tokens
+
+    def _with_whole_pictures(self, step: StepPlan, seq: Sequence, num_tokens: int) -> int:
+        """Returns the length of a chunk of about num_tokens that ends within no picture.
+
+        It may be longer if the step has room: else a chunk could be too short for any picture.
+        """
+        begin, end = seq.num_computed, seq.num_computed + num_tokens
+        cut = next((x for x in seq.pictures if x.begin < end < x.end), None)
+        if cut is None:
+            return num_tokens
+        if cut.begin > begin:
+            return cut.begin - begin
+        num_others = sum(entry.num_tokens for entry in step.entries)
+        rest = cut.end - begin
+        return rest if num_others + rest <= self.config.max_step_tokens else 0
 
     def _num_spare_rows(self, step: StepPlan) -> int:
         """Rows of the step's logits that are left after one for each running sequence."""
@@ -500,6 +525,7 @@ class Scheduler:
             num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
             states=None if memory.states is None else memory.states.counts(),
             host=None if memory.host is None else memory.host.counts(),
+            host_states=None if memory.host is None else memory.host.counts_of_states(),
         )
 
     def check_integrity(self) -> None:

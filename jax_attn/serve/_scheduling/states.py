@@ -10,6 +10,9 @@ sequence has one slot of its own, and the prefix cache has checkpoints, each at 
   last one of a prompt, where two requests part, every checkpoint_tokens tokens of a long prompt,
   and the last of every 64 tokens of the output, for the next turn of a chat.
 - A preempted sequence keeps its checkpoints in the cache and loses its own states.
+- A step with drafts writes the states after the token before them, so refused drafts leave no
+  trace. Accepted ones go through the model again, in front of the sequence's next token: this costs
+  rows of a step, and no slots. (The alternative is a slot for each draft.)
 
 A running sequence has at most two slots between steps: its own, and the checkpoint of its output.
 All others go to the cache when their step is launched, and the cache gives them back when they are
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jax_attn.serve._scheduling.pages import PageAllocator
-from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
+from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 from jax_attn.serve._scheduling.request import Sequence, num_common
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
@@ -51,17 +54,18 @@ class States:
 
     # ---- a sequence ----
 
-    def may_enter(self, match: Match) -> bool:
-        return self.num_available >= 1 + (match.num_tokens > 0)
+    def may_enter(self, has_checkpoint: bool) -> bool:
+        """Whether there are slots for a sequence and for the checkpoint that it begins with."""
+        return self.num_available >= 1 + has_checkpoint
 
-    def enter(self, seq: Sequence, match: Match, num_cached_tokens: int) -> None:
-        """Gives `seq` its slot and the checkpoint of a match, which `seq` has locked.
+    def enter(self, seq: Sequence, node: Node | None, num_cached_tokens: int) -> None:
+        """Gives `seq` its slot and the checkpoint of a node, which `seq` has locked; None: zeros.
 
         num_cached_tokens: that the cache has pages of. There it parts from an earlier sequence.
         """
-        if match.num_tokens:
-            seq.state_node = match.node
-            self._cache.hold_state(match.node)
+        if node is not None:
+            seq.state_node = node
+            self._cache.hold_state(node)
         slot = self._allocate()
         assert slot is not None
         seq.state = slot
@@ -76,7 +80,7 @@ class States:
         if seq.state_node is not None:
             self._cache.release_state(seq.state_node)
         self._allocator.free([seq.state, *seq.checkpoints.values(), *seq.spare_states])
-        seq.state, seq.read_state, seq.state_node = -1, -1, None
+        seq.state, seq.read_state, seq.state_node, seq.num_behind = -1, -1, None, 0
         seq.wanted_states, seq.checkpoints, seq.spare_states = set(), {}, []
 
     def adopt(self, node: Node) -> list[int]:
@@ -126,7 +130,7 @@ class States:
         most: checkpoints to write beside the sequence's own states. Returns how many it writes.
         """
         seq, begin = entry.seq, entry.begin
-        end = begin + entry.num_tokens
+        end = begin + entry.num_certain
         if seq.state_node is not None:
             entry.reads_state = seq.state_node.state
         elif begin:

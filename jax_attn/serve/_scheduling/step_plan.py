@@ -37,6 +37,9 @@ class SchedulerConfig:
     num_states: int = 0
     checkpoint_tokens: int = 2048  # between the checkpoints of a long prompt
     num_host_pages: int = 0  # of the prefix cache in the host's memory
+    num_host_states: int = 0  # and slots of states
+    # Tokens of a picture see each other, so a step has all of them that are not computed, or none.
+    whole_pictures: bool = False
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     kv_policy: Streaming | None = None  # None: a sequence keeps all its pages; not with states
@@ -95,12 +98,18 @@ class ScheduledSequence:
     num_more_rows: int = 0  # rows of logits besides the last token's: for scored tokens or drafts
     # The last of the tokens. Each is accepted if it equals the sample before it.
     drafts: tuple[int, ...] = ()
+    num_again: int = 0  # leading tokens that were computed before, for the states alone
     # Slots of recurrent states: the one to begin with (-1: zeros), the one that gets the states
     # after the last token, and those of checkpoints by their number of tokens. One of them may be
     # the one that is written anyway.
     reads_state: int = -1
     writes_state: int = -1
     checkpoints: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_certain(self) -> int:
+        """Tokens before the drafts: the states that are written are those after them."""
+        return self.num_tokens - len(self.drafts)
 
     @property
     def pictures(self) -> list[Picture]:

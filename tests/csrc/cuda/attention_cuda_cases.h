@@ -69,6 +69,8 @@ struct ShapeOf {
   static constexpr bool kFp8Matmul = false;
   static constexpr bool kHasSteps = false;
   using Variant = NoVariant;
+  using TransformOfK = NoTransform;
+  using TransformOfV = NoTransform;
 };
 
 // k_new and v_new hold the query tokens' keys and values.
@@ -183,6 +185,13 @@ std::vector<T> Poisoned(size_t n) {
   return x;
 }
 
+// The transform of which a kernel has the text, and the operands that it reads.
+template <class Text>
+struct TransformGiven {
+  static void Set(VariantProgram*, Transform*) {}
+};
+VariantOperand g_operands[kMaxVariantOperands] = {};
+
 template <class Traits>
 AttentionProblem MakeProblem(const Case& c) {
   AttentionProblem problem;
@@ -231,6 +240,8 @@ AttentionProblem MakeProblem(const Case& c) {
     config.max_items = config.max_merge_groups = 1000;
     config.max_partial_rows = 10000;
   }
+  TransformGiven<typename Traits::TransformOfK>::Set(&problem.program, &problem.transforms[0]);
+  TransformGiven<typename Traits::TransformOfV>::Set(&problem.program, &problem.transforms[1]);
   FillCapacities(&problem);
   config.max_merge_groups *= 3;  // for trees with few partial states a group
   return problem;
@@ -457,6 +468,7 @@ AttentionParams MakeParams(const AttentionProblem& problem, const Batch& b,
   p.k_scale = b.k_scale.empty() ? nullptr : b.k_scale.data();
   p.v_scale = b.v_scale.empty() ? nullptr : b.v_scale.data();
   p.num_pages = b.num_pages;
+  std::copy(std::begin(g_operands), std::end(g_operands), p.variant_operands);
   return p;
 }
 

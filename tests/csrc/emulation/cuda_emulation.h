@@ -890,6 +890,14 @@ inline void MaxRelaxed(i32* global, u32 x) {
 }
 inline void MaxRelaxed(i64* global, i64 x) { *global = std::max(*global, x); }
 inline void AddRelaxed(i64* global, i64 x) { *global += x; }
+inline void StoreReleaseSystem(u64* flag, u64 x) {
+  if (emulation::machine.IsPolite()) emulation::machine.LetOthersGoFirst();
+  *flag = x;
+}
+inline u64 LoadAcquireSystem(const u64* flag) { return *flag; }
+inline void StoreRelaxedSystem(i32* global, i32 x) { *global = x; }
+inline i32 LoadRelaxedSystem(const i32* global) { return *global; }
+inline uint4 LoadCoherent16(const void* global) { return EmulationLoad16<uint4>(global); }
 inline void Nap() { emulation::machine.LetOthersGoFirst(); }
 inline constexpr int kMostNaps = 1000;
 inline i32 AddAcquireRelease(i32* counter, i32 x) {

@@ -719,6 +719,9 @@ struct Wgmma {
   static void TransposedSharedATransposedB(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
     emulation::Multiply({kN, kDtype, false, a, b, true, true, accumulate}, &d[0][0], nullptr);
   }
+  static void RegistersA(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b, bool accumulate) {
+    emulation::Multiply({kN, kDtype, true, 0, b, false, false, accumulate}, &d[0][0], a);
+  }
   static void RegistersATransposedB(float (&d)[kN / 8][4], const u32 (&a)[4], u64 b,
                                     bool accumulate) {
     emulation::Multiply({kN, kDtype, true, 0, b, false, true, accumulate}, &d[0][0], a);

@@ -30,6 +30,7 @@
 #include "jit/counter_pool.h"
 #include "jit/cubin.h"
 #include "jit/cuda_api.h"
+#include "jit/device_group.h"
 #include "jit/disk_cache.h"
 #include "jit/kernels.h"
 #include "jit/sha256.h"
@@ -135,7 +136,8 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
   for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
-                            "quantized_product_kernel"}) {
+                            "quantized_product_kernel", "all_reduce_kernel",
+                            "linear_attention_kernel", "short_convolution_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
@@ -165,6 +167,7 @@ struct {
   std::atomic<int> live_modules{0}, retained[2] = {};  // contexts, by device
   std::atomic<int> load_error{0}, launch_error{0}, memory_error{0}, memset_error{0},
       live_allocations{0}, smem_limit{232448};
+  std::atomic<bool> can_access_peers{true};
   std::atomic<const char*> failing{""};  // a function that returns an error
   std::atomic<size_t> param_bytes{0};
 } fake_driver;
@@ -245,6 +248,17 @@ FAKE int cuMemAlloc_v2(unsigned long long* address, size_t) {
   return *address = context_stack.back() << 32, 0;
 }
 FAKE int cuMemFree_v2(unsigned long long) { return --fake_driver.live_allocations, 0; }
+FAKE int cuMemHostAlloc(void** address, size_t num_bytes, unsigned flags) {
+  ++fake_driver.other_calls;
+  return *address = std::malloc(num_bytes), flags == 3 ? 0 : 1;
+}
+FAKE int cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  return *can = device != peer && fake_driver.can_access_peers, 0;
+}
+FAKE int cuCtxEnablePeerAccess(uintptr_t peer, unsigned) {
+  Record({"peer " + std::to_string(peer), context_stack.back(), nullptr, 0, 0});
+  return 704;  // XLA has enabled it before
+}
 FAKE int cuStreamCreate(const void** stream, unsigned flags) {
   ++fake_driver.other_calls;
   return *stream = nullptr, flags == 1 ? 0 : 1;
@@ -1088,6 +1102,50 @@ void TestAppendAndMerge() {
   CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
 
+void TestAllReduce() {
+  TakeCalls();
+  fake_driver.can_access_peers = false;
+  DeviceGroup* group = nullptr;
+  CHECK(!CanAccessPeers({0, 1}));
+  CHECK_ERROR(DeviceGroup::Get({0, 1}, &group), "all_reduce: mesh: expected GPUs that can map");
+  fake_driver.can_access_peers = true;
+  CHECK(CanAccessPeers({0, 1}) && !CanAccessPeers({0, 7}));
+  TakeCalls();
+  CHECK_OK(DeviceGroup::Get({1, 0}, &group));
+  std::vector<Call> calls = TakeCalls();
+  CHECK(calls.size() == 4 && calls[0].name == "memset32 0" && calls[0].context == 2);
+  CHECK(static_cast<i64>(calls[0].count) * 4 == AllReduceMemory::HeadBytes(2));
+  CHECK(calls[2].name == "peer 1" && calls[2].context == 2 && calls[3].name == "peer 2");
+  DeviceGroup* same = nullptr;
+  CHECK_OK(DeviceGroup::Get({1, 0}, &same));
+  CHECK(same == group && TakeCalls().empty());
+
+  AllReduceParams params = {};
+  group->Fill(1, &params);
+  CHECK(params.rank == 1 && params.memory[0].begin != params.memory[1].begin);
+  for (int i = 0; i < 2; ++i) CHECK_OK(group->BeginRun(1, 42, Stream(0)));  // written once a run
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].name == "memset32 42" && calls[0].stream == Stream(0));
+  params.num_rows = 3;
+  fake_driver.param_bytes = sizeof(params);
+  const AllReduceKernel kernel = {90, kBF16, 2, 512, 1, false, true, false};
+  CHECK_OK(PrepareAllReduce(kernel));
+  CHECK_OK(LoadAllReduce(kernel, 0));
+  CHECK_OK(LaunchAllReduce(kernel, params, 3, Stream(0), 0));
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].grid == 3);
+
+  CHECK_OK(AnyGroupFault());
+  params.fault->code_and_peer = kAllReduceLate;  // device 0 waited for rank 0, which is device 1
+  CHECK_ERROR(group->BeginRun(0, 43, Stream(1)),
+              "all_reduce: device 0 waited too long for device 1, which is late or gone");
+  CHECK_ERROR(AnyGroupFault(), "late or gone");
+  params.fault->code_and_peer = kAllReduceOther;
+  CHECK_ERROR(AnyGroupFault(), "device 0 and device 1 in different calls at the same time");
+  params.fault->code_and_peer = 0;
+  CHECK(TakeCalls().empty());
+}
+
 void TestQuantizedProduct() {
   QuantizedProductParams product = {};
   product.columns = 1000, product.num_splits = 3;
@@ -1106,6 +1164,115 @@ void TestQuantizedProduct() {
   CHECK_ERROR(LaunchQuantizedProduct(other, product, Stream(1), 1),
               "quantized_product: its kernel is not loaded on device 1");
   CHECK(GetJitStats().quantized_product_launches == 5);
+}
+
+void TestShortConvolution() {
+  ShortConvolutionParams convolution = {};
+  convolution.plan.max_chunks = 10;
+  fake_driver.param_bytes = sizeof(convolution);
+  const ShortConvolutionKernel kernel = {90, kBF16, 4, true};
+  CHECK_OK(PrepareShortConvolution(kernel));
+  CHECK_OK(LoadShortConvolution(kernel, 1));
+  struct Case {
+    i32 channels;
+    int64_t max_qo_len;
+    unsigned grid;
+  };
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
+  for (const auto& [channels, max_qo_len, grid] :
+       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+    convolution.num_channels = channels;
+    CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == (grid > 0) && (grid == 0 || calls[0].grid == grid));
+  }
+  convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
+  CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
+              "short_convolution: plan: expected at most 2^31 - 1 CTAs");
+  CHECK(GetJitStats().short_convolution_launches == 7);
+}
+
+// The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
+// for a decode.
+void TestRecurrenceGrid() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kF32, 128, 128, kHeadDecay, true, true, true};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 16, problem.num_v_heads = 32;
+  problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
+  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  problem.max_chunks = 3;
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  problem.kernel.decay = kChannelDecay;
+  problem.kernel.head_dim_v = 256;
+  problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+}
+
+// Long prompts of bf16 are chunks: split if they are longer than a segment.
+void TestLinearChunks() {
+  LinearAttentionProblem problem;
+  problem.kernel = {90, kBF16, 128, 128, kHeadDecay, true, true, false};
+  problem.num_processors = 132;
+  problem.num_qk_heads = 2, problem.num_v_heads = 8;
+  problem.max_tokens = problem.max_qo_len = 65536, problem.max_chunks = 1026;
+  CHECK(SelectLinearAttention(problem).main_loop == kHopperChunks);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 64);  // 16 segments x 8 heads: 128 CTAs
+  const auto num_kernels = [&] { return LinearAttentionKernels(problem).size(); };
+  CHECK(SelectLinearAttention(problem).tile_columns == 128);
+  CHECK(num_kernels() == 4);
+  problem.kernel.arch = 80;
+  CHECK(SelectLinearAttention(problem).main_loop == kPortableChunks);
+
+  LinearAttentionParams params = {};
+  fake_driver.param_bytes = sizeof(params);
+  params.workspace = reinterpret_cast<void*>(0x8000);
+  problem.kernel.arch = 90;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  std::vector<Call> calls = TakeCalls();
+  CHECK(calls.size() == 5 && calls[0].name == "memset32 0");
+  CHECK(calls[0].address == 0x8000 && calls[0].count == 1);
+  CHECK(calls[1].grid == 1026 * 2);  // for each chunk a CTA for each q and k head
+  for (int i = 2; i < 5; ++i) CHECK(calls[i].grid == 11);
+
+  problem.max_qo_len = 4096;  // no longer than a segment
+  CHECK(SizeLinearAttention(problem).segment_chunks == 0 && num_kernels() == 2);
+  problem.max_tokens = 64, problem.max_qo_len = 64, problem.max_chunks = 2;
+  CHECK_OK(PrepareLinearAttention(problem));
+  CHECK_OK(LoadLinearAttention(problem, 1));
+  CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
+  calls = TakeCalls();
+  CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+
+  // Chunks of one token: no cut of a prompt changes bits.
+  problem.max_chunks = 66;
+  CHECK(SelectLinearAttention(problem).main_loop == kRecurrence && num_kernels() == 1);
+
+  // Few tokens of few heads: narrower tiles fill more of the device.
+  problem.max_tokens = problem.max_qo_len = 2048, problem.max_chunks = 34;
+  CHECK(SelectLinearAttention(problem).tile_columns == 64);
+  CHECK(SizeLinearAttention(problem).segment_chunks == 4);
+
+  const auto is_recurrence = [&] {
+    return SelectLinearAttention(problem).main_loop == kRecurrence;
+  };
+  problem.max_qo_len = 16;
+  CHECK(is_recurrence());
+  problem.max_qo_len = 64;
+  CHECK(!is_recurrence());
+  for (const int64_t dtype : {kF16, kF32}) {
+    problem.kernel.dtype = dtype;
+    CHECK(is_recurrence());
+  }
+  problem.kernel.dtype = kBF16;
+  problem.kernel.decay = kChannelDecay;
+  CHECK(is_recurrence());
+  problem.kernel.decay = kNoDecay;
+  problem.kernel.head_dim_k = 136;
+  CHECK(is_recurrence());
 }
 
 void TestPlan() {
@@ -1192,6 +1359,10 @@ int main() {
   TestLoadFailures();
   TestAppendAndMerge();
   TestQuantizedProduct();
+  TestAllReduce();
+  TestShortConvolution();
+  TestRecurrenceGrid();
+  TestLinearChunks();
   TestPlan();
   TestConcurrentDevices();
   TestFork();

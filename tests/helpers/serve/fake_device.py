@@ -82,6 +82,7 @@ class FakeDevice:
         self.writers: dict[int, str] = {}  # page -> namespace; free pages have none
         self.states: dict[int, int] = {}  # slot -> digest
         self.rotated: dict[int, int] = {}  # copy of a page of sinks -> by how many tokens
+        self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
         free = scheduler.allocator.free
@@ -100,8 +101,12 @@ class FakeDevice:
         host = self.scheduler.memory.host
         moves = [] if host is None else host.take_moves()
         offsets, arrived = range(self.page_size), dict[int, int]()
-        for i, (to_host, page, host_page) in enumerate(moves):
-            if to_host:
+        for i, (to_host, page, host_page, is_state) in enumerate(moves):
+            if is_state and to_host:
+                self.host_states[host_page] = self.states[page]
+            elif is_state:
+                self.states[page] = self.host_states[host_page]
+            elif to_host:
                 digests = [self.slots[page, offset] for offset in offsets]
                 assert POISON not in digests, "a page that is free is stored"
                 self.host[host_page] = self.writers[page], digests

@@ -1,0 +1,432 @@
+// What a chunk of linear attention computes without its state (LinearTerms), all chunks at once.
+//
+// A CTA has a chunk and neighbouring v heads of one q and k head, whose products K K^T and Q K^T it
+// computes once. Each of its four warps has 16 of the chunk's 64 rows.
+//
+// The delicate step is the inverse T of the unit lower triangular I + A. Powers of A may be large
+// where T is not (repeated keys), so it is computed by substitution: blocks of 16 x 16 on the
+// diagonal in f32, and of T (I + A) = I, from the diagonal to the left,
+//   T[i, j] = -(sum over k of T[i, k] A[k, j], j < k <= i) T[j, j]
+// by mma of bf16 pairs, high + low, whose products have an error of some 2^-16.
+#pragma once
+
+#include "cuda/common/budget.cuh"
+#include "cuda/common/linear_tiles.cuh"
+#include "cuda/common/state_plan.cuh"
+
+namespace jax_attn {
+
+template <class Traits>
+class LinearTermsPhase {
+ public:
+  using Params = LinearAttentionParams;
+  static constexpr int kDtype = Traits::kDtype;
+  using E = Element<kDtype>;
+
+  static constexpr int kDimK = Traits::kHeadDimK, kK = CeilDiv(kDimK, 64) * 64;
+  static constexpr int kNumThreads = 128;
+  static constexpr int kWarps = kNumThreads / kWarpSize, kBlocks = kLinearTokens / 16;
+  static_assert(kWarps == kBlocks, "a warp has a row of blocks");
+
+  struct Tiles {
+    alignas(1024) unsigned char k[kK / 64 * kPartBytes];
+    alignas(1024) unsigned char q[kK / 64 * kPartBytes];
+  };
+  // Behind the products, in the place of the tiles.
+  struct Blocks {
+    // K K^T and Q K^T up to the diagonal, as accumulators: tiles of 16 x 8 of the warps in turn.
+    float4 products[2][2 * kBlocks * (kBlocks + 1) / 2][kWarpSize];
+    // A below the diagonal, and on it blocks of T, high + low.
+    alignas(1024) unsigned char high[kPartBytes];
+    alignas(1024) unsigned char low[kPartBytes];
+  };
+  struct Shared {
+    union {
+      Tiles tiles;
+      Blocks blocks;
+    };
+    alignas(16) float diagonal[kWarps][16][16];  // of A
+    float sums[kWarps][kLinearTokens];           // each warp's own copies; G in units of log2
+    float beta[kWarps][kLinearTokens];
+    float norms[2][kLinearTokens];  // of k and q
+  };
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 5) >= kSmemBytes ? 5 : 2;
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    LinearTermsPhase(p, *reinterpret_cast<Shared*>(smem)).Run();
+  }
+
+ private:
+  __device__ __forceinline__ LinearTermsPhase(const Params& p, Shared& shared)
+      : p_(p), shared_(shared), warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+
+  // Places are computed where they are used: products leave no registers to keep them.
+  __device__ __forceinline__ static int Lane() {
+    return Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+  }
+
+  __device__ __forceinline__ void Run() {
+    const StatePlanView plan(p_.plan);
+    // The grid has so many CTAs for each chunk.
+    const int parts = static_cast<int>(gridDim.x) / Max(p_.plan.max_chunks, 1);
+    const int chunk = static_cast<int>(blockIdx.x) / parts;
+    const int part = static_cast<int>(blockIdx.x) % parts;
+    if (chunk >= plan.num_chunks) return;
+    const StateChunk rows = plan.Chunk(chunk);
+    const int num_heads = p_.num_v_heads / parts, head = part * num_heads;
+    const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
+    const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
+    LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.k), p_.k, rows.begin, rows.length, pitch,
+                              qk_head * kDimK, kDimK);
+    LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.q), p_.q, rows.begin, rows.length, pitch,
+                              qk_head * kDimK, kDimK);
+    CommitCopies();
+    if (part == 0) ListSegment(plan, chunk);
+    WaitCopies<0>();
+    __syncthreads();
+    FindNorms();
+    MultiplyRows();
+    __syncthreads();  // norms
+    HeadTokens tokens(p_, rows, head);
+#pragma unroll 1
+    for (int h = head; h < head + num_heads; ++h) {
+      if (h > head) __syncthreads();  // blocks of the head before are read
+      SumDecays(tokens);
+      if (h + 1 < head + num_heads) tokens = HeadTokens(p_, rows, h + 1);
+      const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, p_.segment_chunks);
+      LinearTerms& terms =
+          reinterpret_cast<LinearTerms*>(static_cast<char*>(p_.workspace) +
+                                         at.terms)[static_cast<i64>(chunk) * p_.num_v_heads + h];
+      WriteFactors(terms);
+      SplitProducts(terms);
+      if constexpr (Traits::kHasDeltaRule) {
+        InvertDiagonal();
+        __syncthreads();
+        Substitute(terms);
+      }
+    }
+  }
+
+  // --- segments ---
+
+  // Lists the segment that begins with this chunk, if one does.
+  __device__ __forceinline__ void ListSegment(const StatePlanView& plan, int chunk) {
+    const int lane = Lane();
+    // The last chunk up to this one that begins a request.
+    int first = -1;
+    for (int end = chunk; end >= 0; end -= kNumThreads) {
+      const int i = end - static_cast<int>(threadIdx.x);
+      const bool is_first = i >= 0 && plan.IsFirst(i);
+      const u32 found = WarpMax(is_first ? static_cast<u32>(i) + 1 : 0);
+      if (lane == 0) shared_.diagonal[warp_][0][0] = __uint_as_float(found);
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        first = Max(first, static_cast<int>(__float_as_uint(shared_.diagonal[w][0][0])) - 1);
+      }
+      __syncthreads();
+      if (first >= 0) break;
+    }
+    const int length = p_.segment_chunks;
+    if (length > 0 ? (chunk - first) % length != 0 : chunk != first) return;
+    // Another segment follows if no chunk up to there begins a request.
+    bool ends = length == 0;
+    for (int i = static_cast<int>(threadIdx.x) + 1; i <= length; i += kNumThreads) {
+      ends = ends || chunk + i >= plan.num_chunks || plan.IsFirst(chunk + i);
+    }
+    const bool is_followed = !__syncthreads_or(ends);
+    if (threadIdx.x != 0) return;
+    const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, length);
+    char* const workspace = static_cast<char*>(p_.workspace);
+    const i32 number = AddRelaxed(reinterpret_cast<i32*>(workspace + at.num_segments), 1);
+    reinterpret_cast<LinearSegment*>(workspace + at.segments)[number] = {chunk, first, is_followed};
+  }
+
+  // --- products of rows ---
+
+  __device__ __forceinline__ void FindNorms() {
+    const int row = static_cast<int>(threadIdx.x) % kLinearTokens;
+    const int which = static_cast<int>(threadIdx.x) / kLinearTokens;
+    if constexpr (Traits::kHasL2Norm) {
+      const unsigned char* tile = which == 0 ? shared_.tiles.k : shared_.tiles.q;
+      float sum = 0.0f;
+#pragma unroll
+      for (int vector = 0; vector < kK / 8; ++vector) {
+        const uint4 x = *reinterpret_cast<const uint4*>(tile + SwizzledByte(row, vector * 8));
+        const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float value = HalfOf<kDtype>(words[i / 2], i % 2);
+          sum = fmaf(value, value, sum);
+        }
+      }
+      shared_.norms[which][row] = ReciprocalRoot(sum + 1e-6f);
+    } else {
+      shared_.norms[which][row] = 1.0f;
+    }
+  }
+
+  // The warp's rows of K K^T and Q K^T, up to the diagonal.
+  __device__ __forceinline__ void MultiplyRows() {
+    float kk[8][4], qk[8][4];
+    const u32 k_tile = SharedAddress(shared_.tiles.k), q_tile = SharedAddress(shared_.tiles.q);
+    SetZero(kk);
+    SetZero(qk);
+#pragma unroll 2
+    for (int step = 0; step < kK / 16; ++step) {
+      u32 k[4], q[4];
+      if constexpr (Traits::kHasDeltaRule) LoadA(k, k_tile, 16 * warp_, 16 * step);
+      LoadA(q, q_tile, 16 * warp_, 16 * step);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        if (j > warp_) break;
+        u32 b[4];
+        LoadRowsB(b, k_tile, 16 * j, 16 * step);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (Traits::kHasDeltaRule) E::Mma(kk[2 * j + i], k, b[2 * i], b[2 * i + 1]);
+          E::Mma(qk[2 * j + i], q, b[2 * i], b[2 * i + 1]);
+        }
+      }
+    }
+    __syncthreads();  // tiles are read
+    const int lane = Lane();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j / 2 > warp_) break;
+      const auto write = [&](int which, const float (&x)[4]) {
+        shared_.blocks.products[which][FirstTile() + j][lane] = make_float4(x[0], x[1], x[2], x[3]);
+      };
+      if constexpr (Traits::kHasDeltaRule) write(0, kk[j]);
+      write(1, qk[j]);
+    }
+  }
+  // The warp's first tile of the products.
+  __device__ __forceinline__ int FirstTile() const { return warp_ * (warp_ + 1); }
+
+  // --- a head ---
+
+  // The log decays and beta of two of the chunk's tokens, which the lane loads a head ahead.
+  struct HeadTokens {
+    float g[2], beta[2];
+    __device__ __forceinline__ HeadTokens(const Params& p, const StateChunk& rows, int head) {
+      const int lane = Lane();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = half * kWarpSize + lane;
+        const i64 at = static_cast<i64>(rows.begin + token) * p.num_v_heads + head;
+        g[half] = beta[half] = 0.0f;
+        if (token >= rows.length) continue;
+        if constexpr (Traits::kDecay != kNoDecay) g[half] = p.g[at];
+        beta[half] = p.beta ? p.beta[at] : 1.0f;
+      }
+    }
+  };
+
+  // Sums of log decays of the chunk's tokens. Each warp has its own copies.
+  __device__ __forceinline__ void SumDecays(const HeadTokens& tokens) {
+    const int lane = Lane();
+    float total = 0.0f;
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = 0.0f;
+      if constexpr (Traits::kDecay != kNoDecay) {
+        // A log below -88 makes the decay 0 in f32; sums of larger ones keep their precision.
+        sum = (tokens.g[half] < -88.0f ? -88.0f : tokens.g[half]) * kLog2E;
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+          const float before = __shfl_up_sync(kFullWarp, sum, distance);
+          if (lane >= distance) sum += before;
+        }
+        sum += total;
+        total = __shfl_sync(kFullWarp, sum, kWarpSize - 1);
+      }
+      shared_.sums[warp_][half * kWarpSize + lane] = sum;
+      shared_.beta[warp_][half * kWarpSize + lane] = tokens.beta[half];
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void WriteFactors(LinearTerms& terms) {
+    const int lane = Lane();
+    if (warp_ != 0) return;
+    const float total = shared_.sums[0][kLinearTokens - 1];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = half * kWarpSize + lane;
+      const float sum = shared_.sums[0][token], since = Exp2(sum);
+      const float k = shared_.norms[0][token];
+      terms.since_k[token] = Traits::kHasDeltaRule ? since * k : shared_.beta[0][token];
+      terms.since_q[token] = p_.scale * since * shared_.norms[1][token];
+      terms.until_k[token] = Exp2(total - sum) * k;
+    }
+    terms.decay[lane] = Exp2(total);
+  }
+
+  // Writes the warp's rows of q k^T, and of A: below the diagonal as pairs, blocks on it as f32.
+  __device__ __forceinline__ void SplitProducts(LinearTerms& terms) {
+    const int lane = Lane();
+    const float* sums = shared_.sums[warp_];
+    const int first_row = 16 * warp_ + lane / 4;
+    float of_row[2], k_row[2], q_row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 8 * half;
+      of_row[half] = sums[row];
+      k_row[half] = shared_.norms[0][row] * shared_.beta[warp_][row];
+      q_row[half] = shared_.norms[1][row] * p_.scale;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j / 2 > warp_) break;
+      const bool is_diagonal = j / 2 == warp_;
+      const int column = 8 * j + lane % 4 * 2;
+      const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+      const float2 norms = *reinterpret_cast<const float2*>(&shared_.norms[0][column]);
+      const float4 qk = shared_.blocks.products[1][FirstTile() + j][lane];
+      float4 kk = make_float4(0, 0, 0, 0);
+      if constexpr (Traits::kHasDeltaRule) kk = shared_.blocks.products[0][FirstTile() + j][lane];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half, at = SwizzledByte(row, column);
+        float x = Exp2(of_row[half] - of_column.x) * norms.x;
+        float y = Exp2(of_row[half] - of_column.y) * norms.y;
+        if (is_diagonal) {
+          if (row < column) x = 0.0f;
+          if (row < column + 1) y = 0.0f;
+        }
+        *reinterpret_cast<u32*>(terms.qk + LowerIndex(row, column)) =
+            E::Pack(Product(half == 0 ? qk.x : qk.z, x, q_row[half]),
+                    Product(half == 0 ? qk.y : qk.w, y, q_row[half]));
+        if constexpr (!Traits::kHasDeltaRule) continue;
+        if (is_diagonal && row == column) x = 0.0f;
+        if (is_diagonal && row == column + 1) y = 0.0f;
+        const float a0 = Product(half == 0 ? kk.x : kk.z, x, k_row[half]);
+        const float a1 = Product(half == 0 ? kk.y : kk.w, y, k_row[half]);
+        if (is_diagonal) {
+          float* const to = &shared_.diagonal[warp_][row % 16][column % 16];
+          *reinterpret_cast<float2*>(to) = make_float2(a0, a1);
+        } else {
+          const u32 high = PackBf16(a0, a1);
+          *reinterpret_cast<u32*>(shared_.blocks.high + at) = high;
+          *reinterpret_cast<u32*>(shared_.blocks.low + at) =
+              PackBf16(a0 - HalfOf<kElementBf16>(high, 0), a1 - HalfOf<kElementBf16>(high, 1));
+        }
+      }
+    }
+  }
+
+  // 0 where the decay is, whatever the product of rows is.
+  __device__ __forceinline__ static float Product(float x, float decay, float factor) {
+    return decay == 0.0f ? 0.0f : x * (decay * factor);
+  }
+
+  // Writes the inverse of the warp's block of I + A on the diagonal. Lanes l and l + 16 have column
+  // l.
+  __device__ __forceinline__ void InvertDiagonal() {
+    const int lane = Lane();
+    __syncwarp();
+    const float (&a)[16][16] = shared_.diagonal[warp_];
+    const int column = lane % 16;
+    float x[16];
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      float sum = row == column ? 1.0f : 0.0f;
+#pragma unroll
+      for (int i = 0; i < row; ++i) sum = fmaf(-a[row][i], x[i], sum);
+      x[row] = sum;
+    }
+    unsigned char* const tile = lane < 16 ? shared_.blocks.high : shared_.blocks.low;
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      const u32 high = PackBf16(x[row], 0.0f) & 0xffff;
+      const u32 low = PackBf16(x[row] - HalfOf<kElementBf16>(high, 0), 0.0f);
+      *reinterpret_cast<u16*>(tile + SwizzledByte(16 * warp_ + row, 16 * warp_ + column)) =
+          static_cast<u16>(lane < 16 ? high : low);
+    }
+  }
+
+  // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta).
+  __device__ __forceinline__ void Substitute(LinearTerms& terms) {
+    const u32 high_tile = SharedAddress(shared_.blocks.high),
+              low_tile = SharedAddress(shared_.blocks.low);
+    u32 high[kBlocks][4], low[kBlocks][4];  // blocks of T
+#pragma unroll
+    for (int j = kBlocks - 1; j >= 0; --j) {
+      if (j > warp_) continue;
+      float t[2][4];
+      if (j == warp_) {
+        LoadA(high[j], high_tile, 16 * warp_, 16 * j);
+        LoadA(low[j], low_tile, 16 * warp_, 16 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            t[i / 2][i % 2 * 2 + c] =
+                HalfOf<kElementBf16>(high[j][i], c) + HalfOf<kElementBf16>(low[j][i], c);
+          }
+        }
+      } else {
+        float sum[2][4];
+        SetZero(sum);
+#pragma unroll
+        for (int k = j + 1; k < kBlocks; ++k) {
+          if (k > warp_) break;
+          MultiplyPairs(sum, high[k], low[k], 16 * k, 16 * j);
+        }
+        u32 sum_high[1][4], sum_low[1][4];
+        ToFragments<kElementBf16, 1>(sum, sum_high);
+        RestFragments<kElementBf16, 1>(sum, sum_high, sum_low);
+        SetZero(t);
+        MultiplyPairs(t, sum_high[0], sum_low[0], 16 * j, 16 * j);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) t[i / 4][i % 4] = -t[i / 4][i % 4];
+        u32 t_high[1][4], t_low[1][4];
+        ToFragments<kElementBf16, 1>(t, t_high);
+        RestFragments<kElementBf16, 1>(t, t_high, t_low);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          high[j][i] = t_high[0][i];
+          low[j][i] = t_low[0][i];
+        }
+      }
+      WriteBlock(terms, j, t);
+    }
+  }
+
+  // x += a b for a block b of the tiles, whose rows are those of operand b.
+  __device__ __forceinline__ void MultiplyPairs(float (&x)[2][4], const u32 (&high)[4],
+                                                const u32 (&low)[4], int row, int column) {
+    u32 b_high[4], b_low[4];
+    LoadColumnsB(b_high, SharedAddress(shared_.blocks.high), row, column);
+    LoadColumnsB(b_low, SharedAddress(shared_.blocks.low), row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      MmaBf16(x[i], low, b_high[2 * i], b_high[2 * i + 1]);
+      MmaBf16(x[i], high, b_low[2 * i], b_low[2 * i + 1]);
+      MmaBf16(x[i], high, b_high[2 * i], b_high[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void WriteBlock(LinearTerms& terms, int block,
+                                             const float (&t)[2][4]) {
+    const int lane = Lane();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 16 * warp_ + lane / 4 + i % 2 * 8;
+      const int column = 16 * block + i / 2 * 8 + lane % 4 * 2;
+      const float (&beta)[kLinearTokens] = shared_.beta[warp_];
+      *reinterpret_cast<u32*>(terms.solve + LowerIndex(row, column)) =
+          E::Pack(t[i / 2][i % 2 * 2] * beta[column], t[i / 2][i % 2 * 2 + 1] * beta[column + 1]);
+    }
+  }
+
+  const Params& p_;
+  Shared& shared_;
+  const int warp_;
+};
+
+}  // namespace jax_attn

@@ -1,0 +1,110 @@
+#include "select/linear.h"
+
+#include <algorithm>
+#include <string>
+
+#include "select/linear_chunks.h"
+#include "select/select.h"
+
+namespace jax_attn {
+namespace {
+
+constexpr int64_t kMostLinearHeadDim = 256;
+// The recurrence's columns of one CTA, which has eight warps for 128 x 128 states. All columns
+// share what is computed from q and k. With more rows than 128 it has half as many columns.
+constexpr int64_t kTileColumns = 128, kTileRows = 128;
+// A decode or drafts: up to so many tokens a request.
+constexpr int64_t kFewTokens = 8;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t Processors(const LinearAttentionProblem& problem) {
+  if (problem.num_processors > 0) return problem.num_processors;
+  return DefaultProcessors(problem.kernel.arch > 0 ? problem.kernel.arch : 90);
+}
+
+}  // namespace
+
+Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentionProblem* problem) {
+  const auto refuse = [](const char* what, const std::string& expected, int64_t got) {
+    return Status::Error(std::string("linear_attention: ") + what + ": expected " + expected +
+                         ", got " + std::to_string(got) + ".");
+  };
+  if (num_words != kLinearProblemWords) {
+    return refuse("attribute problem", std::to_string(kLinearProblemWords) + " words", num_words);
+  }
+  LinearAttentionProblem& p = *problem;
+  LinearAttentionKernel& k = p.kernel;
+  int64_t flags[3];
+  int64_t* const fields[kLinearProblemWords] = {
+      &k.arch,       &p.num_processors, &k.dtype,      &p.num_qk_heads, &p.num_v_heads,
+      &k.head_dim_k, &k.head_dim_v,     &k.decay,      &flags[0],       &flags[1],
+      &flags[2],     &p.max_tokens,     &p.max_qo_len, &p.max_chunks};
+  for (int64_t i = 0; i < kLinearProblemWords; ++i) {
+    if (words[i] < 0 || words[i] >= int64_t{1} << 31) {
+      return refuse("attribute problem", "words of 0 to 2^31 - 1", words[i]);
+    }
+    *fields[i] = words[i];
+  }
+  k.delta_rule = flags[0] != 0;
+  k.l2_norm = flags[1] != 0;
+  k.bf16_states = flags[2] != 0;
+  if (k.dtype > kF32) return refuse("dtype", "0 to 2", k.dtype);
+  if (k.decay > kChannelDecay) return refuse("decay", "0 to 2", k.decay);
+  for (const int64_t dim : {k.head_dim_k, k.head_dim_v}) {
+    if (dim < 8 || dim > kMostLinearHeadDim || dim % 8 != 0) {
+      return refuse("head_dim", "multiples of 8 up to 256", dim);
+    }
+  }
+  if (p.num_qk_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_qk_heads != 0) {
+    return refuse("v", "a multiple of q's " + std::to_string(p.num_qk_heads) + " heads",
+                  p.num_v_heads);
+  }
+  return Status::Ok();
+}
+
+LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
+  if (!HasLinearChunks(problem)) return kRecurrence;
+  return problem.kernel.arch == 90 ? kHopperChunks : kPortableChunks;
+}
+
+LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
+  LinearAttentionKernel kernel = problem.kernel;
+  kernel.main_loop = SelectLinearLoop(problem);
+  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(problem)
+                        : kernel.head_dim_k > kTileRows ? kTileColumns / 2
+                                                        : kTileColumns;
+  return kernel;
+}
+
+std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionProblem& problem) {
+  std::vector<LinearAttentionKernel> kernels = {SelectLinearAttention(problem)};
+  if (kernels[0].main_loop == kRecurrence) return kernels;
+  const bool has_segments = SizeLinearChunks(problem, kernels[0]).segment_chunks > 0;
+  for (const LinearPhase phase : {kLinearMaps, kLinearStarts, kLinearOutputs}) {
+    if (phase != kLinearOutputs && !has_segments) continue;
+    kernels.push_back(kernels[0]);
+    kernels.back().phase = phase;
+  }
+  return kernels;
+}
+
+LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem) {
+  const LinearAttentionKernel kernel = SelectLinearAttention(problem);
+  if (kernel.main_loop != kRecurrence) return SizeLinearChunks(problem, kernel);
+  LinearAttentionLaunch launch;
+  // The CTA of a chunk that begins no request, or is behind the plan's, leaves at once.
+  launch.num_ctas = std::max<int64_t>(problem.max_chunks, 1) * problem.num_v_heads *
+                    CeilDiv(problem.kernel.head_dim_v, kernel.tile_columns);
+  if (problem.max_qo_len <= kFewTokens) {
+    // Units take about the same time. Half of a decode's chunks are spare, and CTAs for them would
+    // be a fifth of its time (64 requests, 32 heads of 128 x 128, predicted).
+    const RecurrenceTile tile = RecurrenceTileOf(kernel.head_dim_k, kernel.head_dim_v,
+                                                 kernel.bf16_states, kernel.tile_columns);
+    const int64_t resident = std::max(1, kRecurrenceResidentThreads / tile.num_threads());
+    launch.num_ctas = std::min(launch.num_ctas, resident * Processors(problem));
+  }
+  return launch;
+}
+
+}  // namespace jax_attn

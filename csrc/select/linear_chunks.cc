@@ -1,0 +1,109 @@
+#include "select/linear_chunks.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace jax_attn {
+namespace {
+
+// Shorter requests are recurrences: a chunk of few tokens costs as much as a whole one.
+constexpr int64_t kFewestChunkTokens = 17;
+// S^T of more rows of k does not fit the registers.
+constexpr int64_t kMostDimK = 128;
+// Of the device on which most will run, where the target does not say it.
+constexpr int64_t kUsualProcessors = 132;
+// Times of a chunk in kLinearMaps and kLinearOutputs together over that of a map in kLinearStarts:
+// 5.1 us over 2.2 on an H200 with decays so slow that all maps count, before the latter was made
+// faster.
+constexpr double kChunkOverMap = 3.5;
+// With half as many columns a chunk takes 0.8 of the time, but half as many segments fill the
+// device. Measured on an H200, 8 heads: 43 us instead of 50 for 2,048 tokens, where they are 0.75
+// of the cheapest number; 77 instead of 84 for 8,192 (0.38). 32 heads and 8,192 tokens would have
+// 0.1 of it.
+constexpr double kLeastNarrowSegments = 0.33;
+// Columns of v of an item of kLinearStarts.
+constexpr int64_t kStartColumns = 16;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
+
+int64_t Processors(const LinearAttentionProblem& problem) {
+  return problem.num_processors > 0 ? problem.num_processors : kUsualProcessors;
+}
+
+// CTAs that a segment keeps busy.
+int64_t ItemsOfSegment(const LinearAttentionProblem& problem, int64_t tile_columns) {
+  return problem.num_v_heads * CeilDiv(problem.kernel.head_dim_v, tile_columns);
+}
+
+int64_t ChunksOf(const LinearAttentionProblem& problem) {
+  return CeilDiv(problem.max_tokens, kLinearTokens);
+}
+
+// n segments take chunks / n chunks in two launches, and n - 1 maps in one.
+double CheapestSegments(const LinearAttentionProblem& problem) {
+  return std::sqrt(kChunkOverMap * static_cast<double>(ChunksOf(problem)));
+}
+
+// Chunks of a segment; 0: requests are not split. The capacities alone decide, so a request has the
+// same bits in every batch.
+int64_t SegmentChunks(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel) {
+  const int64_t segments =
+      std::min<int64_t>(Processors(problem) / ItemsOfSegment(problem, kernel.tile_columns),
+                        std::llround(CheapestSegments(problem)));
+  const int64_t length = segments <= 1 ? 0 : CeilDiv(ChunksOf(problem), segments);
+  return problem.max_qo_len <= length * kLinearTokens ? 0 : length;
+}
+
+// CTAs of kLinearTerms for a chunk: one for each q and k head, or where these do not fill the
+// device one for each v head.
+int64_t PartsOfChunk(const LinearAttentionProblem& problem, int64_t num_processors) {
+  constexpr int64_t kCtasOfProcessor = 3;
+  return ChunksOf(problem) * problem.num_qk_heads < kCtasOfProcessor * num_processors
+             ? problem.num_v_heads
+             : problem.num_qk_heads;
+}
+
+}  // namespace
+
+bool HasLinearChunks(const LinearAttentionProblem& problem) {
+  const LinearAttentionKernel& kernel = problem.kernel;
+  // More chunks than tokens: a token or so a request, or chunks of one token, whose results no cut
+  // of a prompt may change (chunk_tokens=1).
+  if (problem.max_chunks > problem.max_tokens) return false;
+  return kernel.arch >= 80 && kernel.dtype == kBF16 && kernel.decay != kChannelDecay &&
+         kernel.head_dim_k <= kMostDimK && problem.max_qo_len >= kFewestChunkTokens;
+}
+
+int64_t ChunkTileColumns(const LinearAttentionProblem& problem) {
+  constexpr int64_t kNarrow = 64, kWide = 128;  // wgmma has 64 of them
+  if (problem.kernel.head_dim_v <= kNarrow) return kNarrow;
+  const double segments =
+      static_cast<double>(Processors(problem) / ItemsOfSegment(problem, kNarrow));
+  return segments > 1 && segments >= kLeastNarrowSegments * CheapestSegments(problem) ? kNarrow
+                                                                                      : kWide;
+}
+
+LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
+                                       const LinearAttentionKernel& kernel) {
+  LinearAttentionLaunch launch;
+  launch.segment_chunks = SegmentChunks(problem, kernel);
+  launch.num_zero_words = 1;
+  const LinearWorkspace workspace(
+      problem.max_chunks, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
+      RoundUp(kernel.head_dim_v, kernel.tile_columns), launch.segment_chunks);
+  launch.workspace_words = workspace.size / 4;
+  return launch;
+}
+
+int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel,
+                        int64_t num_processors) {
+  const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
+  if (kernel.phase == kLinearTerms) return chunks * PartsOfChunk(problem, num_processors);
+  // One CTA on each multiprocessor takes items in turn.
+  int64_t items = chunks * ItemsOfSegment(problem, kernel.tile_columns);
+  if (kernel.phase == kLinearStarts) items *= kernel.tile_columns / kStartColumns;
+  return std::min(num_processors, items);
+}
+
+}  // namespace jax_attn
