@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
+from helpers.small_llm import SMALL
+import jax_attn
 from jax_attn import LLM
 from jax_attn.models._config.config import Latent, Temperature
 from jax_attn.models._layers import decoder
@@ -183,22 +185,32 @@ def test_drafts_are_verified(model, make_engine, logprobs_of):
     assert engine.stats()["draft_tokens_taken"] > 0
 
 
+def test_bits_do_not_depend_on_the_batch(model, logprobs_of):
+    engine = Engine(model, dataclasses.replace(CONFIG, batch_invariant=True, prefix_cache=False))
+    engine.warm_up()
+    seqs = [sequence(prompt(model, 40 * i, 70 + 9 * i), 30) for i in range(3)]
+    alone = sequence(seqs[2].tokens, 30)
+    together = run(engine, *seqs)
+    assert run(engine, alone)[alone.id] == together[seqs[2].id]
+    check(logprobs_of, alone, together[seqs[2].id])
+
+
 def test_of_one_device_of_several(model, logprobs_of):
     engine = Engine(model, dataclasses.replace(CONFIG, devices=(jax.devices()[0],)))
     engine.warm_up_first()
     check_all(logprobs_of, engine, sequence(prompt(model, 50, 30), 70))
 
 
-def test_llm_and_its_limit(directory):
-    options = {"max_running": 2, "max_step_tokens": 16, "page_size": 4, "num_pages": 64}
-    policy = "streaming:window=40,sinks=6"
-    with LLM(directory, kv_policy=policy, max_model_len=3000, **options) as llm:
-        params = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
-        (output,) = llm.generate(["def "], **params)
-        assert len(output.completions[0].tokens) == 100
-        assert llm.stats()["dropped_pages"] > 10
-        with pytest.raises(ValueError, match="at most 3000"):  # more than the model's 2048
-            llm.generate(["def "], max_tokens=3000)
+def test_llm_and_its_limit(model, directory):
+    policy = {"kv_policy": "streaming:window=40,sinks=6", "max_model_len": 3000}
+    with LLM(model, directory=directory, **SMALL, **policy) as llm:
+        params = jax_attn.SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+        (output,) = llm.generate("def ", params)
+        assert len(output.tokens) == 100
+        assert llm.stats()["dropped_pages"] > 5
+        # More than the model's 2048 is allowed.
+        with pytest.raises(ValueError, match="maximum context length is 3000 tokens"):
+            llm.generate("def ", jax_attn.SamplingParams(max_tokens=3000))
 
 
 def test_metrics(make_engine):
