@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_attn
 from helpers.paths import EXAMPLES
 from helpers.small_llm import SMALL
-import jax_attn
 from jax_attn import LLM
 from jax_attn.models._config.config import Latent, Temperature
 from jax_attn.models._layers import decoder
