@@ -29,6 +29,7 @@ The modules of each folder:
 | | `scheduler` | the tokens of the next step, and the sequences that it preempts |
 | | `admission`, `tenants` | which waiting sequences are admitted; tenants' fair shares |
 | | `kv_memory`, `pages`, `prefix_cache` | page owners; free pages; shared prefixes |
+| | `streaming` | the kv policy of long texts: which pages they keep |
 | | `host_tier` | pages of the prefix cache in the host's memory |
 | | `states` | slots of recurrent states; checkpoints |
 | | `cache_events` | what the prefix cache stores and evicts |

@@ -19,6 +19,7 @@ from jax_attn.serve._http.log_format import FORMATS
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.pictures import MAX_PICTURES
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
+from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 _DRAFTS = 4  # of a draft model: each takes time, and all after a wrong one are useless
@@ -189,6 +190,9 @@ def parse(
     page = "tokens of a page (16; with --context-parallel N, 64 x N)"
     add("--page-size", type=_positive, help=page)
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
+    kept = """what a long text keeps of its cache: its first SINKS tokens and its last WINDOW, as
+        StreamingLLM (everything)"""
+    add("--kv-policy", type=_kv_policy, metavar="streaming:sinks=4,window=2000", help=kept)
     host = """memory of the host for pages that the device's prefix cache has no room for (0)"""
     add("--host-cache-bytes", type=_non_negative, default=0, metavar="BYTES", help=host)
     add("--max-running", type=_positive, help="sequences at once (32; on a GPU 256)")
@@ -334,6 +338,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _kv_policy(text: str) -> Streaming:
+    try:
+        return Streaming.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _lora(text: str) -> tuple[str, Path]:
     name, _, where = text.partition("=")
     if not (name and where):
@@ -379,6 +390,7 @@ def engine_config(
         max_waiting=args.max_waiting,
         starvation_seconds=args.starvation_seconds,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
+        kv_policy=_limited_kv_policy(args),
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
@@ -388,6 +400,14 @@ def engine_config(
         context_parallel=args.context_parallel,
         devices=args.devices,
     )
+
+
+def _limited_kv_policy(args: argparse.Namespace) -> Streaming | None:
+    """--kv-policy, for texts of up to --max-model-len tokens."""
+    if args.kv_policy is None or args.max_model_len is None:
+        policy: Streaming | None = args.kv_policy
+        return policy
+    return dataclasses.replace(args.kv_policy, max_tokens=args.max_model_len)
 
 
 def num_devices(args: argparse.Namespace) -> int:

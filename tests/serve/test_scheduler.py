@@ -15,6 +15,7 @@ from jax_attn.serve._scheduling.admission import Admission, QueueFull
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
+from jax_attn.serve._scheduling.streaming import Streaming
 
 
 def test_when_a_sequence_first_got_in():
@@ -106,6 +107,17 @@ SYSTEMS = {
     "states, growing": config(
         num_states=20, page_size=7, num_pages=20, max_waiting=5, step_sizes=(8, 16)
     ),
+    "streaming": config(num_pages=34, kv_policy=Streaming(3, 16)),
+    "streaming, tight": config(
+        num_pages=26, max_step_tokens=12, prefill_chunk=5, kv_policy=Streaming(6, 9)
+    ),
+    "streaming, page size 1": config(
+        page_size=1, num_pages=120, max_kv_pages_step=240, kv_policy=Streaming(3, 20)
+    ),
+    "streaming, host": config(num_pages=30, num_host_pages=40, kv_policy=Streaming(1, 20)),
+    "streaming, no prefix cache": config(
+        num_pages=22, prefix_cache=False, kv_policy=Streaming(4, 16)
+    ),
     "states, host": config(
         num_states=16, checkpoint_tokens=8, num_pages=30, num_host_pages=40, num_host_states=12
     ),
@@ -123,7 +135,7 @@ SYSTEMS = {
 
 
 def simulate(system: str, depth: int, forces: bool, seeds) -> None:
-    totals = {"preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
+    totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
         _, seqs = Traffic(seed).run(scheduler, depth, forces)
@@ -138,12 +150,14 @@ def simulate(system: str, depth: int, forces: bool, seeds) -> None:
         stats = scheduler.stats()
         totals["preemptions"] += stats.num_preemptions
         totals["cached"] += stats.num_prompt_tokens_cached
+        totals["dropped"] += stats.num_dropped_pages or 0
         totals["returned"] += stats.host["returned"] if stats.host else 0
         assert_drained(scheduler)
     # Checks that every event that the simulation is for has occurred.
     assert totals["reasons"] == set(FinishReason) - {FinishReason.ERROR}
     assert totals["preemptions"] > 0 or system in ("roomy", "one at a time")
     assert (totals["cached"] > 0) == ("no prefix cache" not in system)
+    assert (totals["dropped"] > 0) == ("streaming" in system)
     assert (totals["returned"] > 0) == ("host" in system)
 
 

@@ -219,6 +219,8 @@ def balanced_specs(
 ) -> tuple[ja.AttentionSpec, ...]:
     """The attention specs of a bucket; `kwargs` are fields of AttentionSpec."""
     pages_each = -(-config.max_positions // capacities.page_size)
+    if capacities.streaming is not None:
+        pages_each = capacities.streaming.max_table_pages
     return models.attention_specs(
         config,
         dtype=dtype,
@@ -245,6 +247,8 @@ def invariant_specs(
     processors, and few enough that the partial states of a whole step of long prompts fit.
     """
     longest = min(config.max_positions, capacities.page_size * capacities.num_pages)
+    if capacities.streaming is not None:
+        longest = min(longest, capacities.streaming.max_table_pages * capacities.page_size)
     kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
     num_chunks = -(-longest // kv_split)
     make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows, **kwargs)
@@ -278,7 +282,8 @@ def make_batch(
     seqs, n = [entry.seq for entry in entries], len(entries)
     qo_lens = np.array([entry.num_tokens for entry in entries], np.int32)
     begins = np.array([entry.begin for entry in entries], np.int32)
-    kv_lens = begins + qo_lens
+    # In the cache: without what a kv policy dropped.
+    kv_lens = begins + qo_lens - np.array([seq.num_dropped for seq in seqs], np.int32)
     num_pages = -(-kv_lens // page_size)
     qo_indptr, page_indptr = (_indptr(lens) for lens in (qo_lens, num_pages))
     tables = [seq.pages[:num] for seq, num in zip(seqs, num_pages.tolist(), strict=True)]

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jax_attn import models, parallel
+from jax_attn.models._layers.moved_pages import move_keys
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
@@ -32,6 +33,7 @@ from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Rotation
 
 _COPY = "copies of pages"  # the executable of `copy_pages`
 
@@ -73,6 +75,7 @@ class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
         self._has_drafts = config.max_drafts > 0
+        self._rotates = capacities.kv_policy is not None
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -340,6 +343,13 @@ class Device:
             batch += batch[-1:] * (COPIES - len(batch))
             self._k_pages, self._v_pages = copy(self._pools, np.array(batch, np.int32))
 
+    def rotate(self, rotations: Sequence[Rotation]) -> None:
+        """Copies pages with their keys rotated, after the steps before."""
+        for begin in range(0, len(rotations), _ROTATIONS):
+            some = np.array(rotations[begin : begin + _ROTATIONS], np.int32)
+            padded = np.pad(some, ((0, _ROTATIONS - len(some)), (0, 0)), mode="edge")
+            self._k_pages, self._v_pages = self._executables["rotate"](*self._pools, padded)
+
     # ---- a request that goes, or comes ---------------------------------------------------------
 
     def take(self, pages: list[int], states: list[int]) -> tuple[list[Any], list[Any]]:
@@ -520,6 +530,8 @@ class Device:
         tasks: dict[str, Callable[[], Compiled]] = {
             "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
         }
+        if self._rotates:
+            tasks["rotate"] = self._compile_rotate
         some = list(some)
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
@@ -540,6 +552,18 @@ class Device:
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
         return tasks
+
+    def _compile_rotate(self) -> Compiled:
+        config = self._config
+
+        def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
+            return move_keys(config, k_pages, v_pages, *rotations.T)
+
+        pools = self._shapes[2][:2]
+        shardings = None if self._split is None else jax.tree.map(lambda x: x.sharding, pools)
+        rotate: Any = jax.jit(move, donate_argnums=(0, 1), out_shardings=shardings)
+        rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
+        return _compile(rotate, *pools, rotations)
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
@@ -643,6 +667,8 @@ class Device:
             self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
         if self._copies_pages:
             self.move([PageCopy(0, 0)])
+        if self._rotates:
+            self.rotate([Rotation(0, 1, 0)])
 
 
 def _with_pictures(
@@ -690,6 +716,8 @@ def _split(config: models.ModelConfig, of: DeviceConfig) -> models.TensorParalle
 
 # XLA threads: autotuning is serial on the device anyway, and each thread has buffers.
 _MAX_THREADS = 8
+
+_ROTATIONS = 4  # pages of a call: the sinks of a sequence are mostly one
 
 _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2

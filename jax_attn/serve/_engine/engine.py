@@ -59,6 +59,7 @@ from typing import Any
 import jax
 
 from jax_attn import models
+from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
@@ -82,6 +83,7 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
+from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -91,6 +93,7 @@ from jax_attn.serve._scheduling.request import (
 )
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
+from jax_attn.serve._scheduling.streaming import StreamingPages
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 log = logging.getLogger("jax_attn.serve")
@@ -127,6 +130,8 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         _check_recurrent(model.config, config, draft_model)
+        several = processes is not None
+        _check_kv_policy(model.config, config, several, draft_model is not None, vision is not None)
         capacity = capacities(config, model.config)
         self._pictures = None
         self.picture_numbers = PictureNumbers()
@@ -210,7 +215,10 @@ class Engine:
     @property
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
-        return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
+        most = self.scheduler.max_sequence_tokens
+        if self.config.kv_policy is not None:
+            return most  # the model's positions are those in the cache
+        return min(self.model.config.max_positions, most)
 
     def submit(
         self, seqs: Seq[Sequence], compiled: Mapping[tuple[str, str], CompiledGrammar] | None = None
@@ -340,7 +348,7 @@ class Engine:
         self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
-        _check_sequence(seq, config)
+        _check_sequence(seq, config, self.config.kv_policy is None)
         if seq.pictures:
             if self._pictures is None:
                 raise ValueError(
@@ -455,10 +463,18 @@ class Engine:
         return LaunchedStep(batch, scores, samples, drafts)
 
     def _run_moves(self) -> None:
-        """Runs the scheduler's moves of pages and states, before the step that needs them."""
-        moves = self.scheduler.memory.moves.take()
-        if not moves:
-            return
+        """Runs the scheduler's moves of pages and states, before the step that needs them.
+
+        Rotations come last: they read pages that moves write, and write pages that moves have read.
+        """
+        memory = self.scheduler.memory
+        if moves := memory.moves.take():
+            self._run(moves)
+        if rotations := memory.take_rotations():
+            with self._counters.phases["dispatch"]:
+                self.device.rotate(rotations)
+
+    def _run(self, moves: list[Move | PageCopy]) -> None:
         host = self.scheduler.memory.host
         try:
             with self._counters.phases["dispatch"]:
@@ -638,10 +654,10 @@ def _like(shape: Any, arrays: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(arrays))
 
 
-def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
-    """Raises ValueError if the model cannot run the sequence."""
+def _check_sequence(seq: Sequence, config: models.ModelConfig, is_whole: bool) -> None:
+    """Raises ValueError if the model cannot run the sequence. is_whole: there is no kv policy."""
     params = seq.params
-    if seq.num_prompt + params.max_tokens > config.max_positions:
+    if is_whole and seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(
             f"max_tokens: expected prompt and output within the model's {config.max_positions} "
             f"tokens, got {seq.num_prompt} + {params.max_tokens}."
@@ -696,6 +712,43 @@ def _check_recurrent(
         raise ValueError(
             f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
             f" layers, got {config.num_states}."
+        )
+
+
+def _check_kv_policy(
+    model: models.ModelConfig,
+    config: EngineConfig,
+    has_processes: bool,
+    has_draft_model: bool,
+    has_pictures: bool,
+) -> None:
+    """Refuses what does not work with a kv policy."""
+    if config.kv_policy is None:
+        return
+    if (reason := why_not_moved(model)) is not None:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
+            f" {config.kv_policy}."
+        )
+    refused = [
+        ("kv_dtype", None, config.kv_dtype),
+        ("tensor_parallel", 1, config.tensor_parallel),
+        ("context_parallel", 1, config.context_parallel),
+        ("several processes", False, has_processes),
+        ("a draft model", False, has_draft_model),
+        ("pictures", False, has_pictures),
+    ]
+    for name, neutral, value in refused:
+        if value != neutral:
+            raise ValueError(
+                f"EngineConfig: {name}: expected {neutral} with kv_policy, got {value}."
+            )
+    most = StreamingPages(config.kv_policy, config.page_size).max_table_pages * config.page_size
+    if most > model.max_positions:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected sinks and window within {model.max_positions}"
+            f" tokens, the model's positions, got {most} with a block of the text and whole pages;"
+            " use a smaller window."
         )
 
 

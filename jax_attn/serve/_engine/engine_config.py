@@ -10,6 +10,7 @@ from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 
@@ -35,6 +36,8 @@ class EngineConfig:
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
+    # What a long text keeps of its cache; None: everything. See `streaming`.
+    kv_policy: Streaming | None = None
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
@@ -99,6 +102,8 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
     if num_host_states is None:
         num_host_states = num_states if config.num_host_pages else 0
     pages_each = -(-max_positions // config.page_size)
+    if config.kv_policy is not None:
+        pages_each = StreamingPages(config.kv_policy, config.page_size).max_pages
     # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
     sizes = []
@@ -115,6 +120,7 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         max_kv_pages_step=config.max_kv_pages_step or enough,
         starvation_seconds=config.starvation_seconds,
         tenant_limits=config.tenant_limits,
+        kv_policy=config.kv_policy,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
         num_states=num_states,

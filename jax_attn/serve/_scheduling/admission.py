@@ -240,7 +240,7 @@ class Admission:
         """A tenant's pages, without those of the borrower."""
         seq = self.borrower
         is_mine = seq is not None and seq.tenant == tenant.name
-        return tenant.num_pages - (len(seq.pages) if seq is not None and is_mine else 0)
+        return tenant.num_pages - (self._memory.num_held(seq) if seq is not None and is_mine else 0)
 
     def _last_of(self, tenant: Tenant) -> Sequence:
         """The tenant's running sequence to preempt: the last, and the borrower after all others."""
@@ -332,7 +332,7 @@ class Admission:
         """What `seq` adds to the cache while it reads its prompt."""
         has_states = self._memory.states is not None
         checkpoints = frozenset(seq.wanted_states) if has_states else None
-        return Coming(self._memory.namespace(seq), seq.key(seq.num_prompt), checkpoints)
+        return Coming(self._memory.namespace(seq), self._memory.prompt_key(seq), checkpoints)
 
     def want_parts(self, reading: list[Sequence], candidates: dict[str, list[Candidate]]) -> None:
         """With recurrent states: running prompts get checkpoints where waiting ones part."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 STARVATION_SECONDS = 10
@@ -44,6 +45,7 @@ class SchedulerConfig:
     whole_pictures: bool = False
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
+    kv_policy: Streaming | None = None  # None: a sequence keeps all its pages; not with states
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,11 +68,30 @@ class SchedulerConfig:
                 f"num_states: expected at least 2 for each of max_running {self.max_running} "
                 f"sequences, got {self.num_states}"
             )
+        if self.kv_policy is not None:
+            self._check_kv_policy()
+
+    def _check_kv_policy(self) -> None:
+        streaming = self.streaming
+        assert streaming is not None and not self.num_states
+        for name in ("num_pages", "max_kv_pages_step"):
+            if getattr(self, name) < streaming.max_pages:
+                raise ValueError(
+                    f"{name}: expected at least {streaming.max_pages}, which a sequence may hold"
+                    f" with kv_policy {self.kv_policy}, got {getattr(self, name)}"
+                )
+
+    @property
+    def streaming(self) -> StreamingPages | None:
+        """kv_policy in pages."""
+        return None if self.kv_policy is None else StreamingPages(self.kv_policy, self.page_size)
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
     """seq.tokens[begin : begin + num_tokens] go through the model, in seq.pages.
+
+    With a kv policy they are the last of those pages, see Sequence.num_dropped.
 
     An index beyond seq.tokens is the sample in flight, which is read from the device.
     """

@@ -82,6 +82,7 @@ class FakeDevice:
         self.num_tokens_run = 0
         self.writers: dict[int, str] = {}  # page -> namespace; free pages have none
         self.states: dict[int, int] = {}  # slot -> digest
+        self.rotated: dict[int, int] = {}  # copy of a page of sinks -> by how many tokens
         self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
         self.num_copies = 0  # of pages that began like a prompt's
@@ -127,6 +128,9 @@ class FakeDevice:
                 self.writers.pop(page, None)
                 self.slots |= {(page, offset): POISON for offset in offsets}
         self.freed = {}
+        for source, target, distance in self.scheduler.memory.take_rotations():
+            self.writers[target], self.rotated[target] = self.writers[source], distance
+            self.slots |= {(target, offset): self.slots[source, offset] for offset in offsets}
 
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
         """Returns (sequence, sampled token or None, digest of its context) for each entry."""
@@ -159,7 +163,12 @@ class FakeDevice:
         begin, end = seq.num_computed, seq.num_computed + entry.num_tokens
         self.num_computed[seq.id] = end
         self.num_tokens_run += entry.num_tokens
-        assert end <= len(seq.pages) * page_size
+        assert end <= seq.num_dropped + len(seq.pages) * page_size
+        streaming = self.scheduler.memory.streaming
+        if streaming is not None:
+            assert end <= streaming.block_end(begin), "a chunk is of two blocks"
+            # More, if the token was void before.
+            assert seq.num_dropped >= streaming.num_dropped(begin), "more is seen than the window"
         assert (begin // page_size) >= seq.num_shared
 
         context = salt(seq.namespace)
@@ -168,6 +177,8 @@ class FakeDevice:
                 context = digest(context, seq.tokens[position])
             else:
                 context = self._read(seq, position)
+            if streaming and 0 <= position - streaming.sinks < seq.num_dropped:
+                continue
             assert self._read(seq, position) == context, "a page does not hold the context"
         for position in range(begin, end):
             if position < len(seq.tokens):
@@ -176,7 +187,7 @@ class FakeDevice:
                 assert position == len(seq.tokens) + seq.num_in_flight - 1
                 token = self.last_tokens[seq.slot]
             context = digest(context, token)
-            page = seq.pages[position // page_size]
+            page = seq.pages[(position - seq.num_dropped) // page_size]
             assert page not in cached, "a shared page is written"
             assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
             assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
@@ -207,7 +218,12 @@ class FakeDevice:
         self.states |= written
 
     def _read(self, seq: Sequence, position: int) -> int:
-        page = seq.pages[position // self.page_size]
+        streaming = self.scheduler.memory.streaming
+        if streaming and position < streaming.sinks and seq.num_dropped:
+            page = seq.pages[position // self.page_size]
+            assert self.rotated[page] == seq.num_dropped, "sinks at other positions"
+        else:
+            page = seq.pages[(position - seq.num_dropped) // self.page_size]
         value = self.slots[page, position % self.page_size]
         assert value != POISON, "a page that is free is read"
         assert self.writers[page] == seq.namespace, "a foreign page is read"
