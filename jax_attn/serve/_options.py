@@ -18,6 +18,7 @@ from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.log_format import FORMATS
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.pictures import MAX_PICTURES
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
 from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
@@ -199,6 +200,9 @@ def parse(
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
+    starved = """that a request waits, at most, while later ones enter because more of their
+        prompts is cached (%(default)g)"""
+    add("--starvation-seconds", type=_non_negative, default=STARVATION_SECONDS, help=starved)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     add = parser.add_argument_group("drafts").add_argument
     drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
@@ -384,6 +388,7 @@ def engine_config(
         prefill_chunk=args.prefill_chunk,
         max_prefill_chunk=args.max_prefill_chunk,
         max_waiting=args.max_waiting,
+        starvation_seconds=args.starvation_seconds,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         kv_policy=_limited_kv_policy(args),
         prefix_cache=args.prefix_cache,

@@ -83,6 +83,7 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
+from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -273,7 +274,7 @@ class Engine:
         deadline = seq.deadline
         self.scheduler.finish(seq, FinishReason.ABORT)
         del self._outputs.live[seq_id]
-        self._move_pages()
+        self._run_moves()
         pages, states = self.device.take(*memory.cached(seq))
         params = seq.params
         if seq.num_output:  # the prompt's have been reported
@@ -328,7 +329,7 @@ class Engine:
         of_pages = [_like(shapes[0], handed.pages[i]) for i in pages]
         of_states = [_like(shapes[1], each) for each in handed.states[: len(slots)]]
         try:
-            self._move_pages()  # what had to make room
+            self._run_moves()  # what had to make room
             self._speculation.forget([*pages.values()])
             self.device.put([*pages.values()], of_pages, slots, of_states)
         except Exception:
@@ -440,7 +441,7 @@ class Engine:
             self._constrained.begin(live)
         if not plan.entries:
             return None
-        self._move_pages()
+        self._run_moves()
         self._speculation.draft(plan.entries, self.device)
         rows_of = None
         if self._pictures is not None:
@@ -461,25 +462,30 @@ class Engine:
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
         return LaunchedStep(batch, scores, samples, drafts)
 
-    def _move_pages(self) -> None:
-        """Copies pages within the device, and between it and the host, before the step that needs
-        them."""
+    def _run_moves(self) -> None:
+        """Runs the scheduler's moves of pages and states, before the step that needs them.
+
+        Rotations come last: they read pages that moves write, and write pages that moves have read.
+        """
         memory = self.scheduler.memory
+        if moves := memory.moves.take():
+            self._run(moves)
         if rotations := memory.take_rotations():
             with self._counters.phases["dispatch"]:
                 self.device.rotate(rotations)
-        host = memory.host
-        if host is None or not (moves := host.take_moves()):
-            return
+
+    def _run(self, moves: list[Move | PageCopy]) -> None:
+        host = self.scheduler.memory.host
         try:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            host.is_open = False
-            log.exception("the host has no memory for pages; it is used no more")
+            if host is not None:
+                host.is_open = False
+                log.exception("the host has no memory for pages; it is used no more")
             raise
-        back = [move for move in moves if not (move.to_host or move.is_state)]
-        self._speculation.forget([move.page for move in back])
+        written = [move.page_written for move in moves]
+        self._speculation.forget([page for page in written if page is not None])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""

@@ -9,7 +9,7 @@ import jax
 from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
-from jax_attn.serve._scheduling.step_plan import SchedulerConfig
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
@@ -35,7 +35,7 @@ class EngineConfig:
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
-    starvation_steps: int = 16  # see SchedulerConfig
+    starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
     # What a long text keeps of its cache; None: everything. See `streaming`.
     kv_policy: Streaming | None = None
     prefix_cache: bool = True
@@ -118,7 +118,7 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         max_prefill_chunk=config.max_prefill_chunk,
         max_waiting=config.max_waiting,
         max_kv_pages_step=config.max_kv_pages_step or enough,
-        starvation_steps=config.starvation_steps,
+        starvation_seconds=config.starvation_seconds,
         tenant_limits=config.tenant_limits,
         kv_policy=config.kv_policy,
         prefix_cache=config.prefix_cache,

@@ -25,8 +25,9 @@ from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent, SharedEvents
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.pictures import PictureNumbers
+from jax_attn.serve._scheduling.prefix_cache import num_common
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
-from jax_attn.serve._scheduling.request import Sequence, num_common
+from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
 
 log = logging.getLogger("jax_attn.serve")

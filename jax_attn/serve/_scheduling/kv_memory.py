@@ -9,7 +9,7 @@ import heapq
 from array import array
 from bisect import bisect_left, insort
 
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Moves, PageCopy
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
 from jax_attn.serve._scheduling.request import Adapter, Sequence, Status
@@ -29,9 +29,10 @@ class KvMemory:
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
         slots = PageAllocator(config.num_states) if config.num_states else None
+        self.moves = Moves()  # before the next step
         self.host = None
         if config.num_host_pages:
-            self.host = HostTier(config.num_host_pages, config.num_host_states)
+            self.host = HostTier(config.num_host_pages, self.moves, config.num_host_states)
         self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
         self.states = None if slots is None else States(config, slots, self.cache)
         self.streaming = config.streaming
@@ -174,8 +175,14 @@ class KvMemory:
         seq.pages, seq.num_computed = array("i", pages), len(pages) * self.config.page_size
         tenant = self._tenants[seq.tenant]
         self._count(seq, len(seq.pages))
+        partial = None if num_back else self._partial_page(seq, node)
         grown = self.grow(seq, num_pages - len(seq.pages))
         assert grown
+        if partial is not None:
+            # Nothing writes the page before the copy, even if `grow` has given it away.
+            source, num_tokens = partial
+            self.moves.append(PageCopy(source, seq.pages[seq.num_shared]))
+            seq.num_computed += num_tokens
         seq.slot = heapq.heappop(self._free_slots)
         seq.status = Status.RUNNING
         insort(tenant.running, seq, key=rank)
@@ -196,6 +203,18 @@ class KvMemory:
         if self.host is None or not self.host.is_sooner(num_back, num_tokens, has_state):
             return here, 0, here.node
         return match, num_back, node
+
+    def _partial_page(self, seq: Sequence, node: Node) -> tuple[int, int] | None:
+        """A cached page with some tokens that `seq` has after its whole cached pages, see
+        RadixCache.partial_page. None with recurrent states, which checkpoints have only at ends of
+        pages."""
+        if self.states is not None or not self.config.prefix_cache or seq.params.prompt_logprobs:
+            return None
+        begin, end = seq.num_computed, len(seq.tokens) - 1
+        if end <= begin:
+            return None
+        end = min(end, begin + self.config.page_size)
+        return self.cache.partial_page(self.namespace(seq), node, seq.key(end)[4 * begin :])
 
     def grow(self, seq: Sequence, num_pages: int) -> bool:
         """Appends pages to a sequence. Returns False and changes nothing if too few are left."""

@@ -249,7 +249,7 @@ class Scheduler:
             self._preempt(seq, step)
         self._secure_pages(step)
         num_left, reading = self._schedule_decodes(step)
-        if not self._schedule_prompts(step, num_left, reading):
+        if not self._schedule_prompts(step, num_left, reading, now):
             self._add_drafts(step)
         if self.memory.states is not None:
             num_left = self.config.step_checkpoints
@@ -373,7 +373,9 @@ class Scheduler:
             step.num_more_rows += len(entry.drafts)
             num_left -= len(entry.drafts)
 
-    def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
+    def _schedule_prompts(
+        self, step: StepPlan, num_left: int, reading: list[Sequence], now: float
+    ) -> bool:
         """Schedules chunks of prompts, tenants in turn.
 
         A tenant's running sequences come first, then newly admitted ones. Returns whether there are
@@ -389,7 +391,8 @@ class Scheduler:
             num_others = self.config.max_step_tokens - num_left
             num_left = min(num_left, self._chunk_beside(num_others, chunk))
         # A sequence is not preempted and admitted again within a step.
-        candidates = self.admission.candidates() if num_left > 0 and not step.preempted else {}
+        may_enter = num_left > 0 and not step.preempted
+        candidates = self.admission.candidates(now) if may_enter else {}
         if self.memory.states is not None:
             self.admission.want_parts(reading, candidates)
         coming = [self.admission.coming(seq) for seq in reading] if candidates else []
@@ -415,7 +418,6 @@ class Scheduler:
             num_left -= num_tokens
             turn = num_had + num_tokens, len(tenant.running), serial
             heapq.heapreplace(turns, (turn, tenant))
-        self.admission.count_overtaken(step.admitted)
         return len(step.entries) > num_entries
 
     def _wanted_chunk(self, reading: list[Sequence]) -> int:

@@ -9,6 +9,8 @@ from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
+STARVATION_SECONDS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -30,7 +32,8 @@ class SchedulerConfig:
     max_waiting: int
     max_kv_pages_step: int  # entries of a step's page table; shared pages count once per sequence
     max_prefill_chunk: int = 0  # below prefill_chunk: chunks do not grow
-    starvation_steps: int = 16  # after that many steps a sequence is overtaken no more
+    # A sequence that has waited so long since it might have entered is not overtaken any more.
+    starvation_seconds: float = STARVATION_SECONDS
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # sizes, in tokens, that steps are padded to
     # Slots of recurrent states, of running sequences and checkpoints; 0: the model has no states.
@@ -47,10 +50,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in (
             "page_size", "num_pages", "max_running", "max_step_tokens", "prefill_chunk",
-            "max_waiting", "max_kv_pages_step", "starvation_steps",
+            "max_waiting", "max_kv_pages_step",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.starvation_seconds >= 0:
+            raise ValueError(
+                f"starvation_seconds: expected at least 0, got {self.starvation_seconds}"
+            )
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"max_step_tokens: expected at least max_running {self.max_running}, so that every "

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from jax_attn.serve._scheduling.host_tier import PageCopy
 from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
@@ -84,13 +85,14 @@ class FakeDevice:
         self.rotated: dict[int, int] = {}  # copy of a page of sinks -> by how many tokens
         self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
+        self.num_copies = 0  # of pages that began like a prompt's
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
         free = scheduler.allocator.free
         scheduler.allocator.free = lambda pages: free(self._note_freed(pages))
 
     def _note_freed(self, pages: Iterable[int]) -> list[int]:
-        pages, host = list(pages), self.scheduler.memory.host
-        self.freed |= dict.fromkeys(pages, 0 if host is None else len(host.moves))
+        pages = list(pages)
+        self.freed |= dict.fromkeys(pages, len(self.scheduler.memory.moves))
         return pages
 
     def _move(self) -> None:
@@ -98,10 +100,17 @@ class FakeDevice:
 
         What was in them lasts until the next step, and the moves come before it.
         """
-        host = self.scheduler.memory.host
-        moves = [] if host is None else host.take_moves()
         offsets, arrived = range(self.page_size), dict[int, int]()
-        for i, (to_host, page, host_page, is_state) in enumerate(moves):
+        for i, move in enumerate(self.scheduler.memory.moves.take()):
+            if isinstance(move, PageCopy):
+                source, page = move
+                assert self.slots[source, 0] != POISON, "a page that is free is copied"
+                self.writers[page] = self.writers[source]
+                self.slots |= {(page, offset): self.slots[source, offset] for offset in offsets}
+                arrived[page] = i
+                self.num_copies += 1
+                continue
+            to_host, page, host_page, is_state = move
             if is_state and to_host:
                 self.host_states[host_page] = self.states[page]
             elif is_state:
