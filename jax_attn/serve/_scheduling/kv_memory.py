@@ -210,7 +210,7 @@ class KvMemory:
         pages."""
         if self.states is not None or not self.config.prefix_cache or seq.params.prompt_logprobs:
             return None
-        # A whole page would end at the first drop, where `seq` has to drop before it goes on.
+        # As `lookup_key`: a sequence enters before the first drop.
         begin, end = seq.num_computed, self._num_whole(len(seq.tokens)) - 1
         if end <= begin:
             return None
