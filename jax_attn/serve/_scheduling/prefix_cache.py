@@ -477,7 +477,7 @@ class RadixCache:
             return
         if not host.states.num_free:
             oldest = min(self._with_host_state, key=self._age)
-            # Of two on one path the deeper one stays: a sequence may be about to bring it back.
+            # The deeper of two on one path stays: a sequence may be about to bring it back.
             if self._age(oldest) > self._age(node):
                 return
             self._drop_host_state(oldest)
