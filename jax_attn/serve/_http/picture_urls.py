@@ -39,7 +39,9 @@ Connect = Callable[[str, int, float], socket.socket]
 
 
 class FetchError(Exception):
-    """A URL cannot be used, in one sentence."""
+    """A URL cannot be used, in one sentence. url: it; "" if it is none alone."""
+
+    url = ""
 
 
 class PictureFetcher:
@@ -71,7 +73,11 @@ class PictureFetcher:
         found: dict[str, bytes] = {}
         num_left = MAX_BYTES
         for url in urls:
-            found[url] = self._fetch(url, num_left, deadline)
+            try:
+                found[url] = self._fetch(url, num_left, deadline)
+            except FetchError as error:
+                error.url = url
+                raise
             num_left -= len(found[url])
         return found
 
