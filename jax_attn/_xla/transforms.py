@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,6 +74,19 @@ def varying_alike(arrays: Any) -> Any:
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
+
+
+def jvp_of(call: Callable[..., Any], primals: Any, tangents: Any, **static: Any) -> Any:
+    """The rule of ad.primitive_jvps for a primitive that computes `call(*primals, **static)`."""
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return call(*arrays, **static)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
 
 
 # The exceptions that the partitioner's callbacks have raised, newest last, by their text.
