@@ -24,7 +24,7 @@ from jax_attn._ops.operands import as_known, check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla.attention_operands import BackwardOperands
-from jax_attn._xla.transforms import jvp_of, varying_alike
+from jax_attn._xla.transforms import is_in_shard_map, jvp_of, varying_alike
 from jax_attn.parallel._common import add_sinks, check_axis, mapped, windows
 
 Order = Literal["striped", "contiguous"]
@@ -260,6 +260,7 @@ def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
             "plan_sequence: indptr: expected None with num_rows > 1, where each row is a document,"
             " got an array."
         )
+    is_in_shard_map("plan_sequence", indptr)
     is_manual = shards.axis_name in jax.sharding.get_abstract_mesh().manual_axes
     is_traced = is_manual or isinstance(indptr, jax.core.Tracer)
     xp: Any = jnp if is_traced else np
@@ -371,6 +372,7 @@ def attend_sequence(
         }
         call = functools.partial(attend_sequence, return_lse=return_lse)
         return mapped(op, call, mesh, arrays, (tokens, tokens) if return_lse else tokens)
+    is_in_shard_map(op, (q, k, v, sinks))
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (shards.spec.num_qo_heads,), "float32")
     if shards.algorithm == "heads":
