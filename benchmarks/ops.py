@@ -398,15 +398,10 @@ def merge_chain(workload: Workload) -> Callable[[int], Callable[[], Any]]:
 # ---- ceilings ----------------------------------------------------------------------------------
 
 
-def measure_ceilings(*, sustained: bool = False) -> tuple[Ceilings, list[Row]]:
-    """Measures read-only bandwidth (best of a few XLA reductions) and an 8192^3 bf16 matmul.
-
-    sustained: times the matmul at the clock of a device at its power limit (bursts.py).
-    """
+def _measure_reads() -> tuple[int, dict[str, float]]:
+    """The bytes of an array, and the time of each way to read it, µs."""
     width = 1 << 16
-    num_rows, size = (READ_BYTES // (2 * width), 8192) if on_gpu() else (32, 512)
-    (data,) = normal((num_rows, width))
-    num_bytes = data.nbytes
+    (data,) = normal((READ_BYTES // (2 * width) if on_gpu() else 32, width))
     forms = {
         "xla_sum": lambda a: jnp.sum(a, dtype=jnp.float32),
         "xla_row_max": lambda a: jnp.max(a, axis=1),
@@ -421,9 +416,23 @@ def measure_ceilings(*, sustained: bool = False) -> tuple[Ceilings, list[Row]]:
     for name, form in forms.items():
         run = jax.jit(form)
         read_us[name] = _in_flight_us(functools.partial(run, data), 8)
-    del data
-    best = min(read_us, key=read_us.__getitem__)
+    return data.nbytes, read_us
 
+
+def read_bytes_per_us() -> float:
+    """The device's read-only bandwidth."""
+    num_bytes, read_us = _measure_reads()
+    return num_bytes / min(read_us.values())
+
+
+def measure_ceilings(*, sustained: bool = False) -> tuple[Ceilings, list[Row]]:
+    """Measures read-only bandwidth (best of a few XLA reductions) and an 8192^3 bf16 matmul.
+
+    sustained: times the matmul at the clock of a device at its power limit (bursts.py).
+    """
+    num_bytes, read_us = _measure_reads()
+    best = min(read_us, key=read_us.__getitem__)
+    size = 8192 if on_gpu() else 512
     a, b = normal((size, size), 2)
     b = (b / np.sqrt(size)).astype(jnp.bfloat16)
 

@@ -426,6 +426,16 @@ NB_MODULE(_core, m) {
   m.def("prepare_plan", [](int64_t arch, bool general) {
     return Prepared([&](KernelInfo* info) { return PreparePlan({arch, general}, info); });
   });
+  // The kernel of linear_attention_sources(words)[index].
+  m.def("prepare_linear_attention", [](const std::vector<int64_t>& words, size_t index) {
+    const LinearAttentionKernel kernel = LinearAttentionKernels(ReadLinear(words)).at(index);
+    return Prepared([&](KernelInfo* info) { return PrepareLinearAttention(kernel, info); });
+  });
+  m.def("prepare_short_convolution", [](int64_t arch, int64_t dtype, int64_t width, bool silu) {
+    return Prepared([&](KernelInfo* info) {
+      return PrepareShortConvolution({arch, dtype, width, silu}, info);
+    });
+  });
   m.def("jit_stats", &StatsDict);
   m.def("can_access_peers", &CanAccessPeers);
   m.def("all_reduce_fault", [] { return AnyGroupFault().message; });

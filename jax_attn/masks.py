@@ -33,6 +33,7 @@ __all__ = [
     "BlockMap",
     "Mask",
     "block_sparse",
+    "block_sparse_pages",
     "custom_mask",
     "document_ids",
     "page_positions",
@@ -434,26 +435,10 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
     >>> batch = np.array([0, 8]), np.array([8])
     >>> mask.block_map(spec, *batch, q_block=4, kv_block=4).classes.tolist()  # VISIBLE, HIDDEN
     [[1, 2], [1, 1]]
+
+    Work is saved in whole kernel steps (tile_kv keys). For narrower columns see block_sparse_pages.
     """
-    indptr, indices = np.asarray(indptr), np.asarray(indices)
-    for name, tokens in (("rows", rows), ("columns", columns)):
-        if tokens < 1:
-            raise ValueError(f"masks.block_sparse: {name}: expected tokens >= 1, got {tokens}.")
-    if len(indptr) == 0 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
-        raise ValueError(
-            f"masks.block_sparse: indptr: expected ascending numbers from 0 on, got {indptr}."
-        )
-    if indptr[-1] != len(indices):
-        raise ValueError(
-            f"masks.block_sparse: indices: expected indptr[-1] = {indptr[-1]} block columns, got"
-            f" {len(indices)}."
-        )
-    bad = np.flatnonzero((indices < 0) | (indices >= num_columns))
-    if len(bad):
-        raise ValueError(
-            f"masks.block_sparse: indices[{bad[0]}]: expected a block column in [0, {num_columns}),"
-            f" got {indices[bad[0]]}."
-        )
+    indptr, indices = _check_blocks("block_sparse", indptr, indices, rows, columns, num_columns)
     num_rows = len(indptr) - 1
     # One extra row and word, all hidden: indices beyond the last are clamped to them.
     dense = np.zeros((num_rows + 1, (-(-num_columns // 32) + 1) * 32), bool)
@@ -471,6 +456,75 @@ def block_sparse(indptr: Any, indices: Any, rows: int, columns: int, num_columns
                         shape[1]).T  # fmt: skip
 
     return Mask(function, {"bits": bits}, classes)
+
+
+def block_sparse_pages(
+    indptr: Any, indices: Any, rows: int, columns: int, num_columns: int, num_rows: int, kv_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The blocks of block_sparse as pages: work is saved however narrow the columns are.
+
+    Each block row becomes a request, and its block columns the request's pages (FlashInfer's BSR,
+    arXiv 2501.01005, section 3.1). For keys k of one sequence, [kv_len, num_kv_heads, head_dim],
+    the pool is k padded to num_columns * columns rows and reshaped to [num_columns, columns,
+    num_kv_heads, head_dim]; likewise v.
+
+    indptr, indices, rows, columns, num_columns: as for block_sparse.
+    num_rows, kv_len: tokens of q and of k. The last block row and column may be cut short.
+
+    Returns qo_indptr, kv_lens, page_indptr and page_indices for `plan`, with a spec of
+    page_size=columns and causal=False. Positions count the visible keys of a row.
+
+    Raises ValueError as block_sparse, and if num_rows or kv_len does not fit the blocks.
+
+    >>> import numpy as np
+    >>> import jax_attn as ja
+    >>> ja.masks.block_sparse_pages(np.array([0, 1, 3]), np.array([2, 0, 2]), 4, 2, 3, 7, 5)
+    (array([0, 4, 7]), array([1, 3]), array([0, 1, 3]), array([2, 0, 2]))
+    """
+    op = "block_sparse_pages"
+    indptr, indices = _check_blocks(op, indptr, indices, rows, columns, num_columns)
+    num_block_rows = len(indptr) - 1
+    for name, got, size, num in (
+        ("num_rows", num_rows, rows, num_block_rows),
+        ("kv_len", kv_len, columns, num_columns),
+    ):
+        if not (num - 1) * size < got <= num * size:
+            raise ValueError(
+                f"masks.{op}: {name}: expected {max(0, (num - 1) * size + 1)} to {num * size} for"
+                f" {num} blocks of {size}, got {got}."
+            )
+    # Ascending, so that a column that is cut short is a request's last page; each once.
+    keys = np.unique(np.repeat(np.arange(num_block_rows), np.diff(indptr)) * num_columns + indices)
+    block_rows, pages = np.divmod(keys, num_columns)
+    page_indptr = np.searchsorted(block_rows, np.arange(num_block_rows + 1))
+    missing = np.zeros(num_block_rows, int)
+    missing[block_rows[pages == num_columns - 1]] = num_columns * columns - kv_len
+    kv_lens = np.diff(page_indptr) * columns - missing
+    qo_indptr = np.minimum(np.arange(num_block_rows + 1) * rows, num_rows)
+    return qo_indptr, kv_lens, page_indptr, pages
+
+
+def _check_blocks(
+    op: str, indptr: Any, indices: Any, rows: int, columns: int, num_columns: int
+) -> tuple[np.ndarray, np.ndarray]:
+    indptr, indices = np.asarray(indptr), np.asarray(indices)
+    for name, tokens in (("rows", rows), ("columns", columns)):
+        if tokens < 1:
+            raise ValueError(f"masks.{op}: {name}: expected tokens >= 1, got {tokens}.")
+    if len(indptr) == 0 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        raise ValueError(f"masks.{op}: indptr: expected ascending numbers from 0 on, got {indptr}.")
+    if indptr[-1] != len(indices):
+        raise ValueError(
+            f"masks.{op}: indices: expected indptr[-1] = {indptr[-1]} block columns, got"
+            f" {len(indices)}."
+        )
+    bad = np.flatnonzero((indices < 0) | (indices >= num_columns))
+    if len(bad):
+        raise ValueError(
+            f"masks.{op}: indices[{bad[0]}]: expected a block column in [0, {num_columns}),"
+            f" got {indices[bad[0]]}."
+        )
+    return indptr, indices
 
 
 def page_positions(

@@ -12,4 +12,10 @@ namespace jax_attn {
 // rows there are, nor on the number of threads.
 void ProductCpu(int64_t dtype, const ProductParams& params, TaskPool& pool);
 
+// Each row of x times the matrix of its group: x has the rows of group 0, then those of group 1 and
+// so on. panels: of all matrices, one after the other. group_rows: [num_groups], each >= 0, sum at
+// most num_rows; the rows of y beyond it are 0. Reads the matrices of groups with rows only.
+void GroupedProductCpu(int64_t dtype, const ProductParams& params, const int32_t* group_rows,
+                       int64_t num_groups, TaskPool& pool);
+
 }  // namespace jax_attn

@@ -26,8 +26,9 @@ std::optional<DType> DTypeOf(ffi::DataType type) {
   }
 }
 
+// num_groups: matrices of a stack; 0: there is one matrix, not a stack.
 Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& y,
-              DType* dtype, ProductParams* p) {
+              int64_t num_groups, DType* dtype, ProductParams* p) {
   const ffi::DataType type = x.element_type();
   const std::optional<DType> known = DTypeOf(type);
   const auto dims = x.dimensions(), results = y.dimensions();
@@ -44,11 +45,14 @@ Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::
   p->is_wide = y.element_type() == ffi::F32;
   const int64_t num_panels = (p->columns + kWeightColumns - 1) / kWeightColumns;
   const int64_t steps = WeightSteps(*dtype == kBF16, p->depth);
-  const Status s =
-      *dtype == kBF16
-          ? CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns, 2})
-          : CheckBuffer(kOp, "panels", panels, type, {num_panels, steps, kWeightColumns});
-  JAX_ATTN_RETURN_IF_ERROR(s);
+  const auto check = [&](std::initializer_list<int64_t> shape) {
+    return CheckBuffer(kOp, "panels", panels, type, shape);
+  };
+  const int64_t n = num_groups, columns = kWeightColumns;
+  JAX_ATTN_RETURN_IF_ERROR(n == 0 ? (*dtype == kBF16 ? check({num_panels, steps, columns, 2})
+                                                     : check({num_panels, steps, columns}))
+                                  : (*dtype == kBF16 ? check({n, num_panels, steps, columns, 2})
+                                                     : check({n, num_panels, steps, columns})));
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "y", y, p->is_wide ? ffi::F32 : type, {p->num_rows, p->columns}));
   p->x = x.untyped_data();
@@ -61,10 +65,34 @@ Status ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
                   bool poison) {
   DType dtype = {};
   ProductParams params = {};
-  JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, &dtype, &params));
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, 0, &dtype, &params));
   if (poison) PoisonOnHost({y});
   HelperPool task_pool(pool.num_threads());
   ProductCpu(dtype, params, task_pool);
+  return Status::Ok();
+}
+
+Status ExecuteGroupedCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                         ffi::Buffer<ffi::S32> group_rows, ResultBuffer y, bool poison) {
+  DType dtype = {};
+  ProductParams params = {};
+  const int64_t num_groups = static_cast<int64_t>(group_rows.element_count());
+  if (num_groups == 0) return Status::Error("product: group_rows: expected one or more, got none.");
+  JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, num_groups, &dtype, &params));
+  const int32_t* rows = group_rows.typed_data();
+  int64_t num_rows = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    num_rows += rows[group];
+    if (rows[group] < 0 || num_rows > params.num_rows) {
+      return Status::Error("product: group_rows: expected numbers >= 0 with a sum of at most " +
+                           std::to_string(params.num_rows) + ", got " +
+                           std::to_string(rows[group]) + " for group " + std::to_string(group) +
+                           " and a sum of " + std::to_string(num_rows) + ".");
+    }
+  }
+  if (poison) PoisonOnHost({y});
+  HelperPool task_pool(pool.num_threads());
+  GroupedProductCpu(dtype, params, rows, num_groups, task_pool);
   return Status::Ok();
 }
 
@@ -78,10 +106,22 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::AnyBuffer>()  // y
         .Attr<bool>("poison"));
 
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteGroupedCpu,
+    [](ffi::ThreadPool pool, auto... bound) { return ToFfi(ExecuteGroupedCpu(pool, bound...)); },
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()         // x
+        .Arg<ffi::AnyBuffer>()         // panels
+        .Arg<ffi::Buffer<ffi::S32>>()  // group_rows
+        .Ret<ffi::AnyBuffer>()         // y
+        .Attr<bool>("poison"));
+
 }  // namespace
 
 const std::vector<Target> kProductTargets = {
     {"jax_attn_product", "cpu", nullptr, nullptr, kExecuteCpu},
+    {"jax_attn_grouped_product", "cpu", nullptr, nullptr, kExecuteGroupedCpu},
 };
 
 }  // namespace jax_attn

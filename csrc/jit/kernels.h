@@ -75,7 +75,9 @@ Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal);
 Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& params,
                        int64_t num_ctas, void* stream, int device_ordinal);
 
-Status PrepareLinearAttention(const LinearAttentionProblem& problem, KernelInfo* info = nullptr);
+// One of LinearAttentionKernels, or all of them.
+Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info = nullptr);
+Status PrepareLinearAttention(const LinearAttentionProblem& problem);
 Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal);
 // Zeroes the first words of the workspace (SizeLinearAttention) before the launch.
 Status LaunchLinearAttention(const LinearAttentionProblem& problem,

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "plan/rules/units.h"
 #include "plan/schedule.h"
 
 namespace jax_attn {
@@ -12,71 +13,66 @@ void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i6
     const TileCut cut = CutTile(rules, longest_cost, t);
     for (int32_t s = 0; s < cut.num_splits; ++s) {
       const int32_t begin = cut.Begin(t, s), end = cut.End(t, s);
-      chunks->push_back({static_cast<int32_t>(i), begin, end, s, cut.num_splits,
+      chunks->push_back({static_cast<int32_t>(i), kEveryUnit, begin, end, s, cut.num_splits,
                          ItemCost(rules, t, end - begin, cut.num_splits > 1)});
     }
   }
 }
 
-void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+bool CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 makespan,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of) {
   chunks->clear();
   queue_of->clear();
-  thread_local std::vector<int64_t> places;  // start of every tile on the line, and the line's end
+  // The line: tiles of units, their starts, and the line's end.
+  thread_local std::vector<UnitTile> line;
+  thread_local std::vector<i64> places;
+  line.clear();
   places.assign(1, 0);
-  for (const QueryTile& t : tiles) {
-    places.push_back(places.back() + ItemCost(rules, t, t.kv_end - t.kv_begin, false));
-  }
-  const RangeCut ranges = MakeRangeCut(rules, tiles[0], places.back());
-  auto tile_at = [&](int64_t place) {
-    const auto after = std::upper_bound(places.begin(), places.end() - 1, place);
-    return static_cast<size_t>(after - places.begin()) - 1;
-  };
-
-  thread_local std::vector<int32_t> cut_tiles;  // F of every border; border 0 does not exist
-  cut_tiles.assign(1, 0);
-  size_t last = tiles.size();
-  for (i32 b = 1; b < ranges.num_ranges; ++b) {
-    const size_t tile = tile_at(BorderOffset(ranges, b, b, ranges.num_ranges - 1));
-    cut_tiles.push_back(cut_tiles.back() + (tile != last));
-    last = tile;
-  }
-
-  i32 border = 1;
-  size_t border_tile =
-      tiles.size();  // tile that holds `border`; past the last tile if there is none
-  int32_t border_at = 0;
-  auto find_border = [&] {
-    border_tile = tiles.size();
-    if (border >= ranges.num_ranges) return;
-    const int64_t place = BorderOffset(ranges, border, cut_tiles[border], cut_tiles.back());
-    border_tile = tile_at(place);
-    border_at = BorderPosition(rules, tiles[border_tile], places[border_tile], place);
-  };
-  find_border();
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    const QueryTile& t = tiles[i];
-    const size_t first_chunk = chunks->size();
-    int32_t begin = t.kv_begin;
-    do {
-      // Borders in this tile, and at the end of the previous tile.
-      while (border_tile < i || (border_tile == i && border_at <= begin)) {
-        ++border;
-        find_border();
-      }
-      const int32_t end = border_tile == i ? std::min(border_at, t.kv_end) : t.kv_end;
-      chunks->push_back({static_cast<int32_t>(i), begin, end,
-                         static_cast<int32_t>(chunks->size() - first_chunk), 0, 0});
-      queue_of->push_back(border - 1);
-      begin = end;
-    } while (begin < t.kv_end);
-    const auto num_splits = static_cast<int32_t>(chunks->size() - first_chunk);
-    for (size_t c = first_chunk; c < chunks->size(); ++c) {
-      Chunk& chunk = (*chunks)[c];
-      chunk.num_splits = num_splits;
-      chunk.cost = ItemCost(rules, t, chunk.kv_end - chunk.kv_begin, num_splits > 1);
+  const auto num_tiles = static_cast<int32_t>(tiles.size());
+  for (int32_t first = 0, end; first < num_tiles; first = end) {
+    end = first + 1;
+    while (end < num_tiles && tiles[end].request == tiles[first].request) ++end;
+    for (int32_t i = 0; i < (end - first) * rules.num_units; ++i) {
+      const UnitTile u = UnitTileOf(rules, first, end - first, i);
+      const QueryTile& t = tiles[u.tile];
+      line.push_back(u);
+      places.push_back(places.back() + ItemCost(rules, t, t.kv_end - t.kv_begin, false));
     }
   }
+  const auto num = static_cast<int32_t>(line.size());
+  const auto tile_at = [&](int32_t i) -> const QueryTile& { return tiles[line[i].tile]; };
+  const auto capacity = [&](i32 c) { return RangeCapacity(rules, places.back(), makespan, c); };
+  const i32 least = LeastCapacity(
+      [&](i32 c) { return RangesFit(rules, places.data(), num, tile_at, capacity(c)); });
+  if (least == kNumCapacities) return false;
+
+  RangeStart at = {0, tile_at(0).kv_begin};
+  size_t first_chunk = 0;  // of the tile at `at`
+  for (int32_t queue = 0; at.tile < num; ++queue) {
+    const RangeStart end = RangeEndOf(rules, places.data(), num, tile_at, at, capacity(least));
+    while (at.tile < num) {
+      const QueryTile& t = tile_at(at.tile);
+      const bool ends = at.tile < end.tile;
+      if (!ends && at.kv == end.kv) break;
+      const UnitTile u = line[at.tile];
+      chunks->push_back({u.tile, u.unit, at.kv, ends ? t.kv_end : end.kv,
+                         static_cast<int32_t>(chunks->size() - first_chunk), 0, 0});
+      queue_of->push_back(queue);
+      if (!ends) {
+        at = end;
+        break;
+      }
+      const auto num_splits = static_cast<int32_t>(chunks->size() - first_chunk);
+      for (; first_chunk < chunks->size(); ++first_chunk) {
+        Chunk& chunk = (*chunks)[first_chunk];
+        chunk.num_splits = num_splits;
+        chunk.cost = ItemCost(rules, t, chunk.kv_end - chunk.kv_begin, num_splits > 1);
+      }
+      ++at.tile;
+      at.kv = at.tile < num ? tile_at(at.tile).kv_begin : 0;
+    }
+  }
+  return true;
 }
 
 }  // namespace jax_attn

@@ -162,13 +162,20 @@ int64_t PlanScratchBytes(const AttentionProblem& problem, int64_t num_levels, in
     return (8 + 8) * num_tiles + 4 * (queues + 1) +
            (sizeof(WorkItem) + 16 + 8 * rules.num_kv_heads) * chunks;
   };
-  int64_t num_trials = balanced ? 1 + kNumRetries : 1;  // stream-K needs less than the retries
-  if (rules.fewer_splits) num_trials += kNumFewerSplits;
-  const int64_t ranges = 8 * tiles + 5 * 4 * queues;
+  const int64_t num_trials = balanced ? 1 + kNumRetries + kNumFewerSplits : 1;
+  // Ranges: tiles of head units, and what a trial of one unit takes (cuda/plan/ranges.cuh).
+  int64_t unit_tiles = tiles;
+  if (rules.num_units > 1) {
+    unit_tiles = std::min<int64_t>(tiles * rules.num_units, kMostTilesOfRanges * queues);
+  }
+  const int64_t ranges = balanced ? 8 * (unit_tiles + 1) + 4 * kNumCapacities + 16 * (queues + 1) +
+                                        trial(unit_tiles + 1, queues)
+                                  : 0;
   int64_t bytes = 4 * (requests + 1) + sizeof(QueryTile) * tiles +
                   num_trials * trial(tiles, 2 * queues) + ranges +
-                  2 * results(tiles, 2 * queues);  // of the first trial, and of the chosen schedule
-  bytes += 64 * 16;                                // each array is rounded up to 16 bytes
+                  results(tiles, 2 * queues) +  // of the first trial, and of the chosen schedule
+                  std::max(results(tiles, 2 * queues), results(unit_tiles + 1, queues));
+  bytes += 160 * 16;                                      // each array is rounded up to 16 bytes
   const auto lists = [&](int64_t num_tiles) -> int64_t {  // cuda/plan/steps.cuh
     if (map == nullptr) return 0;
     const AttentionSpec& spec = problem.spec;

@@ -378,7 +378,7 @@ void CutShared(const PlanRules& rules, const Tiling& tiling, SharedTrial trial,
     const TileCut cut = CutSharedTile(rules, t, s, total[s.shared()], trial);
     for (i32 split = 0; split < cut.num_splits; ++split) {
       const i32 begin = cut.Begin(t, split), end = cut.End(t, split);
-      chunks->push_back({static_cast<int32_t>(i), begin, end, split, cut.num_splits,
+      chunks->push_back({static_cast<int32_t>(i), kEveryUnit, begin, end, split, cut.num_splits,
                          ChunkCost(rules, t, s, cut.num_splits, end - begin)});
     }
   }

@@ -8,6 +8,7 @@
 #include "plan/rules/checks.h"
 #include "plan/rules/choice.h"
 #include "plan/rules/merges.h"
+#include "plan/rules/units.h"
 
 namespace jax_attn {
 namespace {
@@ -85,15 +86,15 @@ struct Assignment {
 };
 
 void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
-  const int64_t heads = rules.num_kv_heads;
   a->total_cost = 0;
   a->num_cut_items = 0;
   PlanCounts& n = a->counts;
   n = {};
-  n.num_items = static_cast<int64_t>(a->chunks.size()) * heads;
   for (const Chunk& c : a->chunks) {
     const TileSharing sharing = tiling.SharingOf(c.tile_idx);
-    a->total_cost += c.cost * rules.num_units;
+    const int64_t heads = NumHeadsOf(rules, c.unit);
+    a->total_cost += c.cost * (c.unit == kEveryUnit ? rules.num_units : 1);
+    n.num_items += heads;
     if (c.num_splits > 1) a->num_cut_items += heads;
     if (c.num_splits == 1 && !sharing.partial()) continue;
     n.num_partials += heads * std::max(1, sharing.num_units);
@@ -104,6 +105,12 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
     n.num_merge_groups += heads * (sharing.partial() ? 1 : NumMergeGroups(rules, t, c.num_splits));
   }
 }
+
+// How chunks are dealt.
+struct DealOptions {
+  bool leaves_empty = false;  // as in SharedTrial
+  bool by_weight = false;     // as in Retry
+};
 
 // Assigns chunks to queues in the order of their keys. leaves_empty: as in SharedTrial.
 template <typename Key>
@@ -143,8 +150,8 @@ void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64
 
 // Longest processing time first. Graham (1969): within 4/3 of the best makespan for these chunks.
 // Before them come requests with several tiles, section by section, head by head (rules/order.h).
-// leaves_empty: as in SharedTrial.
-void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empty, Assignment* a) {
+void AssignChunks(const PlanRules& rules, const Tiling& tiling, DealOptions options,
+                  Assignment* a) {
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
   keys.resize(num_chunks);
@@ -153,30 +160,32 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, bool leaves_empt
     // Shared chunks come first, so that they complete few merge groups: merging many groups in one
     // CTA at the end would take longer than the attention itself.
     const bool shared = tiling.SharingOf(c.tile_idx).shared();
-    const i32 section = tiling.tiles[c.tile_idx].section;
+    const i32 section = options.by_weight ? 0 : tiling.tiles[c.tile_idx].section;
     keys[i] = section > 0 ? SectionKey(section, i) : ChunkKey(c.cost, i, shared);
   }
   std::sort(keys.begin(), keys.end());
   CountAssignment(rules, tiling, a);
   if (LoadTree<uint64_t>::Holds(a->total_cost)) {
-    Deal<uint64_t>(rules, tiling, keys, leaves_empty, a);
+    Deal<uint64_t>(rules, tiling, keys, options.leaves_empty, a);
   } else {
-    Deal<unsigned __int128>(rules, tiling, keys, leaves_empty, a);
+    Deal<unsigned __int128>(rules, tiling, keys, options.leaves_empty, a);
   }
 }
 
-void AssignRanges(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
+// Returns false if ranges would not take less than `makespan`.
+bool AssignRanges(const PlanRules& rules, const Tiling& tiling, i64 makespan, Assignment* a) {
   thread_local std::vector<int32_t> queue_of;
-  CutByRanges(rules, tiling.tiles, &a->chunks, &queue_of);
+  if (!CutByRanges(rules, tiling.tiles, makespan, &a->chunks, &queue_of)) return false;
   a->slots.clear();
   for (size_t i = 0; i < a->chunks.size(); ++i) {
-    a->slots.push_back({static_cast<int32_t>(i), 0, queue_of[i]});
+    a->slots.push_back({static_cast<int32_t>(i), a->chunks[i].unit, queue_of[i]});
   }
   thread_local std::vector<int64_t> loads;
   loads.assign(rules.num_queues, 0);
   for (size_t i = 0; i < a->chunks.size(); ++i) loads[queue_of[i]] += a->chunks[i].cost;
   a->makespan = *std::max_element(loads.begin(), loads.end());
   CountAssignment(rules, tiling, a);
+  return true;
 }
 
 bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
@@ -184,47 +193,51 @@ bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
                      [&](const QueryTile& t) { return t.tile != tiles[0].tile; });
 }
 
-int64_t SpanCostOf(const std::vector<QueryTile>& tiles) {
-  int64_t total = 0;
-  for (const QueryTile& t : tiles) total += SpanCost(t);
-  return total;
-}
-
-// Replaces `best` by a better schedule: Algorithm 1 with shorter chunks, or stream-K. The trials
-// must not depend on capacities, or capacities would change a result's bits.
-void Rebalance(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+// Replaces `best` by a better schedule: stream-K, or Algorithm 1 with shorter chunks. The trials
+// must not depend on capacities, or capacities would change a result's bits. first_longest_cost: of
+// the schedule in `best`.
+void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
+               int64_t first_longest_cost, Assignment* best) {
   thread_local Assignment trial;
-  const int64_t span_cost = SpanCostOf(tiling.tiles), total_cost = best->total_cost;
+  const auto num_tiles = static_cast<int64_t>(tiling.tiles.size());
+  const int64_t total_cost = WholeCost(rules, num_tiles, span_cost);
   auto balanced = [&] { return IsBalanced(best->makespan, total_cost, rules.num_queues); };
   if (balanced()) return;
-  // Stream-K cuts one line of tiles, the same for every head. Not used when tile M varies: a queue
-  // should begin with its large tiles and fill up with small ones; ranges took 736 us there.
-  if (rules.num_units == 1 && !HaveSeveralHeights(tiling.tiles)) {
-    AssignRanges(rules, tiling, &trial);
-    if (trial.counts.num_partials <= rules.max_balanced_partials &&
-        trial.makespan < best->makespan) {
+  const bool several = HaveSeveralHeights(tiling.tiles);
+  const bool large = HaveLargeStates(several, tiling.tiles[0]);
+  const i64 margin = MarginOfSplits(large);
+  const i64 mean = total_cost / rules.num_queues;
+  if (MayHaveRanges(rules, num_tiles) &&
+      AreRangesWorthIt(rules, several, margin, mean, best->makespan)) {
+    if (AssignRanges(rules, tiling, best->makespan, &trial) &&
+        AreRangesWorthIt(rules, several, margin, trial.makespan, best->makespan)) {
       std::swap(*best, trial);
     }
-    return;
+    if (balanced()) return;
   }
   for (i32 r = 0; r < kNumRetries; ++r) {
-    if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, best->makespan)) return;
-    const i64 longest_cost = LongestChunkCost(rules, span_cost, RetryDivisor(r));
-    CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
-    AssignChunks(rules, tiling, false, &trial);
+    if (!MayBeWorthMoreSplits(margin, total_cost, rules.num_queues, best->makespan)) return;
+    const Retry retry = RetryOf(rules, span_cost, first_longest_cost, large, r);
+    CutByLength(rules, tiling.tiles, retry.longest_cost, &trial.chunks);
+    AssignChunks(rules, tiling, {false, retry.by_weight}, &trial);
     if (trial.counts.num_partials > rules.max_balanced_partials) return;
-    if (IsWorthMoreSplits(trial.makespan, best->makespan)) std::swap(*best, trial);
+    if (IsWorthMoreSplits(margin, trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
   }
 }
 
-// kAuto: replaces `best` by a schedule with longer chunks if that is predicted to be faster.
-void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, Assignment* best) {
+// Replaces `best` by a schedule with longer chunks if that is predicted to be faster.
+void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
+                    int64_t longest_span_cost, Assignment* best) {
   thread_local Assignment trial;
-  const int64_t span_cost = SpanCostOf(tiling.tiles);
-  for (i32 r = 0; r < kNumFewerSplits && best->num_cut_items > 0; ++r) {
+  if (best->chunks.empty()) return;
+  const auto may_gain = [&] {  // ranges need not be the best order even where they cut no tile
+    return best->num_cut_items > 0 || best->chunks.front().unit != kEveryUnit;
+  };
+  for (i32 r = FirstOfFewer(rules); r < kNumFewerSplits && may_gain(); ++r) {
+    if (!MayBeWorthFewerSplits(rules, r, longest_span_cost, best->makespan)) continue;
     CutByLength(rules, tiling.tiles, LongestOfFewer(rules, span_cost, r), &trial.chunks);
-    AssignChunks(rules, tiling, false, &trial);
+    AssignChunks(rules, tiling, {}, &trial);
     if (trial.makespan < best->makespan) std::swap(*best, trial);
   }
 }
@@ -249,14 +262,15 @@ PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best)
     longest_span_cost = std::max(longest_span_cost, static_cast<int64_t>(SpanCost(t)));
   }
   if (PlanFault f = CheckChunks(rules, tiles); f.code) return f;
-  const i64 longest_cost = LongestChunkCost(rules, span_cost, 2);
-  CutByLength(
-      rules, tiles,
-      FirstLongestCost(rules, static_cast<int64_t>(tiles.size()), longest_span_cost, longest_cost),
-      &best->chunks);
-  AssignChunks(rules, tiling, false, best);
-  if (rules.schedule == kBalanced) Rebalance(rules, tiling, best);
-  if (rules.fewer_splits) TryFewerSplits(rules, tiling, best);
+  const i64 longest_cost =
+      FirstLongestCost(rules, static_cast<int64_t>(tiles.size()), longest_span_cost,
+                       LongestChunkCost(rules, span_cost, 2));
+  CutByLength(rules, tiles, longest_cost, &best->chunks);
+  AssignChunks(rules, tiling, {}, best);
+  if (rules.schedule == kBalanced) {
+    Rebalance(rules, tiling, span_cost, longest_cost, best);
+    TryFewerSplits(rules, tiling, span_cost, longest_span_cost, best);
+  }
   return {};
 }
 
@@ -270,7 +284,7 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
   }
   for (i32 r = 0; r < kNumSharedTrials; ++r) {
     CutShared(rules, tiling, kSharedTrials[r], &trial.chunks);
-    AssignChunks(rules, tiling, kSharedTrials[r].leaves_empty, &trial);
+    AssignChunks(rules, tiling, {kSharedTrials[r].leaves_empty, false}, &trial);
     const bool fits =
         rules.schedule != kBalanced || (trial.num_cut_items <= rules.max_balanced_partials &&
                                         trial.counts.num_partial_rows <= MaxSharedRows(rules));
@@ -294,9 +308,9 @@ int64_t MeanFlatLoad(const PlanRules& rules, const Tiling& flat) {
 
 // Where the states of a chunk are stored, and which group merges them.
 struct ChunkPlace {
-  int32_t partial_row = -1;  // for kv head 0; those of one head are contiguous
-  int32_t group = -1;        // for kv head 0
-  int32_t group_step = 0;    // from one head to the next
+  int32_t partial_row = -1;  // for the first head of the chunk; those of one head are contiguous
+  int32_t group = -1;        // for the first head of the chunk
+  int32_t group_step = 0;    // from one of its heads to the next
 };
 
 // Partial i of a group, for every kv head.
@@ -374,9 +388,8 @@ void NumberUnits(const PlanRules& rules, const Tiling& tiling, const std::vector
 // Numbers partial states and merge groups.
 void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vector<Chunk>& chunks,
                    std::vector<ChunkPlace>* places, ScheduleOutput* out) {
-  const int32_t heads = rules.num_kv_heads;
   const auto num_units = static_cast<int32_t>(tiling.unit_tiles.size());
-  out->num_merge_groups = heads * num_units;
+  out->num_merge_groups = rules.num_kv_heads * num_units;
   places->assign(chunks.size(), {});
   for (size_t i = 0; i < chunks.size(); ++i) {
     const Chunk& c = chunks[i];
@@ -394,6 +407,7 @@ void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vect
       }
       continue;
     }
+    const int32_t heads = NumHeadsOf(rules, c.unit);
     place.partial_row = out->num_partial_rows;
     out->num_partial_rows += heads * rows * c.num_splits;
     if (sharing.partial()) {
@@ -404,7 +418,8 @@ void PlacePartials(const PlanRules& rules, const Tiling& tiling, const std::vect
     place.group_step = NumMergeGroups(rules, t, c.num_splits);
     place.group = out->num_merge_groups + MergeGroupOfSplit(place.group_step, 0);
     for (int32_t h = 0; h < heads; ++h) {
-      AddTileGroups(rules, t, c, h, place.partial_row + h * c.num_splits * rows, out);
+      AddTileGroups(rules, t, c, HeadOf(rules, c.unit, h),
+                    place.partial_row + h * c.num_splits * rows, out);
     }
   }
   NumberUnits(rules, tiling, chunks, *places, out);
@@ -460,12 +475,14 @@ void WriteItems(const PlanRules& rules, const Tiling& tiling, const Assignment& 
       const bool backwards = both_ends && BeginsWithSmallTiles(num_ctas, cta);
       WorkItem* to = items + (backwards ? queue_indptr[cta + 1] - at - heads_per_unit
                                         : queue_indptr[cta] + at);
+      // Index of a head among those that have the chunk.
+      const int64_t first_idx = c.unit == kEveryUnit ? first : p * heads_per_unit;
       for (int64_t h = 0; h < heads_per_unit; ++h) {
-        const auto head = static_cast<int32_t>(first + h);
-        item.kv_head = head;
+        item.kv_head = static_cast<int32_t>(first + h);
         if (split) {
-          item.partial_row = place.partial_row + head * row_step;
-          item.merge_idx = place.group + head * place.group_step;
+          const auto idx = static_cast<int32_t>(first_idx + h);
+          item.partial_row = place.partial_row + idx * row_step;
+          item.merge_idx = place.group + idx * place.group_step;
         }
         to[h] = item;
       }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/rules/sharing.h"
+#include "plan/rules/units.h"
 #include "spec.h"
 
 namespace jax_attn {
@@ -22,9 +23,10 @@ struct Tiling {
   }
 };
 
-// One piece of a tile's span, for every kv head.
+// One piece of a tile's span, for every kv head or for those of one head unit.
 struct Chunk {
   int32_t tile_idx;  // index into the tiles
+  int32_t unit;      // kEveryUnit: cut by length, the same for all heads
   int32_t kv_begin, kv_end;
   int32_t split;  // position among the tile's chunks, in kv order
   int32_t num_splits;
@@ -36,13 +38,17 @@ struct Chunk {
 void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks);
 
-// Chunks and their queues, for one kv head unit and tiles of one tile M: ranges of equal cost.
-void CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+// Chunks and their queues, for tiles of one tile M: ranges of equal cost of one line, on which
+// every tile lies once for each head unit. Returns false if no queue could have less than
+// `makespan`.
+bool CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 makespan,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of);
 
 // Algorithm 1 splits a tile of cost l into ceil(l / L) chunks with L = total / num_ctas. So the
 // tiles that are split have at most 2 * num_ctas chunks, times the heads that stay together. The
-// same bound holds for the ranges of stream-K, which cuts at most num_ctas - 1 times.
+// same bound holds for the ranges of stream-K, for any number of heads: the line of a partition is
+// cut at most num_queues - 1 times, and k cuts of a tile of one head unit make k + 1 <= 2 * k
+// states.
 inline int64_t MaxBalancedPartials(const KernelConfig& config) {
   return 2 * config.num_ctas * config.heads_per_unit;
 }

@@ -10,9 +10,9 @@ namespace jax_attn {
 namespace {
 
 constexpr int64_t kMostLinearHeadDim = 256;
-// The recurrence's columns of one CTA, which has eight warps for 128 x 128 states. All columns
-// share what is computed from q and k. With more rows than 128 it has half as many columns.
-constexpr int64_t kTileColumns = 128, kTileRows = 128;
+// The recurrence's columns of one CTA, which has four warps for states of 128 rows. All columns
+// share what is computed from q and k; with fewer of them more CTAs wait for memory independently.
+constexpr int64_t kTileColumns = 64;
 // A decode or drafts: up to so many tokens a request.
 constexpr int64_t kFewTokens = 8;
 
@@ -71,9 +71,7 @@ LinearLoop SelectLinearLoop(const LinearAttentionProblem& problem) {
 LinearAttentionKernel SelectLinearAttention(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = SelectLinearLoop(problem);
-  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(problem)
-                        : kernel.head_dim_k > kTileRows ? kTileColumns / 2
-                                                        : kTileColumns;
+  kernel.tile_columns = kernel.main_loop != kRecurrence ? ChunkTileColumns(problem) : kTileColumns;
   return kernel;
 }
 

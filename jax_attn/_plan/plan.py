@@ -322,6 +322,8 @@ class AttentionPlan:
     def describe(self) -> str:
         """A text summary of the schedule: items, queues, imbalance, splits, workspace.
 
+        Occupancy is what LeanAttention calls so: the mean load of the queues over the fullest.
+
         For a faulty plan, the text says what is wrong with its batch.
         """
         if fault := self.fault():
@@ -351,7 +353,8 @@ class AttentionPlan:
             f"  queues         {len(lengths)}, {_range(lengths)} items each,"
             f" {int((lengths == 0).sum())} empty",
             f"  imbalance      {costs.max() / mean if mean else 1.0:.3f}"
-            " (predicted load of the fullest queue / mean)",
+            " (predicted load of the fullest queue / mean), occupancy"
+            f" {mean / costs.max() if mean else 1.0:.3f}",
             f"  split tiles    {len(groups) - num_children} row groups in {header['num_partials']}"
             f" partial states, {header['num_partial_rows']} of {config['max_partial_rows']} rows"
             + (f", first folded by {num_children} merge groups" if num_children else ""),

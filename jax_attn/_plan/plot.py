@@ -51,6 +51,12 @@ class Timeline(NamedTuple):
     def length(self) -> float:
         return float(self.end.max()) if len(self.end) else 1.0
 
+    @property
+    def occupancy(self) -> float:
+        """The share of the time in which queues run items, predicted or measured."""
+        busy = float((self.end - self.begin).sum())
+        return busy / (self.num_queues * self.length) if len(self.end) else 1.0
+
 
 def timeline(plan: Schedule, item_times: Any = None) -> Timeline:
     """The times of a plan's items.
@@ -120,6 +126,7 @@ def draw(plan: Schedule, path: str | os.PathLike[str], item_times: Any) -> None:
         )
     times = timeline(plan, item_times)
     title, *rest = plan.describe().splitlines()
+    title += f"; occupancy {times.occupancy:.3f}"
     skipped = [line.strip() for line in rest if line.startswith("  steps ")]
     if path.suffix == ".html":
         path.write_text(_page(plan, times, title, "\n".join(rest)), encoding="utf-8")

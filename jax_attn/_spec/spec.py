@@ -86,13 +86,12 @@ class AttentionSpec:
             planner says how many it needs. None: no step lists.
     Schedule
         schedule: "balanced": chunks of at most the average load of a queue (FlashInfer, arXiv
-            2501.01005, Algorithm 1). If that leaves queues uneven: shorter chunks or equal ranges
-            (LeanAttention, arXiv 2405.10480).
+            2501.01005, Algorithm 1). If that leaves queues uneven: equal ranges (LeanAttention,
+            arXiv 2405.10480), other chunks, or whole tiles, whichever is predicted to be fastest.
             "fixed_split": chunks of kv_split tokens. The bits of a request do not depend on the
             other requests of the batch.
             "no_split": keys are not split (FlashAttention-2, arXiv 2307.08691).
-            "auto": tries balanced chunks, chunks twice as long, and no split; takes the one
-            predicted to be fastest.
+            "auto": tries chunks twice as long, too.
         kv_split: tokens per chunk of fixed_split, a multiple of the kernel's tile_kv. None: 1024.
         share_prefixes: the planner looks for requests whose first pages have the same ids, and
             attends to the shared keys once for all of them if it predicts a speed-up. With

@@ -298,6 +298,24 @@ def product(
     return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
 
 
+def grouped_product(
+    x: jax.Array,
+    panels: jax.Array,
+    group_rows: jax.Array,
+    columns: int,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """`product` of each row with the matrix of its group, on CPUs only.
+
+    x: [n, in], sorted by group. panels: [groups, ...]. group_rows: [groups] i32, sum at most n.
+
+    Returns [n, columns] of `dtype`; zeros in rows beyond the sum.
+    """
+    results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
+    operands = x, panels, group_rows
+    return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
+
+
 def linear_attention(
     q: jax.Array,
     k: jax.Array,
@@ -322,11 +340,12 @@ def linear_attention(
     tokens of a request. target: as parse_target has it; (0, 0): not known yet. Heads and dims are
     those of the arrays; the other arguments are as in ja.linear_attention.
     """
-    words = _linear_problem(
+    words = jit.linear_problem(
         q, v, g, states,
         target=target, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
         l2_norm=l2_norm,
     )  # fmt: skip
+    jit.compile_linear_ahead(words)
     num_words = _core.linear_attention_workspace_words(words) if target != CPU else 0
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, states)]
     results += [jax.ShapeDtypeStruct((num_words,), jnp.int32)]
@@ -341,26 +360,6 @@ def linear_attention(
         poison=_environment.poison,
     )
     return o, states
-
-
-def _linear_problem(
-    q: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    states: jax.Array,
-    *,
-    target: tuple[int, int],
-    max_qo_len: int,
-    max_chunks: int,
-    delta_rule: bool,
-    l2_norm: bool,
-) -> list[int]:
-    """The words of ReadLinearProblem in csrc/select/linear.cc."""
-    decay = 0 if g is None else g.ndim - 1
-    heads = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
-    flags = int(delta_rule), int(l2_norm), int(states.dtype == jnp.bfloat16)
-    of_call = len(q), max_qo_len, max_chunks
-    return [*target, dtype_code(q.dtype.name), *heads, decay, *flags, *of_call]
 
 
 def linear_attention_backward(
@@ -388,7 +387,7 @@ def linear_attention_backward(
     gradient of the states after the call. See linear_attention.
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
-    words = _linear_problem(
+    words = jit.linear_problem(
         q, v, g, states,
         target=CPU, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
         l2_norm=l2_norm,
@@ -450,6 +449,8 @@ def short_convolution(
     chunks_begin, max_qo_len: as in linear_attention. arch: 0 on CPUs, or if not known yet. The
     other arguments are as in ja.short_convolution.
     """
+    dtype, width = dtype_code(x.dtype.name), weight.shape[1]
+    jit.compile_convolution_ahead(arch, dtype, width, silu)
     bias = jnp.zeros(len(weight)) if bias is None else bias
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, states)]
     y, states = _call(
@@ -459,8 +460,8 @@ def short_convolution(
         aliases={3: 1},
         vmap_method="sequential",
         arch=np.int64(arch),
-        dtype=np.int64(dtype_code(x.dtype.name)),
-        width=np.int64(weight.shape[1]),
+        dtype=np.int64(dtype),
+        width=np.int64(width),
         silu=silu,
         chunks_begin=np.int64(chunks_begin),
         max_qo_len=np.int64(max_qo_len),

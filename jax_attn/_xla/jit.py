@@ -12,10 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_attn import _core, _environment
 from jax_attn._spec.spec import AttentionSpec, dtype_code
-from jax_attn._spec.target import parse_target
+from jax_attn._spec.state_spec import LinearAttentionSpec
+from jax_attn._spec.target import default_target, parse_target
+
+# Names of kernels, and functions that prepare each and return how.
+Jobs = dict[str, Callable[[], dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,8 @@ class CompiledKernel:
 
 
 def precompile(
-    specs: AttentionSpec | Iterable[AttentionSpec], target: str | None = None
+    specs: AttentionSpec | LinearAttentionSpec | Iterable[AttentionSpec | LinearAttentionSpec],
+    target: str | None = None,
 ) -> list[CompiledKernel]:
     """Compile every CUDA kernel of the specs into the cache, so that no later process waits.
 
@@ -41,19 +47,24 @@ def precompile(
     key, so use the one that the image will run with. Processes use only cache entries written by
     root or by their own user.
 
-    specs: one spec or several. The kernels are attention, plan, append (paged specs) and merge.
-    target: "sm_90" and the like, instead of each spec's target.
+    specs: one spec or several. The kernels of an AttentionSpec are attention, plan, append (paged
+        specs) and merge; those of a LinearAttentionSpec are the ones of linear_attention.
+    target: "sm_90" and the like, instead of each spec's target. A LinearAttentionSpec has none;
+        None means this process's GPU.
 
     Returns the kernels that are in the cache now, each once.
 
     Raises ValueError for a spec whose target is not CUDA, RuntimeError if NVRTC is missing.
     """
-    if isinstance(specs, AttentionSpec):
+    if isinstance(specs, AttentionSpec | LinearAttentionSpec):
         specs = [specs]
     _follow_log_switches()
-    jobs: dict[str, Callable[[], dict[str, Any]]] = {}
+    jobs: Jobs = {}
     for spec in specs:
-        jobs |= jobs_of(spec if target is None else dataclasses.replace(spec, target=target))
+        if isinstance(spec, LinearAttentionSpec):
+            jobs |= _jobs_of_linear_spec(spec, default_target() if target is None else target)
+        else:
+            jobs |= jobs_of(spec if target is None else dataclasses.replace(spec, target=target))
     running = [_pool().submit(job) for job in jobs.values()]
     return [CompiledKernel(**future.result()) for future in running]
 
@@ -68,18 +79,34 @@ def compile_ahead(operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
         Nothing happens unless a GPU is the default backend.
     gradient: for "backward": the words of the gradient of the spec's variant.
     """
-    if parse_target(spec.target)[0] and jax.default_backend() == "gpu":
+    _start_on_gpu(parse_target(spec.target)[0], _jobs_of_operation, operation, spec, gradient)
+
+
+def compile_linear_ahead(problem: list[int]) -> None:
+    """The same for the kernels of linear attention. problem: see linear_problem."""
+    _start_on_gpu(problem[0], jobs_of_linear, *problem)
+
+
+def compile_convolution_ahead(arch: int, dtype: int, width: int, silu: bool) -> None:
+    """The same for the kernel of a short convolution."""
+    _start_on_gpu(arch, _jobs_of_convolution, arch, dtype, width, silu)
+
+
+def _start_on_gpu(arch: int, jobs_of_call: Callable[..., Jobs], *arguments: Any) -> None:
+    if arch and jax.default_backend() == "gpu":
         _follow_log_switches()
-        _start(operation, spec, gradient)
+        _start(jobs_of_call, *arguments)
 
 
 @functools.cache
-def _start(
-    operation: str, spec: AttentionSpec, gradient: tuple[int, ...]
-) -> list[Future[dict[str, Any]]]:
+def _start(jobs_of_call: Callable[..., Jobs], *arguments: Any) -> list[Future[dict[str, Any]]]:
     # Errors are ignored here: the call that needs the kernel compiles it again and raises.
+    return [_pool().submit(job) for job in jobs_of_call(*arguments).values()]
+
+
+def _jobs_of_operation(operation: str, spec: AttentionSpec, gradient: tuple[int, ...]) -> Jobs:
     jobs = jobs_of(spec, gradient if operation == "backward" else None)
-    return [_pool().submit(job) for name, job in jobs.items() if name.startswith(f"{operation}-")]
+    return {name: job for name, job in jobs.items() if name.startswith(f"{operation}-")}
 
 
 @functools.cache
@@ -97,19 +124,12 @@ def _forget_pool() -> None:
 os.register_at_fork(after_in_child=_forget_pool)
 
 
-def jobs_of(
-    spec: AttentionSpec, gradient: tuple[int, ...] | None = None
-) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The kernels of a spec: name -> function that prepares the kernel and returns how.
+def jobs_of(spec: AttentionSpec, gradient: tuple[int, ...] | None = None) -> Jobs:
+    """The kernels of a spec.
 
     gradient: words of the variant's gradient, to include the backward pass; None: without it.
     """
-    arch, _ = parse_target(spec.target)
-    if arch == 0:
-        raise ValueError(
-            f"precompile: target: expected a CUDA target, got {spec.target!r}; without a GPU, say"
-            ' which one to compile for: precompile(specs, target="sm_90").'
-        )
+    arch, _ = _cuda_target(spec.target)
     dtype = dtype_code(spec.dtype)
     jobs = {
         _core.attention_source(spec.problem).name: lambda: _core.prepare_attention(spec.problem),
@@ -129,6 +149,72 @@ def jobs_of(
         name = _core.backward_sources(*of)[-1].name  # the fastest of those that run
         jobs[name] = lambda: _core.prepare_backward(*of)
     return jobs
+
+
+def _cuda_target(target: str) -> tuple[int, int]:
+    found = parse_target(target)
+    if found[0] == 0:
+        raise ValueError(
+            f"precompile: target: expected a CUDA target, got {target!r}; without a GPU, say"
+            ' which one to compile for: precompile(specs, target="sm_90").'
+        )
+    return found
+
+
+def jobs_of_linear(*problem: int) -> Jobs:
+    """As jobs_of, for the words of linear_problem. Chunked loops are several kernels."""
+    words = list(problem)
+    return {
+        source.name: functools.partial(_core.prepare_linear_attention, words, i)
+        for i, source in enumerate(_core.linear_attention_sources(words))
+    }
+
+
+def _jobs_of_linear_spec(spec: LinearAttentionSpec, target: str) -> Jobs:
+    found = _cuda_target(target)
+
+    def array(*shape: int, dtype: Any = spec.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    assert spec.max_qo_len is not None
+    words = linear_problem(
+        array(spec.max_tokens, spec.num_qk_heads, spec.head_dim_k),
+        array(spec.max_tokens, spec.num_v_heads, spec.head_dim_v),
+        None if spec.decay_shape is None else array(*spec.decay_shape, dtype=jnp.float32),
+        array(*spec.state_shape, dtype=spec.state_dtype),
+        target=found,
+        max_qo_len=spec.max_qo_len,
+        max_chunks=spec.max_chunks,
+        delta_rule=spec.delta_rule,
+        l2_norm=spec.l2_norm,
+    )
+    return jobs_of_linear(*words)
+
+
+def _jobs_of_convolution(arch: int, dtype: int, width: int, silu: bool) -> Jobs:
+    of = arch, dtype, width, silu
+    name = _core.short_convolution_source(*of).name
+    return {name: functools.partial(_core.prepare_short_convolution, *of)}
+
+
+def linear_problem(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    g: jax.Array | jax.ShapeDtypeStruct | None,
+    states: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    target: tuple[int, int],
+    max_qo_len: int,
+    max_chunks: int,
+    delta_rule: bool,
+    l2_norm: bool,
+) -> list[int]:
+    """The words of ReadLinearProblem in csrc/select/linear.cc."""
+    decay = 0 if g is None else g.ndim - 1
+    heads = q.shape[1], v.shape[1], q.shape[2], v.shape[2]
+    flags = int(delta_rule), int(l2_norm), int(states.dtype == jnp.bfloat16)
+    of_call = q.shape[0], max_qo_len, max_chunks
+    return [*target, dtype_code(q.dtype.name), *heads, decay, *flags, *of_call]
 
 
 def _follow_log_switches() -> None:

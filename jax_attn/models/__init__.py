@@ -55,10 +55,10 @@ from jax_attn.models._layers.tensor_parallel import TensorParallel
 from jax_attn.models._layers.weight_updates import WeightUpdates
 from jax_attn.models._loading.hub import fetch
 from jax_attn.models._loading.loading import Model, load
+from jax_attn.models._vision.layers import VisionConfig
 from jax_attn.models._vision.pixels import PictureError, PixelConfig
 from jax_attn.models._vision.pixels import decode as decode_picture
 from jax_attn.models._vision.pixels import prepare as prepare_picture
-from jax_attn.models._vision.tower import VisionConfig
 from jax_attn.models._vision.vision import (
     VisionModel,
     encode_pictures,

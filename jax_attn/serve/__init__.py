@@ -29,6 +29,7 @@ The modules of each folder:
 | | `scheduler` | the tokens of the next step, and the sequences that it preempts |
 | | `admission`, `tenants` | which waiting sequences are admitted; tenants' fair shares |
 | | `kv_memory`, `pages`, `prefix_cache` | page owners; free pages; shared prefixes |
+| | `streaming` | the kv policy of long texts: which pages they keep |
 | | `host_tier` | pages of the prefix cache in the host's memory |
 | | `states` | slots of recurrent states; checkpoints |
 | | `cache_events` | what the prefix cache stores and evicts |
@@ -64,7 +65,7 @@ The modules of each folder:
 | | `prepare`, `messages`, `text_encoder` | from a body to sequences |
 | | `fill_in_middle` | prompts of a prefix and a suffix |
 | | `answers`, `response_format`, `logprobs` | from events to answers |
-| | `pictures` | from data: URLs to pixels, and to places in a prompt |
+| | `pictures` | from URLs to pixels, and to places in a prompt |
 | | `responses_api`, `response_store` | /v1/responses, and its stored responses |
 | | `background`, `conversations` | responses without a connection; /v1/conversations |
 | | `response_items` | items as clients read them back |
@@ -82,6 +83,7 @@ The modules of each folder:
 | | `error_shapes` | errors in the shape of a route's protocol |
 | | `auth`, `connection`, `framing` | API keys; a connection and its limits; HTTP's messages |
 | | `files`, `batches`, `batch_run` | /v1/files; /v1/batches; runs a file of requests |
+| | `picture_urls` | pictures by http(s) URLs |
 | | `cache_watch` | /debug/cache_events |
 | | `tracing` | OpenTelemetry's spans of requests |
 | | `http_server`, `http_process` | uvicorn; the HTTP process |

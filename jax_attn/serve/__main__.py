@@ -137,6 +137,7 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
             adapters=tuple(name for name, _ in args.lora),
             vision=vision,
             max_pictures=args.max_pictures,
+            image_hosts=tuple(args.allow_image_urls),
             max_body_bytes=(4 if vision is None else 32) << 20,
         )
         http = HttpConfig(args.host, args.port, args.max_connections, args.drain_seconds)

@@ -58,7 +58,8 @@ def _check_config(config: models.ModelConfig, path: Path) -> None:
 
 def _limited(config: models.ModelConfig, args: argparse.Namespace) -> models.ModelConfig:
     """Returns the config for sequences of up to --max-model-len. Raises ValueError."""
-    if args.max_model_len is not None:
+    # With a kv policy texts may be longer than what the model sees of them.
+    if args.max_model_len is not None and args.kv_policy is None:
         if args.max_model_len > config.max_positions:
             raise ValueError(
                 f"--max-model-len: expected at most the model's {config.max_positions}, got "

@@ -18,6 +18,8 @@ from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.log_format import FORMATS
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.pictures import MAX_PICTURES
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
+from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 _DRAFTS = 4  # of a draft model: each takes time, and all after a wrong one are useless
@@ -54,7 +56,14 @@ _OF_SERVER = frozenset(
     ("strict", "host", "port", "api_key", "api_key_file", "operator_key_file", "allow_origin")
     + ("weights_directory", "files_directory", "otlp_endpoint")
     + ("max_requests_per_key", "max_choices_per_key", "max_running_per_key", "max_tokens_per_key")
-    + ("max_pictures", "max_connections", "access_log", "log_format", "drain_seconds")
+    + (
+        "max_pictures",
+        "allow_image_urls",
+        "max_connections",
+        "access_log",
+        "log_format",
+        "drain_seconds",
+    )
     + ("served_model_name", "data_parallel")
     + ("coordinator", "num_processes", "process_id", "distributed", "start_seconds")
 )
@@ -153,6 +162,8 @@ def parse(
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     shown = f"of a request, for models that read them ({MAX_PICTURES})"
     add("--max-pictures", type=_positive, metavar="N", help=shown)
+    hosts = "fetch pictures by URLs of this host, if its addresses are public; may be repeated"
+    add("--allow-image-urls", action="append", default=[], metavar="HOST", help=hosts)
     add = parser.add_argument_group("keys, and limits of each").add_argument
     shown = "a key, which process lists show; may be repeated (see --api-key-file)"
     add("--api-key", action="append", default=[], metavar="KEY", help=shown)
@@ -179,6 +190,9 @@ def parse(
     page = "tokens of a page (16; with --context-parallel N, 64 x N)"
     add("--page-size", type=_positive, help=page)
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
+    kept = """what a long text keeps of its cache: its first SINKS tokens and its last WINDOW, as
+        StreamingLLM (everything)"""
+    add("--kv-policy", type=_kv_policy, metavar="streaming:sinks=4,window=2000", help=kept)
     host = """memory of the host for pages that the device's prefix cache has no room for (0)"""
     add("--host-cache-bytes", type=_non_negative, default=0, metavar="BYTES", help=host)
     add("--max-running", type=_positive, help="sequences at once (32; on a GPU 256)")
@@ -186,6 +200,9 @@ def parse(
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
+    starved = """that a request waits, at most, while later ones enter because more of their
+        prompts is cached (%(default)g)"""
+    add("--starvation-seconds", type=_non_negative, default=STARVATION_SECONDS, help=starved)
     add("--batch-invariant", action=switch, default=False, help="same seed, same bits, any load")
     add = parser.add_argument_group("drafts").add_argument
     drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
@@ -321,6 +338,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _kv_policy(text: str) -> Streaming:
+    try:
+        return Streaming.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _lora(text: str) -> tuple[str, Path]:
     name, _, where = text.partition("=")
     if not (name and where):
@@ -364,7 +388,9 @@ def engine_config(
         prefill_chunk=args.prefill_chunk,
         max_prefill_chunk=args.max_prefill_chunk,
         max_waiting=args.max_waiting,
+        starvation_seconds=args.starvation_seconds,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
+        kv_policy=_limited_kv_policy(args),
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
         batch_invariant=args.batch_invariant,
@@ -374,6 +400,14 @@ def engine_config(
         context_parallel=args.context_parallel,
         devices=args.devices,
     )
+
+
+def _limited_kv_policy(args: argparse.Namespace) -> Streaming | None:
+    """--kv-policy, for texts of up to --max-model-len tokens."""
+    if args.kv_policy is None or args.max_model_len is None:
+        policy: Streaming | None = args.kv_policy
+        return policy
+    return dataclasses.replace(args.kv_policy, max_tokens=args.max_model_len)
 
 
 def num_devices(args: argparse.Namespace) -> int:

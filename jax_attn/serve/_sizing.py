@@ -15,6 +15,7 @@ from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._options import KV_DTYPES, LORA_RANK, engine_config, num_devices
+from jax_attn.serve._scheduling.streaming import StreamingPages
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -136,6 +137,8 @@ def _host_capacities(config: models.ModelConfig, args: argparse.Namespace) -> di
 
 def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of all slots of recurrent states on one device; 0: the model has none."""
+    if config.recurrent is None:
+        return 0
     num_slots = capacities(engine_config(1, args), config).num_states
     states = jax.eval_shape(lambda: models.init_states(config, num_slots, args.dtype))
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
@@ -143,8 +146,11 @@ def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int
 
 
 def _fewest_pages(args: argparse.Namespace) -> int:
-    """The number of pages that one step full of prompts needs."""
-    return int(-(-args.max_step_tokens // args.page_size))
+    """The number of pages that one step full of prompts needs, or a sequence with a kv policy."""
+    fewest = int(-(-args.max_step_tokens // args.page_size))
+    if args.kv_policy is None:
+        return fewest
+    return max(fewest, StreamingPages(args.kv_policy, args.page_size).max_pages)
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from helpers import picture_cases
@@ -30,53 +33,87 @@ def transformers_model(name: str) -> transformers.PreTrainedModel:
         model, loading = transformers.AutoModelForImageTextToText.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
         )
+    # A text model does not read SigLIP's pooling head.
+    loading["missing_keys"] = [x for x in loading["missing_keys"] if "vision_tower.head." not in x]
     problems = {key: names for key, names in loading.items() if names}
     assert not problems, problems
     return model.eval()
 
 
-def processor(name: str) -> Qwen2VLImageProcessorPil:
-    raw = picture_cases.preprocessor(picture_cases.CONFIGS[name])
-    return Qwen2VLImageProcessorPil(**{k: v for k, v in raw.items() if k != "image_processor_type"})
+_PROCESSORS = {
+    "gemma3": Gemma3ImageProcessorPil,
+    "gemma4": Gemma4ImageProcessorPil,
+    "mistral3": PixtralImageProcessorPil,
+}
+
+
+def processor(name: str) -> Any:
+    raw = picture_cases.CONFIGS[name]
+    keys = {k: v for k, v in picture_cases.preprocessor(raw).items() if k != "image_processor_type"}
+    return _PROCESSORS.get(raw["model_type"], Qwen2VLImageProcessorPil)(**keys)
 
 
 def computed(name: str) -> dict[str, np.ndarray]:
-    """features: rows of all pictures. logits: of the prompt. positions: [3, n] of its tokens."""
-    model, prepare = transformers_model(name), processor(name)
-    images = [Image.fromarray(each) for each in picture_cases.pictures()]
+    """features: rows of all pictures. logits: of the prompt. positions: of its tokens, [3, n]."""
+    model, prepare, raw = transformers_model(name), processor(name), picture_cases.CONFIGS[name]
+    images = [Image.fromarray(each) for each in picture_cases.pictures(raw)]
     ready: Any = prepare(images, return_tensors="pt", do_resize=False)
-    tokens, _ = picture_cases.prompt()
+    tokens, _ = picture_cases.prompt(raw)
     ids = torch.tensor([tokens])
     kinds = (ids == picture_cases.PICTURE_TOKEN).int()
-    grid = ready["image_grid_thw"]
+    family, arrays = raw["model_type"], {}
+    names = {"gemma4": "image_position_ids", "mistral3": "image_sizes"}
+    inputs = {"pixel_values": ready["pixel_values"]}
+    if family in names:
+        inputs[names[family]] = torch.as_tensor(ready[names[family]])
+    elif family != "gemma3":
+        inputs["image_grid_thw"] = ready["image_grid_thw"]
     with torch.no_grad():
-        seen = model.model.visual(ready["pixel_values"], grid_thw=grid)
+        if "image_grid_thw" in inputs:
+            seen = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        else:
+            seen = model.model.get_image_features(**inputs, return_dict=True)
+        rows = seen.pooler_output
+        rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
         deep = getattr(seen, "deepstack_features", None) or []
-        features = torch.stack([seen.pooler_output, *deep], 1)
-        positions, _ = model.model.get_rope_index(
-            input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=grid
-        )
-        logits = model(
-            input_ids=ids,
-            pixel_values=ready["pixel_values"],
-            image_grid_thw=grid,
-            mm_token_type_ids=kinds,
-        ).logits[0]
-    return {
-        "features": features.numpy(),
-        "positions": positions[:, 0].numpy(),
-        "logits": logits[::3].numpy(),
-    }
+        arrays["features"] = torch.stack([rows.reshape(-1, rows.shape[-1]), *deep], 1).numpy()
+        if "image_grid_thw" in inputs:
+            positions, _ = model.model.get_rope_index(
+                input_ids=ids, mm_token_type_ids=kinds, image_grid_thw=inputs["image_grid_thw"]
+            )
+            arrays["positions"] = positions[:, 0].numpy()
+        if family == "gemma3":
+            inputs["token_type_ids"] = kinds
+        elif family != "mistral3":
+            inputs["mm_token_type_ids"] = kinds
+        arrays["logits"] = model(input_ids=ids, **inputs).logits[0][::3].numpy()
+    return arrays
 
 
 def resized(name: str) -> dict[str, np.ndarray]:
-    """For pictures that are resized: their patches, normalized, every 97th of each."""
-    rows = {}
+    """For pictures that are resized: normalized, every 97th number, and rows and columns of tokens.
+
+    Qwen's in the order of their patches, others' [3, height, width].
+    """
+    rows, raw = {}, picture_cases.CONFIGS[name]
+    config = picture_cases.config_of(raw)
     for height, width in SIZES:
         image = Image.fromarray(picture_cases.picture(height, width))
         ready = processor(name)([image], return_tensors="np")
-        rows[f"{height} x {width}"] = ready["pixel_values"].reshape(-1)[::97]
-        rows[f"grid of {height} x {width}"] = ready["image_grid_thw"][0]
+        pixels = np.asarray(ready["pixel_values"])
+        if "image_grid_thw" in ready:
+            grid = ready["image_grid_thw"][0][1:] // config.merge_size
+        elif "image_position_ids" in ready:
+            places = ready["image_position_ids"][0]
+            columns, lines = places.max(0) + 1
+            grid = np.array([lines, columns]) // config.merge_size
+            patches = pixels[0][places[:, 0] >= 0] * 2 - 1
+            p = config.patch_size
+            pixels = patches.reshape(lines, columns, p, p, 3).transpose(4, 0, 2, 1, 3)
+        else:
+            grid = np.array(pixels.shape[-2:]) // config.factor
+        rows[f"{height} x {width}"] = pixels.reshape(-1)[::97]
+        rows[f"grid of {height} x {width}"] = grid
     return rows
 
 

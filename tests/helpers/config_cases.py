@@ -29,9 +29,10 @@ from helpers.paths import DATA
 from jax_attn import models
 from jax_attn.models import ModelConfig
 from jax_attn.models._config.keys import Keys
-from jax_attn.models._embedding import embedding, encoder, encoder_weights
+from jax_attn.models._embedding import embedding, encoder
 from jax_attn.models._embedding.encoder import EncoderConfig
 from jax_attn.models._layers import experts
+from jax_attn.models._weights.float_weights import load_tree, tree_shapes
 from jax_attn.models._weights.tensors import file_shapes
 
 ABSENT = "<absent>"
@@ -399,37 +400,39 @@ _FIRST = (
     *("deepseek v2 groups, yarn", "deepseek v3", "phi3 long, partial", "olmo2", "granite"),
     *("smollm3 windows", *_ENCODERS),
 )
-# Compared with transformers by --singles, but not yet a part of the record.
-NOT_RECORDED = ("qwen3 next", "qwen3 next bias, few linear", "qwen3.5", "qwen3.5 moe")
-NOT_RECORDED += ("lfm2", "lfm2 bias", "olmo hybrid", "olmo hybrid bias, rope")
-NOT_RECORDED += ("nemotron", "nemotron bias, gelu", "starcoder2", "starcoder2 without biases")
-NOT_RECORDED += ("stablelm", "stablelm parallel", "gpt-neox", "gpt-neox in turn")
-NOT_RECORDED += ("granite moe", "granite moe bias", "hunyuan", "hunyuan moe")
-NOT_RECORDED += ("apertus", "apertus bias, yarn", "phimoe", "phimoe longrope")
-NOT_RECORDED += ("cohere", "cohere untied", "cohere2", "cohere2 bias, layer_types")
-NOT_RECORDED += ("bamba", "bamba bias", "falcon h1", "falcon h1 norms, bias")
-NOT_RECORDED += ("falcon h1 gate before the norm", "granite 4", "granite 4 dense, rope")
-NOT_RECORDED += ("granite 4 attention alone", "nemotron-h", "nemotron-h moe", "kimi linear")
-NOT_RECORDED += ("kimi linear groups", "minimax", "minimax window", "lfm2 moe", "lfm2 moe bias")
-NOT_RECORDED += ("llama4", "llama4 bias, few chunks")
-NOT_RECORDED += ("gemma4", "gemma4 per-layer inputs, shared keys", "gemma4 experts")
-NOT_RECORDED += ("gemma3n", "gemma3n, another active state", "gemma4 with images")
+# Families of the third record, in the order of their first base here.
+_THIRD_BASES = ("qwen3 next", "qwen3 next bias, few linear", "qwen3.5", "qwen3.5 moe")
+_THIRD_BASES += ("lfm2", "lfm2 bias", "olmo hybrid", "olmo hybrid bias, rope")
+_THIRD_BASES += ("nemotron", "nemotron bias, gelu", "starcoder2", "starcoder2 without biases")
+_THIRD_BASES += ("stablelm", "stablelm parallel", "gpt-neox", "gpt-neox in turn")
+_THIRD_BASES += ("granite moe", "granite moe bias", "hunyuan", "hunyuan moe")
+_THIRD_BASES += ("apertus", "apertus bias, yarn", "phimoe", "phimoe longrope")
+_THIRD_BASES += ("cohere", "cohere untied", "cohere2", "cohere2 bias, layer_types")
+_THIRD_BASES += ("bamba", "bamba bias", "falcon h1", "falcon h1 norms, bias")
+_THIRD_BASES += ("falcon h1 gate before the norm", "granite 4", "granite 4 dense, rope")
+_THIRD_BASES += ("granite 4 attention alone", "nemotron-h", "nemotron-h moe", "kimi linear")
+_THIRD_BASES += ("kimi linear groups", "minimax", "minimax window", "lfm2 moe", "lfm2 moe bias")
+_THIRD_BASES += ("llama4", "llama4 bias, few chunks")
+_THIRD_BASES += ("gemma4", "gemma4 per-layer inputs, shared keys", "gemma4 experts")
+_THIRD_BASES += ("gemma3n", "gemma3n, another active state", "gemma4 with images")
 _SECOND = (
     *("qwen2 moe", "olmo3", "glm4", "glm4 moe", "dots1", "exaone4", "ernie4.5", "ernie4.5 moe"),
     *("seed oss", "arcee", "minimax m2", "ministral3", "glm4 moe lite"),
 )
-_DECODERS = [name for name in model_cases.CONFIGS if name not in NOT_RECORDED]
+_THIRD = tuple({BASES[name]["model_type"]: name for name in _THIRD_BASES[::-1]}.values())[::-1]
+_DECODERS = [name for name in model_cases.CONFIGS if name not in _THIRD_BASES]
 _AFTER_FIRST = tuple(_DECODERS[_DECODERS.index("qwen2 moe") :])
 _LATER = (*_AFTER_FIRST, "mistral3 with images")
 # By the names of their files. A new family joins the last, or makes another.
 RECORDS: dict[str, Recorded] = {
     "config_verdicts": Recorded(
         _FIRST,
-        tuple(name for name in BASES if name not in (*_LATER, *NOT_RECORDED)),
+        tuple(name for name in BASES if name not in (*_LATER, *_THIRD_BASES)),
         1500,
         5,
     ),
     "config_verdicts_2": Recorded(_SECOND, _AFTER_FIRST, 150, 12, 8),
+    "config_verdicts_3": Recorded(_THIRD, _THIRD_BASES, 150, 12, 24),
 }
 
 
@@ -557,7 +560,7 @@ def logits(directory: Path, config: Config) -> np.ndarray:
     """
     if isinstance(config, EncoderConfig):
         return _last_layer(
-            encoder_weights.load_params(directory, config, encoder.tensors(config), "float32"),
+            load_tree(directory, config, encoder.tensors(config), encoder.is_other, "float32"),
             config,
         )
     config = served(config)
@@ -588,7 +591,7 @@ def shapes(config: Config) -> tuple[Any, ...]:
     """Returns what decides the shapes of arrays: of the tensors, and of the tokens."""
     if isinstance(config, EncoderConfig):
         return (
-            tuple(encoder.tensors(config).shapes().items()),
+            tuple(tree_shapes(encoder.tensors(config)).items()),
             len(tokens(config)),
             config.num_heads,
         )

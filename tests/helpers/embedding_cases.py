@@ -18,6 +18,7 @@ from helpers.paths import DATA
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._embedding import encoder, modernbert
 from jax_attn.models._families import parse
+from jax_attn.models._weights.float_weights import tree_shapes
 from jax_attn.models._weights.tensors import file_shapes as decoder_shapes
 
 RECORDED = DATA / "embeddings.npz"
@@ -99,9 +100,9 @@ def tensors(raw: dict[str, Any]) -> dict[str, np.ndarray]:
     """
     keys = Keys(raw, "config.json")
     if raw["model_type"] in encoder.FAMILIES:
-        shapes = encoder.tensors(encoder.FAMILIES[raw["model_type"]](keys)).shapes()
+        shapes = tree_shapes(encoder.tensors(encoder.FAMILIES[raw["model_type"]](keys)))
     elif raw["model_type"] == "modernbert":
-        shapes = modernbert.tensors(modernbert.parse(keys)).shapes()
+        shapes = tree_shapes(modernbert.tensors(modernbert.parse(keys)))
     else:
         shapes = decoder_shapes(parse.parse_config(raw))
         shapes.pop("lm_head.weight", None)

@@ -39,6 +39,7 @@ OTHERS = {
     "jax_attn.masks.BlockMap": "of arrays; masks.document_ids makes one",
     "jax_attn.masks.Mask": "static functions; masks.document_ids makes one",
     "jax_attn.masks.block_sparse": "host arrays to a mask, as masks.custom_mask",
+    "jax_attn.masks.block_sparse_pages": "host arrays to arguments of plan",
     "jax_attn.masks.HIDDEN": "a number",
     "jax_attn.masks.MIXED": "a number",
     "jax_attn.masks.VISIBLE": "a number",

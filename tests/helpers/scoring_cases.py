@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from helpers import embedding_cases
+from helpers import embedding_cases, model_cases
 from helpers.paths import DATA
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._embedding import embedding, scoring
@@ -112,5 +112,17 @@ def write(directory: Path, name: str, **keys: Any) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(
         "w1 $A w2", "w1 $A w2 $B:1 w2:1", special_tokens=special
     )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def write_answers(directory: Path, name: str, yes: str = "yes") -> Path:
+    """Writes a text model of model_cases whose tokens 7 and 3 are "yes" and "no"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    model_cases.write(directory, model_cases.CONFIGS[name])
+    words = {f"w{i}": i for i in range(48) if i not in (3, 7)} | {"no": 3, yes: 7}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory

@@ -99,7 +99,7 @@ def test_prefixes_belong_to_an_adapter(llm, adapters):
 
     load(llm, adapters, "a", "b")
     cached("")
-    assert [cached("a"), cached("a"), cached("b"), cached("b"), cached("")] == [0, 32, 0, 32, 32]
+    assert [cached("a"), cached("a"), cached("b"), cached("b"), cached("")] == [0, 39, 0, 39, 39]
     # Other weights under the same name are another adapter.
     [before] = llm.generate([PROMPT], greedy("a"))
     llm.load_lora("a", adapters["c"], config=lora.CONFIG)

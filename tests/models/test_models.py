@@ -25,6 +25,7 @@ from jax_attn.models._config.keys import Keys
 from jax_attn.models._embedding import embedding
 from jax_attn.models._layers import decoder, experts, latent
 from jax_attn.models._layers.weight_updates import WeightUpdates
+from jax_attn.models._products import panels, quantized
 
 pytest.importorskip("safetensors.numpy")
 pytest.importorskip("tokenizers")
@@ -72,6 +73,49 @@ def test_each_row_meets_the_matrix_of_its_group(sizes):
     got = jax.jit(experts.grouped_matmul)(x, weights, np.array(sizes, np.int32))
     expected = np.einsum("ni,nio->no", x, weights[np.repeat(np.arange(4), sizes)])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [[3, 0, 70, 1], [0, 0, 0, 5], [0, 0, 0, 0]])
+def test_each_row_meets_the_panels_of_its_group(sizes, dtype):
+    """Rows behind those of all groups are 0."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(sum(sizes) + 2, 40)), dtype)
+    weights = jnp.asarray(rng.normal(size=(4, 40, 37)), dtype)
+    stack = panels.to_panels(weights)
+    assert stack.shape == weights.shape
+    got = jax.jit(experts.grouped_matmul)(x, stack, np.array(sizes, np.int32))
+    assert got.dtype == x.dtype and not np.asarray(got[sum(sizes) :], np.float32).any()
+    alone = [panels.to_panels(each) for each in weights]
+    for row, group in enumerate(np.repeat(np.arange(4), sizes)):
+        expected = alone[group].product(x[row : row + 1], None)
+        np.testing.assert_array_equal(got[row : row + 1], expected)  # the same bits
+
+
+@pytest.mark.parametrize("sizes", [[3, -1, 2], [4, 0, 3]])
+def test_group_sizes_that_are_refused(sizes):
+    stack = panels.to_panels(jnp.ones((3, 8, 5)))
+    with pytest.raises(Exception, match="group_rows: expected numbers >= 0 with a sum of at most"):
+        jax.block_until_ready(stack.grouped_product(jnp.ones((6, 8)), np.array(sizes, np.int32)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_groups_are_gathered_for_few_rows(kind):
+    """What a GPU computes with fewer rows than groups, beside the CPU's loop."""
+    rng = np.random.default_rng(0)
+    rows, each = 8 // quantized.codes_per_byte(kind), 8
+    codes = rng.integers(0, 100, (6, rows, 5)).astype(np.int8 if kind == "int8" else np.uint8)
+    scales = rng.uniform(0.5, 1, (6, 1, 5)).astype(np.float32)
+    weights = jax.tree.map(jnp.asarray, quantized.Quantized(codes, scales, None, None, kind, each))
+    x = rng.normal(size=(5, 8)).astype(np.float32)
+    sizes = jnp.array([0, 2, 0, 1, 0, 1])
+    got = experts._ragged_dot(jnp.asarray(x), weights, sizes)
+    expected = experts.grouped_matmul(jnp.asarray(x), weights, sizes)
+    np.testing.assert_allclose(got[:4], expected[:4], rtol=1e-5, atol=1e-5)
+    narrow = jax.make_jaxpr(experts._ragged_dot)(x, weights, sizes)
+    assert "ragged_dot" not in str(narrow) and "ragged_dot" in str(
+        jax.make_jaxpr(experts._ragged_dot)(np.tile(x, (2, 1)), weights, sizes)
+    )
 
 
 # ---- transformers ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from helpers import scoring_cases
+from helpers import model_cases, scoring_cases
 from jax_attn import models
 from jax_attn.models._embedding import modernbert, scoring
 
@@ -246,4 +246,59 @@ def test_a_decoder_with_a_head_is_refused(tmp_path):
 
     embedding_cases.write(tmp_path, "qwen3", architectures=["Qwen3ForSequenceClassification"])
     with pytest.raises(models.ModelDirectoryError, match="architectures: expected an encoder"):
+        models.load_embedding(tmp_path, "float32")
+
+
+# ---- Qwen3-Reranker ----------------------------------------------------------------------------
+
+
+def answer_difference(raw, yes=7, no=3) -> np.ndarray:
+    """The logit of "yes" without that of "no" after the tokens up to LAST, as transformers has."""
+    expected = np.load(model_cases.LOGITS)[raw][LAST // model_cases.LOGITS_EVERY]
+    return expected[yes] - expected[no]
+
+
+LAST = 42  # the last token whose logits are recorded
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 bias, layer_types"])
+def test_yes_or_no(name, tmp_path):
+    """One without a tied head, and one with."""
+    scoring_cases.write_answers(tmp_path, name)
+    model = models.load_embedding(tmp_path, "float32")
+    assert model.scoring == scoring.OF_QUESTION and model.sizes == (1,)
+    sequences = [model_cases.tokens()[: LAST + 1].tolist(), [5, 6, 7], [8]]
+    for chunk in (None, 16):
+        batch = models.EmbeddingBatch.make(model, sequences, 64, 4, chunk)
+        got = np.asarray(models.embed(model, batch))
+        assert got.shape == (4, 1)
+        expected = answer_difference(name)
+        assert abs(got[0, 0] - expected) < TOLERANCE * max(1, abs(expected))
+        relevance = model.scoring.relevance(got[:1])
+        assert abs(relevance[0] - 1 / (1 + np.exp(-expected))) < TOLERANCE
+    scoring_cases.write_answers(tmp_path, name, yes="maybe")
+    with pytest.raises(models.ModelDirectoryError, match="expected the tokens 'yes' and 'no'"):
+        models.load_embedding(tmp_path, "float32")
+
+
+def test_files_of_sentence_transformers_with_answers(tmp_path):
+    scoring_cases.write_answers(tmp_path, "qwen3")
+    modules = [
+        {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {
+            "path": "1_LogitScore",
+            "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+        },
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_LogitScore").mkdir()
+    path = tmp_path / "1_LogitScore" / "config.json"
+    path.write_text(json.dumps({"true_token_id": 7, "false_token_id": 3}))
+    assert models.load_embedding(tmp_path, "float32").scoring == scoring.OF_QUESTION
+    path.write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
+    with pytest.raises(models.ModelDirectoryError, match="false_token_id: expected 3, got None"):
+        models.load_embedding(tmp_path, "float32")
+    modules[1]["path"] = "../1_LogitScore"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(models.ModelDirectoryError, match="path: expected one in this directory"):
         models.load_embedding(tmp_path, "float32")

@@ -225,6 +225,38 @@ def test_block_sparse_hides_what_is_beyond_its_blocks():
     check(lengths, mask, is_exact=True, kv_indptr=None)
 
 
+@pytest.mark.parametrize("rows, columns", ((1, 1), (4, 1), (100, 7), (16, 64)))
+def test_block_sparse_pages_read_the_visible_keys_alone(rows, columns):
+    num_rows, kv_len = 230, 330
+    rng = np.random.default_rng(0)
+    num = -(-num_rows // rows), -(-kv_len // columns)
+    blocks = rng.random(num) < 0.15
+    blocks[0] = False  # rows that see nothing
+    blocks[-1, -1] = True  # a column that is cut short
+    indptr, indices = np.concatenate([[0], np.cumsum(blocks.sum(1))]), np.nonzero(blocks)[1]
+    shuffled = np.concatenate([rng.permutation(x) for x in np.split(indices, indptr[1:-1])])
+    batch = masks.block_sparse_pages(indptr, shuffled, rows, columns, num[1], num_rows, kv_len)
+    visible = blocks.repeat(rows, 0).repeat(columns, 1)[:num_rows, :kv_len]
+    assert batch[1].sum() == visible[::rows].sum()
+    spec = ja.AttentionSpec(
+        4, 2, 32, dtype="float32", page_size=columns, causal=False, max_batch=num[0],
+        max_qo_tokens=num_rows, max_kv_pages=max(1, len(indices)), target="cpu",
+    )  # fmt: skip
+    q = rng.standard_normal((num_rows, 4, 32), np.float32)
+    k, v = rng.standard_normal((2, kv_len, 2, 32), np.float32)
+    pad = num[1] * columns - kv_len
+    pools = [
+        np.pad(x, ((0, pad), (0, 0), (0, 0)), constant_values=np.nan).reshape(-1, columns, 2, 32)
+        for x in (k, v)
+    ]
+    o = ja.attention(q, pools[0], pools[1], ja.plan(spec, *batch))
+    logits = np.einsum("qhd,khd->hqk", q, k.repeat(2, 1)) / np.sqrt(32)
+    logits = np.where(visible, logits, -np.inf)
+    weights = np.exp(logits - np.maximum(logits.max(-1, keepdims=True), -1e30))
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    np.testing.assert_allclose(o, np.einsum("hqk,khd->qhd", weights, v.repeat(2, 1)), atol=1e-5)
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"masks.tree: parents\[2\]: expected -1 or a number b"):
         masks.tree([-1, 0, 2], [0, 3])
@@ -243,6 +275,8 @@ def test_bad_arguments_are_refused():
         masks.block_sparse([0, 2, 1], [0], 1, 1, 4)
     with pytest.raises(ValueError, match=r"block_sparse: indices: expected indptr\[-1\] = 1 block"):
         masks.block_sparse([0, 1], [0, 1, 2], 1, 1, 4)
+    with pytest.raises(ValueError, match="block_sparse_pages: kv_len: expected 5 to 8 for 2 block"):
+        masks.block_sparse_pages([0, 1], [0], 1, 4, 2, 1, 9)
 
 
 # ---- through the kernels ----------------------------------------------------------------------

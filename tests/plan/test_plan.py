@@ -424,12 +424,11 @@ def test_nothing_is_split_where_that_takes_longer():
         assert len(plan.merge_groups()) == 0
 
 
-def test_auto_does_not_split_where_that_takes_longer():
+def test_tiles_stay_whole_where_splits_take_longer():
     """Short tiles, more than there are queues."""
     hundreds = 1, 2, 3, 1, 3, 10, 6, 10, 2, 3, 3, 10, 6, 10, 6, 10, 1, 6, 2, 6, 6, 2, 3, 10
-    balanced, auto = balanced_and_auto((1,) * 24, tuple(100 * n for n in hundreds))
-    assert auto.queue_costs().max() < 0.95 * balanced.queue_costs().max()
-    assert len(auto.merge_groups()) == 0 < len(balanced.merge_groups())
+    for plan in balanced_and_auto((1,) * 24, tuple(100 * n for n in hundreds)):
+        assert len(plan.merge_groups()) == 0
 
 
 @few_examples

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from jax_attn.serve._scheduling.cache_events import CacheEvent, SharedEvents
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Moves
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import RadixCache
 
@@ -59,7 +59,10 @@ def cached(cache) -> set[str]:
 @pytest.mark.parametrize("num_host_pages", [0, 30])
 def test_events_add_up_to_what_is_cached(num_host_pages):
     rng, size = random.Random(0), 2
-    allocator, host = PageAllocator(60), HostTier(num_host_pages) if num_host_pages else None
+    allocator, host = (
+        PageAllocator(60),
+        HostTier(num_host_pages, Moves()) if num_host_pages else None,
+    )
     cache, early, late = RadixCache(allocator, size, host=host), Follower(), Follower()
     cache.watch(True)
     for step in range(400):

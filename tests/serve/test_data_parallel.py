@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
@@ -17,8 +18,9 @@ from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.replicas import Replicas, _prompt
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._scheduling.admission import QueueFull
+from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
-from jax_attn.serve._scheduling.request import FinishReason
+from jax_attn.serve._scheduling.request import FinishReason, Sequence
 
 PROMPT = [0, *range(100, 140)]
 SMALL = dataclasses.replace(CONFIG, max_waiting=20, max_running=4)
@@ -94,6 +96,31 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_idle_one(replicas):
             assert len(snapshot["pages"]["states"]) == snapshot["pages"]["total"] == 128
             tree = snapshot["tree"]
             assert all(node["parent"] is None or node["parent"] < i for i, node in enumerate(tree))
+
+    asyncio.run(run())
+
+
+def test_prompts_with_other_pictures_have_nothing_in_common(replicas):
+    def of(value: int, name: str) -> Sequence:
+        pixels = np.full((32, 64, 3), value, np.uint8).tobytes()
+        seq = sequence([0, *[7] * 32, 9])
+        seq.pictures = (Picture(1, 4, 8, 32, 64, pixels),)
+        seq.id = name
+        return seq
+
+    async def submit(seq: Sequence) -> None:
+        with pytest.raises(ValueError, match="this .* model reads texts only"):
+            await replicas.submit([seq], recipient=None)
+        replicas._unfinished[1][seq.id] = _prompt(seq)
+
+    async def run():
+        async with started(replicas):
+            await submit(of(1, "a"))
+            same, other = of(1, "b"), of(2, "c")
+            for seq in (same, other):
+                seq.number_pictures(replicas._picture_numbers.of)
+            assert replicas.order(same)[0] == 1 and replicas.order(other)[0] == 0
+            assert replicas._engines[1]._engine.picture_numbers is replicas._picture_numbers
 
     asyncio.run(run())
 

@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import random
 import types
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
@@ -13,7 +16,7 @@ from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._openai.metrics import Metrics
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Move, Moves, PageCopy
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
 # The pool holds one prompt and a half. One shape for all steps: it compiles once, and bits are
@@ -86,6 +89,38 @@ def test_pages_come_back_with_their_bits(engine, plain):
     assert [each[2] for each in both] == [32, 32]
 
 
+def test_moves_of_pages_run_in_their_order(engine):
+    """On the device, to the host and back, each of which may need what the one before it wrote."""
+    run(engine, PROMPTS[0])
+    rng, device = random.Random(0), engine.device
+    pages, host_pages = [*range(8)], [*range(3)]
+    before, _ = device.take(pages, [])
+    values = dict(zip(pages, jax.device_get(before), strict=True))
+    on_host = {}
+    moves = [Move(True, page, page) for page in host_pages]
+    for _ in range(40):
+        page, host_page = rng.choice(pages), rng.choice(host_pages)
+        moves.append(
+            rng.choice(
+                [
+                    PageCopy(rng.choice(pages), page),
+                    Move(True, page, host_page),
+                    Move(False, page, host_page),
+                ]
+            )
+        )
+    for move in moves:
+        if isinstance(move, PageCopy):
+            values[move.page] = values[move.source]
+        elif move.to_host:
+            on_host[move.host_page] = values[move.page]
+        else:
+            values[move.page] = on_host[move.host_page]
+    device.move(moves)
+    after, _ = device.take(pages, [])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), [*values.values()])
+
+
 def test_namespaces_and_adapters_keep_apart(engine):
     for prompt in PROMPTS:
         run(engine, prompt, namespace="mine")
@@ -140,7 +175,7 @@ def test_what_is_dearer_than_computing_stays_away(engine):
 
 
 def test_the_rule():
-    host = HostTier(4)
+    host = HostTier(4, Moves())
     assert host.keeps(8) and host.is_sooner(1, 8) and not host.is_sooner(0, 0)
     host.call_tokens, host.page_tokens = 20.0, 3.0
     assert not host.is_sooner(4, 32) and host.is_sooner(5, 40)

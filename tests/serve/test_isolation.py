@@ -21,7 +21,7 @@ from jax_attn.serve._scheduling.tenants import namespace
 TENANTS = ("", "key0", "key1", "key2")
 SYSTEMS = [
     config(num_pages=30, max_step_tokens=12, prefill_chunk=5),
-    config(num_pages=16, max_running=4, max_step_tokens=16, starvation_steps=2),
+    config(num_pages=16, max_running=4, max_step_tokens=16, starvation_seconds=2),
     config(page_size=1, num_pages=60, max_kv_pages_step=90),
     config(num_pages=24, max_kv_pages_step=30, max_waiting=12),
     config(num_pages=30, max_step_tokens=12, prefill_chunk=5, num_states=16, checkpoint_tokens=8),

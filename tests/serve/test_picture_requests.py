@@ -16,14 +16,17 @@ from helpers import picture_cases
 from helpers.serve.fake_engine import FakeEngine
 from helpers.serve.live_server import eventually, post_bytes, serving
 from jax_attn import models
+from jax_attn.models._vision.layers import PromptText
 from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
+from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
 from jax_attn.serve._ollama import ollama_api, ollama_schemas
 from jax_attn.serve._openai import response_schemas, schemas
 from jax_attn.serve._openai.errors import ApiError
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.logprobs import TokenJson
 from jax_attn.serve._openai.model_facts import ModelFacts
+from jax_attn.serve._openai.pictures import PictureReader
 from jax_attn.serve._openai.prepare import Caller, Preparer
 from jax_attn.serve._openai.responses_api import ResponsesApi
 from jax_attn.serve._text.token_bytes import TokenBytes
@@ -119,6 +122,51 @@ def test_responses_and_messages(preparer):
     assert count.input_tokens == len(made.sequences[0].tokens)
 
 
+# What a template of the family writes for a picture, and what transformers' processor makes of it.
+PROMPTS = {
+    "gemma3": (
+        "<start_of_image>",
+        lambda h, w: f"\n\n<start_of_image>{'<soft>' * 16}<end_of_image>\n\n",
+    ),
+    "gemma4": ("<soft>", lambda h, w: f"<start_of_image>{'<soft>' * h * w}<end_of_image>"),
+    "mistral3": ("<soft>", lambda h, w: "[IMG_BREAK]".join(["<soft>" * w] * h) + "[IMG_END]"),
+}
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_the_text_around_a_picture(family, tmp_path):
+    marker, expanded = PROMPTS[family]
+    tokenizer = picture_cases.write_family(tmp_path, family, marker)
+    model = models.Model(models.load_config(tmp_path), {}, tokenizer)
+    vision = dataclasses.replace(models.load_vision(tmp_path), params={})
+    engine, limits = FakeEngine(tokenizer), KeyLimits.default(8, 8)
+    engine.limits.max_model_len = 2000
+    preparer = Preparer(model, engine, tmp_path, ["tiny"], limits, {}, vision, 3)
+    text = {"type": "text", "text": "\nand\n"}
+    (seq,) = chat(preparer, [part(), text, part()]).sequences
+    grids = [(x.rows, x.columns) for x in seq.pictures]
+    assert len(grids) == 2
+    pieces = "\nand\n".join(expanded(*grid) for grid in grids)
+    expected = tokenizer.encode(f"user: {pieces};", add_special_tokens=False).ids
+    assert seq.tokens == expected
+    token = vision.config.picture_token
+    for each in seq.pictures:
+        own = np.array(seq.tokens[each.begin : each.end])
+        assert ((own == token) == each.is_shown).all()
+    with pytest.raises(ApiError, match="a place in the prompt for each of 1 pictures, got 2"):
+        chat(preparer, [part(), {"type": "text", "text": marker}])
+
+
+def test_a_tokenizer_without_the_tokens_of_pictures(loaded):
+    directory, model, vision = loaded
+    prompt = dataclasses.replace(vision.config, prompt=PromptText(99999, (99999,)))
+    with pytest.raises(ValueError, match="expected token 99999, which config.json names"):
+        PictureReader(dataclasses.replace(vision, config=prompt), model.tokenizer, 99, None)
+    prompt = dataclasses.replace(vision.config, prompt=PromptText(1, (1,), ("[IMG_BREAK]", "b")))
+    with pytest.raises(ValueError, match=r"expected the token '\[IMG_BREAK\]' of pictures"):
+        PictureReader(dataclasses.replace(vision, config=prompt), model.tokenizer, 99, None)
+
+
 def test_pictures_are_a_feature(loaded, preparer):
     assert preparer.features == ["completions", "chat", "pictures"]
     directory, model, _ = loaded
@@ -193,3 +241,32 @@ def test_pixels_in_flight_are_bounded(loaded):
             answer = server.post(path, body)
             assert answer.status == 429 and "pixels in flight" in answer.error["message"]
         eventually(lambda: not limiter.held(""))
+
+
+def test_urls_of_allowed_hosts(loaded, monkeypatch):
+    """In whole requests, with what another server would send."""
+    directory, model, vision = loaded
+    engine, url = FakeEngine(model.tokenizer), "https://pictures.example/a.png"
+    asked = []
+
+    async def fetch(self, tenant, urls):
+        asked.append(list(urls))
+        if "lost" in asked[-1][0]:
+            raise FetchError("the host 'pictures.example' answered 404")
+        return dict.fromkeys(urls, base64.b64decode(encoded()))
+
+    monkeypatch.setattr(PictureFetcher, "fetch", fetch)
+    hosts = {"image_hosts": ("pictures.example",)}
+    with serving(engine, directory, model=model, vision=vision, **hosts) as server:
+        body = {"messages": [{"role": "user", "content": [part(url), part(), part(url)]}]}
+        assert server.post("/v1/chat/completions", body | {"max_tokens": 4}).ok
+        (seq,) = engine.submitted
+        assert [x.pixels for x in seq.pictures] == [PIXELS.tobytes()] * 3
+        assert asked == [[url]]
+        answer = server.post("/tokenize", body)
+        assert answer.ok and answer.json["tokens"] == seq.tokens
+        body = {"messages": [{"role": "user", "content": [part(url + "?lost")]}]}
+        answer = server.post("/v1/chat/completions", body | {"max_tokens": 4})
+        assert answer.status == 400 and "answered 404" in answer.error["message"]
+        assert answer.error["param"] == "messages[0].content[0].image_url.url"
+        eventually(lambda: not server.app.state.server.limiter.held(""))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,12 +13,14 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 pytest.importorskip("safetensors.numpy")
 
 from helpers import picture_cases
+from helpers.mesh_checks import run_on_cpus
 from jax_attn import models
 from jax_attn.serve._engine import picture_encoder
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._scheduling.pictures import Picture, PictureNumbers
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 
 # Small, so that there are few executables to compile; a picture of 24 tokens takes several steps.
 LIMITS = EngineConfig(num_pages=80, page_size=4, max_running=4, max_step_tokens=16)
@@ -54,18 +58,18 @@ def engine(model, vision) -> Engine:
     return made
 
 
-def picture(pixels: np.ndarray, begin: int) -> Picture:
+def picture(pixels: np.ndarray, begin: int, row_gap: int = 0) -> Picture:
     height, width, _ = pixels.shape
-    return Picture(begin, height // 8, width // 8, height, width, pixels.tobytes())
+    return Picture(begin, height // 8, width // 8, height, width, pixels.tobytes(), row_gap)
 
 
-def sequence(parts: list, namespace: str = "", **params) -> Sequence:
+def sequence(parts: list, namespace: str = "", row_gap: int = 0, **params) -> Sequence:
     """parts: tokens and pixels."""
     tokens, pictures = [], []
     for part in parts:
         if isinstance(part, np.ndarray):
-            pictures.append(picture(part, len(tokens)))
-            tokens += [TOKEN] * pictures[-1].num_tokens
+            pictures.append(picture(part, len(tokens), row_gap))
+            tokens += [TOKEN if shown else 45 for shown in pictures[-1].is_shown]
         else:
             tokens += part
     options = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True} | params
@@ -97,7 +101,8 @@ def expected(model: models.Model, vision: models.VisionModel, seq: Sequence) -> 
         rows = np.asarray(models.encode_pictures(vision, pixels))
     tokens = prompt + answer
     padded = tokens + [0] * (80 - len(tokens))  # one shape for all
-    logits = picture_cases.logits(model.config, model.params, rows, padded, spans)
+    gap = vision.config.row_gap
+    logits = picture_cases.logits(model.config, model.params, rows, padded, spans, None, gap)
     return np.argmax(logits, -1)[seq.num_prompt - 1 :][: len(answer)].tolist()
 
 
@@ -187,6 +192,109 @@ def test_a_model_with_states(tmp_path):
     answers = run(engine, seqs[0]) + run(engine, seqs[1])
     assert answers == [expected(model, vision, each) for each in seqs]
     assert seqs[1].num_cached > 8
+
+
+def test_tokens_that_see_each_other_are_of_one_step(tmp_path):
+    """Of Gemma 3: chunks end before a picture or behind it, decodes go on, a part may be cached."""
+    picture_cases.write(tmp_path, "gemma3")
+    model, vision = random_model("gemma3"), models.load_vision(tmp_path, "float32")
+    limits = dataclasses.replace(LIMITS, prefill_chunk=4, max_step_tokens=24)
+    engine = Engine(model, limits, vision=vision)
+    engine.warm_up()
+    one, two = (picture_cases.picture(32, 32, i) for i in range(2))
+    seqs = [
+        sequence([[5, 9, 42], one, [43, 7, 8, 42], two, [43, 12]]),
+        sequence([[5, 9, 200, 31, 7, 7, 12, 90, 4]], max_tokens=20),
+        sequence([[5, 9, 42], one, [43, 7, 8, 42], one, [43, 12]]),
+    ]
+    chunks = []
+    begin = engine.scheduler.launched
+    engine.scheduler.launched = lambda step: (chunks.extend(step.entries), begin(step))
+    answers = run(engine, *seqs)
+    for entry in chunks:
+        end = entry.begin + entry.num_tokens
+        assert not any(x.begin < end < x.end for x in entry.seq.pictures)
+    assert answers == [expected(model, vision, seq) for seq in seqs]
+    # A page may end within a picture: what is left of it sees all.
+    again = sequence([[5, 9, 42], one, [43, 7, 8, 42], two, [44, 13]])
+    (answer,) = run(engine, again)
+    assert again.num_cached == 36 and again.pictures[1].begin < 36 < again.pictures[1].end
+    assert answer == expected(model, vision, again)
+    with pytest.raises(ValueError, match="prompt_logprobs: expected False with pictures"):
+        engine.submit([sequence([[5], one, [6]], prompt_logprobs=True, logprobs=0)])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+def test_batches_of_any_tower(name, tmp_path):
+    """Their sizes are whole tokens, whatever a token's patches are; they run where the tower is."""
+    picture_cases.write(tmp_path, name)
+    device = jax.devices()[-1]
+    vision = models.load_vision(tmp_path, "float32").on(device)
+    assert {x.device for x in jax.tree.leaves(vision.params)} == {device}
+    encoder = picture_encoder.PictureEncoder(vision)
+    encoder.warm_up(None)
+    pixels = picture_cases.pictures(picture_cases.CONFIGS[name])[0]
+    rows, columns = vision.grid(pixels)
+    gap = vision.config.row_gap
+    shown = Picture(1, rows, columns, *pixels.shape[:2], pixels.tobytes(), gap)
+    own = [TOKEN if each else 45 for each in shown.is_shown]
+    seq = Sequence("s", "s", [5, *own, 6], SamplingParams(max_tokens=1), "", pictures=(shown,))
+    encoder.check(seq)
+    rows_of = encoder.rows_of([ScheduledSequence(seq, 0, len(seq.tokens), True)])
+    found = rows_of(seq, shown)
+    expected = models.encode_pictures(vision, [pixels])
+    np.testing.assert_allclose(found[shown.is_shown], expected, rtol=1e-4, atol=1e-4)
+    assert not found[~np.array(shown.is_shown)].any()
+
+
+def test_a_tower_on_the_devices_of_its_engine():
+    """As of a replica, and of two devices that share the model."""
+    pytest.importorskip("tokenizers")
+    run_on_cpus(2, "import test_pictures; test_pictures.check_devices()")
+
+
+def check_devices():
+    """Runs in a process with two devices."""
+    with tempfile.TemporaryDirectory() as directory:
+        picture_cases.write(Path(directory), "gemma3")
+        vision = models.load_vision(directory, "float32")
+    model, second = random_model("gemma3"), jax.devices()[1]
+    for options in ({"devices": (second,)}, {"tensor_parallel": 2}):
+        limits = dataclasses.replace(LIMITS, max_step_tokens=24, **options)
+        engine = Engine(model, limits, vision=vision)
+        if "devices" in options:
+            arrays = jax.tree.leaves(engine._pictures.model.params)
+            assert {array.device for array in arrays} == {second}
+        engine.warm_up()
+        seq = sequence([[5, 9, 42], picture_cases.picture(32, 32), [43, 7]])
+        (answer,) = run(engine, seq)
+        assert answer == expected(model, vision, seq)
+
+
+def test_steps_that_are_too_small_for_a_picture(tmp_path):
+    picture_cases.write(tmp_path, "gemma3")
+    model, vision = random_model("gemma3"), models.load_vision(tmp_path, "float32")
+    with pytest.raises(ValueError, match="expected at least 19, for all 16 tokens of a picture"):
+        Engine(model, LIMITS, vision=vision)
+    limits = dataclasses.replace(LIMITS, max_step_tokens=24, context_parallel=2)
+    with pytest.raises(ValueError, match="context_parallel: expected 1 with the pictures"):
+        Engine(model, limits, vision=vision)
+
+
+def test_rows_with_a_token_behind_them(tmp_path):
+    """Of Mistral 3."""
+    picture_cases.write(tmp_path, "mistral3")
+    model, vision = random_model("mistral3"), models.load_vision(tmp_path, "float32")
+    engine = Engine(model, LIMITS, vision=vision)
+    engine.warm_up()
+    seqs = [
+        sequence([[5, 9], LARGE, [7, 42], TALL, [12]], row_gap=1),
+        sequence([[42], SMALL, [11, 12, 13]], row_gap=1),
+    ]
+    answers = run(engine, *seqs)
+    assert answers == [expected(model, vision, seq) for seq in seqs]
+    with pytest.raises(ValueError, match="expected 4 tokens 40, with one behind each row from"):
+        engine.submit([sequence([[42], SMALL, [11]])])
 
 
 def test_what_does_not_fit_is_refused(model, engine):

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from helpers.serve.fake_device import nodes
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Moves
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
 
@@ -145,7 +145,7 @@ class Machine:
     def __init__(self, seed: int, page_size: int, num_pages: int, num_host_pages: int = 0):
         self.rng = random.Random(seed)
         self.allocator = PageAllocator(num_pages)
-        self.host = HostTier(num_host_pages) if num_host_pages else None
+        self.host = HostTier(num_host_pages, Moves()) if num_host_pages else None
         self.cache = RadixCache(self.allocator, page_size, host=self.host)
         self.oracle = Oracle(page_size, num_host_pages)
         self.num_returned = 0
@@ -196,9 +196,9 @@ class Machine:
         pages = self.allocator.allocate(len(on_host)) if on_host else None
         if pages is not None:
             there = [*self.host.allocator.allocated()]
-            self.host.take_moves()
+            self.host.moves.take()
             self.cache.bring_back(match.host_node, pages)
-            moves = self.host.take_moves()
+            moves = self.host.moves.take()
             assert [move.page for move in moves] == pages and not any(m.to_host for m in moves)
             assert all(there[move.host_page] for move in moves), "a page that nobody stored"
             self.num_returned += len(pages)
@@ -247,7 +247,7 @@ class Machine:
             num_pages = self.rng.randrange(4)
         assert self.cache.evict(num_pages) == self.oracle.evict(num_pages)
         if self.host is not None:
-            stored = [move.page for move in self.host.take_moves() if move.to_host]
+            stored = [move.page for move in self.host.moves.take() if move.to_host]
             assert set(stored) <= set(self.oracle.stored), "what was forgotten at once is not moved"
             self.oracle.stored.clear()
 

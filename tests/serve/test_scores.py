@@ -207,3 +207,35 @@ def test_a_model_for_vectors_makes_no_scores(tmp_path):
         pytest.raises(ValueError, match=r"classify: .* got one for vectors"),
     ):
         llm.classify(["w5"])
+
+
+def test_a_text_model_that_answers_yes_or_no(tmp_path):
+    """Its prompt is that of Qwen3-Reranker's model card, whose parts are encoded apart."""
+    scoring_cases.write_answers(tmp_path, "qwen3")
+    model = models.load_embedding(tmp_path, "float32")
+    prompt = model.scoring.prompt
+    pair = "<Instruct>: Given a web search query, retrieve relevant passages that answer the query"
+    texts = [f"{pair}\n<Query>: {QUERY}\n<Document>: {document}" for document in DOCUMENTS]
+    sequences = [
+        [
+            token
+            for part in (prompt.before, text, prompt.behind)
+            for token in model.tokenizer.encode(part, add_special_tokens=False).ids
+        ]
+        for text in texts
+    ]
+    assert prompt.before.startswith("<|im_start|>system\nJudge whether the Document meets the req")
+    assert prompt.behind.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    batch = models.EmbeddingBatch.make(model, sequences, 384, 8)
+    made = np.asarray(models.embed(model, batch))[:3, 0]
+    scores = 1 / (1 + np.exp(-made))
+    with serving_encoder(model, "answers") as server:
+        answer = server.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS})
+        assert answer.ok, answer.body
+        got = [each["score"] for each in answer.json["data"]]
+        assert np.abs(got - scores).max() < TOLERANCE and np.ptp(scores) > 100 * TOLERANCE
+        answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
+        assert [x["index"] for x in answer.json["results"]] == np.argsort(-scores).tolist()
+        assert answer.json["usage"]["total_tokens"] == sum(map(len, sequences))
+        answer = server.post("/classify", {"input": QUERY})
+        assert answer.status == 400 and "scores pairs only" in answer.error["message"]

@@ -138,7 +138,7 @@ def test_limits_of_a_tenant():
 
 def test_pages_are_taken_from_whoever_has_most():
     """b is the youngest, and has one page; a's grow beyond what there is."""
-    scheduler = Scheduler(config(num_pages=24, starvation_steps=100))
+    scheduler = Scheduler(config(num_pages=24, starvation_seconds=100))
     a = many("a", 3, 12, 50)
     scheduler.add(*a)
     advance(scheduler)

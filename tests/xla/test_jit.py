@@ -416,11 +416,57 @@ def test_a_traced_call_starts_its_compile(cache_dir_here, monkeypatch):
     jax.clear_caches()
     trace()
     try:
-        [started] = jit._start("attention", spec, ())
+        [started] = jit._start(jit._jobs_of_operation, "attention", spec, ())
         assert started.result()["origin"] == "compiled"
         assert _core.prepare_attention(spec.problem)["origin"] == "memory"
     finally:
         jit._start.cache_clear()
+
+
+# No other test compiles it.
+LINEAR = ja.LinearAttentionSpec(
+    4, 4, 4, max_qo_len=1, num_qk_heads=1, num_v_heads=2, head_dim_k=24, head_dim_v=16
+)
+
+
+def test_precompile_linear_attention(cache_dir_here):
+    [kernel] = ja.precompile(LINEAR, target="sm_90")
+    assert kernel.name.startswith("linear_attention-sm_90a-") and kernel.origin == "compiled"
+    # The launches of a chunked loop compile side by side.
+    prefill = dataclasses.replace(LINEAR, max_tokens=4096, max_qo_len=4096)
+    names = jit._jobs_of_linear_spec(prefill, "sm_90:132")
+    assert len(names) > 1 and kernel.name not in names
+    with pytest.raises(ValueError, match="precompile: target: expected a CUDA target, got 'cpu'"):
+        ja.precompile(LINEAR)
+
+
+def test_traced_linear_layers_start_their_compile(cache_dir_here, monkeypatch):
+    """What is traced is what precompile and the handler of the call prepare."""
+    plan = ja.plan_linear_attention(LINEAR, [0, 1, 2], [0, 1], [0, 1])
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    q, v = array((4, 1, 24)), array((4, 2, 16))
+    g = jax.ShapeDtypeStruct(LINEAR.decay_shape, jnp.float32)
+    states = jax.ShapeDtypeStruct(LINEAR.state_shape, jnp.float32)
+    x, inputs = array((4, 8)), array((4, 2, 8))
+    weight = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    started: list[str] = []
+    monkeypatch.setattr(
+        jit, "_start", lambda jobs, *arguments: started.extend(jobs(*arguments).keys())
+    )
+
+    def trace():
+        jax.eval_shape(lambda *of: ja.linear_attention(*of, plan), q, q, v, g, g, states)
+        jax.eval_shape(lambda *of: ja.short_convolution(*of, plan), x, weight, None, inputs)
+
+    trace()  # on a machine without a GPU
+    assert started == []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for module in ("_ops.linear_kernel", "_ops.short_convolution"):
+        monkeypatch.setattr(f"jax_attn.{module}.gpu_target", lambda: (90, 132))
+    jax.clear_caches()
+    trace()
+    convolution = _core.short_convolution_source(90, 0, 3, False).name
+    assert set(started) == {*jit._jobs_of_linear_spec(LINEAR, "sm_90:132"), convolution}
 
 
 def test_kernels_compile_at_the_same_time(cache_dir_here, monkeypatch):

@@ -126,6 +126,8 @@ struct LinearRecurrenceBody {
         for (int t = 0; t < num; ++t) Token(chunk.begin + done + t, t);
         __syncthreads();  // the tokens have been used
         done += kTokens;
+        // Read again, since the state leaves no registers to keep it.
+        chunk = plan_.Chunk(index);
       } while (done < chunk.length);
       if (!begins) return;
       if (chunk.write_slot >= 0) Write(chunk.write_slot);
@@ -242,8 +244,8 @@ struct LinearRecurrenceBody {
   __device__ __forceinline__ void PrepareChannels(i64 token, int t) {
     constexpr int kChannels = CeilDiv(kPaddedDimK, kWarpSize);  // of a lane
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int group = p_.num_v_heads / p_.num_qk_heads;
-    const i64 at = (token * p_.num_qk_heads + head_ / group) * kDimK;
+    const int qk_head = head_ * p_.num_qk_heads / p_.num_v_heads;
+    const i64 at = (token * p_.num_qk_heads + qk_head) * kDimK;
     const i64 of_head = token * p_.num_v_heads + head_;
     float q[kChannels], k[kChannels], decay[kChannels];
     float of_channels = 1.0f;

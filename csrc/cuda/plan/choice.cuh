@@ -21,24 +21,44 @@ __device__ __forceinline__ void DealTrial(Context& c, i32 r) {
   if (c.thread() % Context::kTeamThreads == 0) c.shared.makespan[r] = makespan;
 }
 
-// Considers the trials up to the first one that is balanced or has too many splits.
+// Replaces a schedule by the best retry, if one is worth it, up to the first retry that is balanced
+// or has too many splits. Returns whether it did.
 template <class Context>
-__device__ __forceinline__ i32 ChooseTrial(const Context& c, i32 num_trials) {
+__device__ __forceinline__ bool TakeRetry(const Context& c, i64 margin, i64 total_cost,
+                                          PlanSchedule* schedule) {
   const auto& shared = c.shared;
-  const i64 total_cost = shared.trials[0].cost;
   i32 best = 0;
+  i64 makespan = schedule->makespan;
 #pragma unroll 1
-  for (i32 r = 1; r < num_trials && shared.trials[r].num_chunks >= 0; ++r) {
-    if (IsWorthMoreSplits(shared.makespan[r], shared.makespan[best])) best = r;
-    if (IsBalanced(shared.makespan[best], total_cost, c.rules.num_queues)) break;
+  for (i32 r = 1; r < kFirstOfFewer && shared.trials[r].num_chunks >= 0; ++r) {
+    if (IsWorthMoreSplits(margin, shared.makespan[r], makespan)) {
+      best = r;
+      makespan = shared.makespan[r];
+    }
+    if (IsBalanced(makespan, total_cost, c.rules.num_queues)) break;
   }
-  return best;
+  if (best > 0) *schedule = ScheduleOf(c, best);
+  return best > 0;
+}
+
+// As TryFewerSplits in plan/schedule.cc. first: the first trial that was made.
+template <class Context>
+__device__ __forceinline__ bool TakeFewerSplits(const Context& c, i32 first,
+                                                PlanSchedule* schedule) {
+  bool takes = false;
+#pragma unroll 1
+  for (i32 r = first; r < kNumFlatTrials; ++r) {
+    if (c.shared.makespan[r] >= schedule->makespan) continue;
+    *schedule = ScheduleOf(c, r);
+    takes = true;
+  }
+  return takes;
 }
 
 // Chooses for tiles that share nothing, as WriteSchedule and Rebalance in plan/schedule.cc do: the
 // first trial if it is good enough; otherwise ranges, or all retries of Algorithm 1 at once, a team
-// each. All threads call prepare(); threads that do not deal call record(first, step) for what is
-// in `schedule`: for the first trial, and again for another one.
+// each; then fewer splits. All threads call prepare(); threads that do not deal call record(first,
+// step) for what is in `schedule`: for the first trial, and again for another one.
 template <class Context, class Prepare, class Record>
 __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Context::Tiles& tiles,
                                                 PlanSchedule* schedule, Prepare prepare,
@@ -46,56 +66,59 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
   constexpr i32 kTeamThreads = Context::kTeamThreads, kNumTeams = Context::kNumTeams;
   const PlanRules& rules = c.rules;
   const int thread = c.thread();
-  i32 first = 0, num_trials = 1;  // trials to make; 0: one is chosen
+  const i64 total_cost = WholeCost(rules, tiles.num_tiles, tiles.span_cost);
+  const bool several = tiles.several_tile_sizes;
+  i32 first = 0, end = 1;  // trials to make; none are left if one is chosen
+  bool replaced = false;   // the first schedule is not the one that is chosen
 #pragma unroll 1
   while (true) {
 #pragma unroll 1
-    for (i32 r = first; r < num_trials; ++r) {
+    for (i32 r = first; r < end; ++r) {
       if (const PlanFault f = MakeTrial(c, tiles, r); f.code != kNoFault) return f;
     }
     if (first == 0) *schedule = ScheduleOf(c, 0);
-    const bool chosen = first == num_trials, records = first == 0 || chosen;
+    const bool chosen = first == end, records = first == 0 || (chosen && replaced);
     if (records) prepare();
 #pragma unroll 1
-    for (i32 r = first + thread / kTeamThreads; r < num_trials; r += kNumTeams) DealTrial(c, r);
-    const i32 dealers = kNumTeams > 1 ? (num_trials - first) * kTeamThreads : 0;
+    for (i32 r = first + thread / kTeamThreads; r < end; r += kNumTeams) DealTrial(c, r);
+    const i32 dealers = kNumTeams > 1 ? (end - first) * kTeamThreads : 0;
     if (records && thread >= dealers) record(thread - dealers, Context::kNumThreads - dealers);
     __syncthreads();
-    if (chosen) return {};
+    if (chosen || rules.schedule != kBalanced) return {};
+    // What was made, and what comes next.
+    bool may_retry = false;
     if (first == 0) {
-      const i64 makespan = c.shared.makespan[0];
-      schedule->makespan = makespan;
-      const i64 total_cost = c.shared.trials[0].cost;
-      if (rules.schedule != kBalanced || IsBalanced(makespan, total_cost, rules.num_queues)) {
-        return {};
+      schedule->makespan = c.shared.makespan[0];
+      may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
+      if (may_retry) {
+        const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+        if (MayHaveRanges(rules, tiles.num_tiles) &&
+            AreRangesWorthIt(rules, several, margin, total_cost / rules.num_queues,
+                             schedule->makespan)) {
+          replaced = TryRanges(c, tiles, schedule->makespan, schedule);
+          may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
+        }
+        may_retry = may_retry &&
+                    MayBeWorthMoreSplits(margin, total_cost, rules.num_queues, schedule->makespan);
       }
-      if (rules.num_units == 1 && !tiles.several_tile_sizes) {
-        if (!TryRanges(c, tiles, makespan, schedule)) return {};
-        first = num_trials;
-        continue;
-      }
-      if (!MayBeWorthMoreSplits(total_cost, rules.num_queues, makespan)) return {};
+    } else if (first == 1) {
+      const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+      replaced |= TakeRetry(c, margin, total_cost, schedule);
+    } else {
+      replaced |= TakeFewerSplits(c, first, schedule);
+    }
+    if (may_retry) {
       first = 1;
-      num_trials = 1 + kNumRetries;
+      end = kFirstOfFewer;
       continue;
     }
-    const i32 best = ChooseTrial(c, num_trials);
-    if (best == 0) return {};
-    *schedule = ScheduleOf(c, best);
-    first = num_trials;
-  }
-}
-
-// As in plan/schedule.cc. Replaces a schedule of these tiles, which share nothing.
-template <class Context>
-__device__ __forceinline__ void TryFewerSplits(Context& c, const typename Context::Tiles& tiles,
-                                               PlanSchedule* schedule) {
-#pragma unroll 1
-  for (i32 r = 0; r < kNumFewerSplits && schedule->num_chunks > tiles.num_tiles; ++r) {
-    MakeTrialOfFewer(c, tiles, r);
-    if (c.thread() < Context::kTeamThreads) DealTrial(c, r);
-    __syncthreads();
-    if (c.shared.makespan[r] < schedule->makespan) *schedule = ScheduleOf(c, r);
+    const i32 fewer = kFirstOfFewer + FirstOfFewer(rules);
+    const bool may_gain = schedule->has_ranges() || schedule->num_chunks > tiles.num_tiles;
+    const bool may_take_fewer = first < kFirstOfFewer && may_gain &&
+                                MayBeWorthFewerSplits(rules, FirstOfFewer(rules),
+                                                      tiles.longest_span_cost, schedule->makespan);
+    first = may_take_fewer ? fewer : kNumFlatTrials;
+    end = kNumFlatTrials;
   }
 }
 
@@ -167,7 +190,6 @@ __device__ __forceinline__ PlanFault ChooseGeneral(Context& c, typename Context:
     }
   }
   const PlanFault f = ChooseFlat(c, *tiles, schedule, [] {}, [](i32, i32) {});
-  if (f.code == kNoFault && rules.fewer_splits) TryFewerSplits(c, *tiles, schedule);
   if (!shares || (f.code == kNoFault && schedule->makespan < shared_schedule.makespan)) return f;
   *tiles = shared_tiles;
   *schedule = shared_schedule;

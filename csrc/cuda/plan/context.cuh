@@ -8,6 +8,7 @@
 #include "plan/rules/cuts.h"
 #include "plan/rules/sharing.h"
 #include "plan/rules/steps.h"
+#include "plan/rules/units.h"
 
 namespace jax_attn {
 
@@ -86,15 +87,39 @@ struct PlanTrial {
   i32 key_bits;
   // With kGeneral: from this slot on, queues that have no chunk get none.
   i32 leaves_empty_from;
+  bool by_weight;  // as in Retry
 };
 
 // Chunks with their queues.
 struct PlanSchedule {
-  PlanChunks chunks;
+  PlanChunks chunks;  // of tiles or, with ranges, of tiles of head units (rules/units.h)
   i32 num_chunks;
-  i64 makespan;      // load of the fullest queue; only with kGeneral
+  i64 makespan;      // load of the fullest queue
   const i32* inner;  // ranges: the positions that cut a tile, in order; else null
+
+  __device__ bool has_ranges() const { return inner != nullptr; }
 };
+
+// What a schedule cuts: tiles, each once or, with ranges, once for each head unit.
+template <class Tiles>
+__device__ __forceinline__ i32 NumCutTiles(const PlanRules& rules, const Tiles& tiles,
+                                           bool by_unit) {
+  return by_unit ? tiles.num_tiles * rules.num_units : tiles.num_tiles;
+}
+template <class Tiles>
+__device__ __forceinline__ UnitTile CutTileAt(const PlanRules& rules, const Tiles& tiles,
+                                              bool by_unit, i32 i) {
+  if (!by_unit) return {i, kEveryUnit};
+  const i32 request = tiles.tiles[i / rules.num_units].request;
+  const i32 first = tiles.first_tile[request];
+  return UnitTileOf(rules, first, tiles.first_tile[request + 1] - first,
+                    i - first * rules.num_units);
+}
+
+// Trials for tiles that share nothing: the first schedule, retries, and from kFirstOfFewer on fewer
+// splits.
+inline constexpr int kFirstOfFewer = 1 + kNumRetries;
+inline constexpr int kNumFlatTrials = kFirstOfFewer + kNumFewerSplits;
 
 // --- what they share ---
 
@@ -116,8 +141,7 @@ struct PlanContext {
   static constexpr int kMostQueues = 9;
   static constexpr i32 kMostCounts = 2 * ((kMostQueues + 1) / 2) * kWarpSize * kTeamWarps;
 
-  static constexpr int kMostTrials =
-      kGeneral ? Max(1 + kNumRetries, kNumSharedTrials) : 1 + kNumRetries;
+  static constexpr int kMostTrials = Max(kNumFlatTrials, kGeneral ? kNumSharedTrials : 0);
   // The arena, from which arrays are taken, lies behind it.
   struct Shared {
     typename Cta::WarpTotals warp_totals;

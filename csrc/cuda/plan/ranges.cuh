@@ -1,9 +1,11 @@
-// Stream-K in the device planner: all tiles in one line, cut into equal ranges, one for each queue.
+// Stream-K in the device planner: all tiles in one line, cut into ranges of equal cost, one for
+// each queue. The line has each tile once for every head unit.
 #pragma once
 
 #include "cuda/plan/trials.cuh"
 #include "plan/rules/cuts.h"
 #include "plan/rules/order.h"
+#include "plan/rules/units.h"
 
 namespace jax_attn {
 
@@ -17,52 +19,70 @@ __device__ __forceinline__ i32 RangeEnd(const PlanChunks& chunks, const i32* inn
   return split + 1 == splits ? t.kv_end : inner[chunks.chunk_base[i] - i + split];
 }
 
-// Stream-K for tiles of one size that share nothing. If the fullest queue has less than `makespan`,
-// it replaces the schedule and returns true.
+// Where ranges begin, for a line of tiles of head units. Each thread tries one capacity.
+struct RangeBorders {
+  i32* tile_of;    // [num_queues] tile of border q + 1, which ends queue q; num_tiles: beyond all
+  i32* positions;  // [num_queues]
+};
+template <class Context>
+__device__ __forceinline__ bool FindBorders(Context& c, const typename Context::Tiles& tiles,
+                                            i32 num_tiles, i64 makespan, RangeBorders* borders) {
+  constexpr i32 kNumThreads = Context::kNumThreads;
+  const PlanRules& rules = c.rules;
+  i64* places = c.template Take<i64>(num_tiles + 1);
+  i32* fits = c.template Take<i32>(kNumCapacities);
+  borders->tile_of = c.template Take<i32>(rules.num_queues);
+  borders->positions = c.template Take<i32>(rules.num_queues);
+  const auto tile_at = [&](i32 i) -> const QueryTile& {
+    return tiles.tiles[CutTileAt(rules, tiles, true, i).tile];
+  };
+  const i64 line = c.cta.Prefix(num_tiles, places, [&](i32 i) {
+    const QueryTile& t = tile_at(i);
+    return ItemCost(rules, t, t.kv_end - t.kv_begin, false);
+  });
+#pragma unroll 1
+  for (i32 k = c.thread(); k < kNumCapacities; k += kNumThreads) {
+    fits[k] = RangesFit(rules, places, num_tiles, tile_at, RangeCapacity(rules, line, makespan, k));
+  }
+  __syncthreads();
+  const i32 least = LeastCapacity([&](i32 k) { return fits[k] != 0; });
+  if (least == kNumCapacities) return false;
+  if (c.thread() == 0) {
+    const i64 capacity = RangeCapacity(rules, line, makespan, least);
+    RangeStart at = {0, tile_at(0).kv_begin};
+#pragma unroll 1
+    for (i32 q = 0; q < rules.num_queues; ++q) {
+      at = RangeEndOf(rules, places, num_tiles, tile_at, at, capacity);
+      borders->tile_of[q] = at.tile;
+      borders->positions[q] = at.kv;
+    }
+  }
+  __syncthreads();
+  return true;
+}
+
+// Stream-K for tiles that share nothing. If the fullest queue has less than `makespan`, it replaces
+// the schedule and returns true.
 template <class Context>
 __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Tiles& tiles,
                                           i64 makespan, PlanSchedule* schedule) {
   constexpr i32 kNumThreads = Context::kNumThreads;
   const PlanRules& rules = c.rules;
-  const i32 num_tiles = tiles.num_tiles;
+  const i32 num_tiles = NumCutTiles(rules, tiles, true);
   const int thread = c.thread();
+  RangeBorders borders;
+  if (!FindBorders(c, tiles, num_tiles, makespan, &borders)) return false;
+  const i32 *tile_of = borders.tile_of, *positions = borders.positions;
+  const auto tile_at = [&](i32 i) -> const QueryTile& {
+    return tiles.tiles[CutTileAt(rules, tiles, true, i).tile];
+  };
+  const i32 n = rules.num_queues;
   PlanChunks chunks = TakeTileArrays(c, num_tiles);
-  i64* places = c.template Take<i64>(num_tiles + 1);
-  const i64 line = c.cta.Prefix(num_tiles, places, [&](i32 i) {
-    const QueryTile& t = tiles.tiles[i];
-    return ItemCost(rules, t, t.kv_end - t.kv_begin, false);
-  });
-  const RangeCut ranges = MakeRangeCut(rules, tiles.tiles[0], line);
-  // Borders 1 to num_ranges - 1 are entries 0 to n - 1 here.
-  const i32 n = ranges.num_ranges - 1;
-  i32* tile_of = c.template Take<i32>(n + 1);  // tile of each border
-  i32* positions = c.template Take<i32>(n + 1);
-  i32* cut_tiles = c.template Take<i32>(n + 1);
   i32* num_inner = c.template Take<i32>(n + 1);
-  i32* inner = c.template Take<i32>(n + 1);
-
-  // First guess: every border has a tile of its own. Then it uses the tiles of the first guess.
-#pragma unroll 1
-  for (i32 b = thread; b <= n; b += kNumThreads) cut_tiles[b] = b;
-  __syncthreads();
-#pragma unroll 1
-  for (int guess = 0; guess < 2; ++guess) {
-    const i32 all_cut_tiles = cut_tiles[n];
-#pragma unroll 1
-    for (i32 b = thread; b < n; b += kNumThreads) {
-      const i64 place = BorderOffset(ranges, b + 1, cut_tiles[b + 1], all_cut_tiles);
-      tile_of[b] = LastAtMost(places, num_tiles, place);
-      positions[b] = BorderPosition(rules, tiles.tiles[tile_of[b]], places[tile_of[b]], place);
-    }
-    __syncthreads();
-    if (guess > 0) break;
-    c.cta.Prefix(n, cut_tiles,
-                 [&](i32 b) { return static_cast<i64>(b == 0 || tile_of[b] != tile_of[b - 1]); });
-  }
-  // Borders that cut a tile, each once.
+  i32* inner = c.template Take<i32>(n);
+  // Borders that cut a tile, each once: an empty queue repeats a border.
   auto is_inner = [&](i32 b) {
-    const QueryTile& t = tiles.tiles[tile_of[b]];
-    if (positions[b] <= t.kv_begin || positions[b] >= t.kv_end) return false;
+    if (tile_of[b] == num_tiles || positions[b] == tile_at(tile_of[b]).kv_begin) return false;
     return b == 0 || tile_of[b] != tile_of[b - 1] || positions[b] != positions[b - 1];
   };
   c.cta.Prefix(n, num_inner, [&](i32 b) { return static_cast<i64>(is_inner(b)); });
@@ -72,7 +92,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
   }
   // Entries of `tile_of` below i.
   auto borders_before = [&](i32 i) {
-    return n == 0 || tile_of[0] >= i ? 0 : LastAtMost(tile_of, n, i - 1) + 1;
+    return tile_of[0] >= i ? 0 : LastAtMost(tile_of, n, i - 1) + 1;
   };
 #pragma unroll 1
   for (i32 i = thread; i <= num_tiles; i += kNumThreads) {
@@ -80,14 +100,15 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
   }
   __syncthreads();
   const i32 num_chunks = chunks.chunk_base[num_tiles];
-  TakeChunkArrays(c, num_chunks, &chunks);
+  TakeChunkArrays(c, num_chunks, num_chunks, &chunks);
 
   // The queue of a chunk: the number of borders at or before its beginning.
-  const i64 num_split = c.cta.Sum(num_chunks, [&](i32 k) {
-    const i32 i = TileOfChunk(tiles, chunks, num_chunks, k);
+#pragma unroll 1
+  for (i32 k = thread; k < num_chunks; k += kNumThreads) {
+    const i32 i = TileOfChunk(num_tiles, chunks, num_chunks, k);
     const i32 split = k - chunks.chunk_base[i];
     const i32 splits = chunks.NumChunksOf(i);
-    const QueryTile& t = tiles.tiles[i];
+    const QueryTile& t = tile_at(i);
     const i32 begin = RangeBegin(chunks, inner, t, i, split);
     i32 queue = borders_before(i);
 #pragma unroll 1
@@ -96,8 +117,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     const i64 kv_tokens = RangeEnd(chunks, inner, t, i, split, splits) - begin;
     chunks.keys[k] = ChunkKey(0, k);
     chunks.costs[k] = ItemCost(rules, t, kv_tokens, splits > 1);
-    return static_cast<i64>(splits > 1);
-  });
+  }
 #pragma unroll 1
   for (i32 q = thread; q < rules.num_queues; q += kNumThreads) chunks.filled[q] = 0;
   __syncthreads();
@@ -116,7 +136,6 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     if (last) chunks.filled[queue] = k - static_cast<i32>(chunks.loads[queue]) + 1;
   }
   __syncthreads();
-  bool lighter = true;
   i64 fullest = 0;
 #pragma unroll 1
   for (i32 q = thread; q < rules.num_queues; q += kNumThreads) {
@@ -125,12 +144,12 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
     for (i32 j = 0; j < chunks.filled[q]; ++j) {
       load += chunks.costs[static_cast<i32>(chunks.loads[q]) + j];
     }
-    lighter &= load < makespan;
-    if constexpr (Context::kGeneral) fullest = Largest(fullest, load);
+    fullest = Largest(fullest, load);
   }
-  const bool rejected = num_split * rules.num_kv_heads > rules.max_balanced_partials;
-  if (__syncthreads_or(!lighter) || rejected) return false;
-  if constexpr (Context::kGeneral) fullest = c.cta.MostOf(fullest);
+  fullest = c.cta.MostOf(fullest);
+  const bool several = tiles.several_tile_sizes;
+  const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+  if (!AreRangesWorthIt(rules, several, margin, fullest, makespan)) return false;
   *schedule = {chunks, num_chunks, fullest, inner};
   return true;
 }

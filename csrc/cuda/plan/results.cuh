@@ -30,7 +30,7 @@ class PlanResults {
   // Also numbers, for one kv head, the merge groups and partial states in front of each tile.
   __device__ PlanCounts Count() {
     PlanCounts n = {};
-    n.num_items = num_chunks() * i64{rules_.num_kv_heads};
+    n.num_items = num_chunks() * i64{num_heads()};
     if (tiles_.shares()) {
       CountShared(&n);
     } else if (num_chunks() != num_tiles()) {
@@ -46,12 +46,13 @@ class PlanResults {
 #pragma unroll 1
     for (i32 k = first; k < num_chunks(); k += step) {
       const i32 chunk = ChunkOfKey(chunks_.keys[k]);
-      const i32 i = TileOfChunk(tiles_, chunks_, num_chunks(), chunk);
-      const QueryTile& t = tiles_.tiles[i];
+      const i32 i = TileOfChunk(num_tiles(), chunks_, num_chunks(), chunk);
+      const UnitTile cut_tile = TileAt(i);
+      const QueryTile& t = tiles_.tiles[cut_tile.tile];
       const i32 split = chunk - chunks_.chunk_base[i];
       const i32 splits = chunks_.NumChunksOf(i);
       i32 begin, end;
-      if (schedule_.inner != nullptr) {
+      if (schedule_.has_ranges()) {
         begin = RangeBegin(chunks_, schedule_.inner, t, i, split);
         end = RangeEnd(chunks_, schedule_.inner, t, i, split, splits);
       } else {
@@ -64,12 +65,12 @@ class PlanResults {
       i32 group_step = 1, num_units = 1;
       // 64 bits: whether the capacities hold them is checked when all else is known.
       const auto row_of = [&] {
-        return static_cast<i32>(rules_.num_kv_heads * rows_before_[i] + i64{split} * num_rows);
+        return static_cast<i32>(num_heads() * rows_before_[i] + i64{split} * num_rows);
       };
       if (splits > 1) {
         first_row = row_of();
         group_step = NumMergeGroups(rules_, t, splits);
-        first_group = rules_.num_kv_heads * GroupsBefore(i) + MergeGroupOfSplit(group_step, split);
+        first_group = num_heads() * GroupsBefore(i) + MergeGroupOfSplit(group_step, split);
       }
       // Shared prefixes: partial states of units, which may be in tiles that are not cut.
       bool partial = splits > 1;
@@ -90,8 +91,8 @@ class PlanResults {
       record[2 * num_chunks()] = partial ? Words(first_row, first_group, t.request, num_groups)
                                          : Words(-1, -1, t.request, 0);
       record[3 * num_chunks()] =
-          partial ? Words(static_cast<i32>(i64{num_rows} * splits), group_step, 0, 0)
-                  : Words(0, 0, 0, 0);
+          partial ? Words(static_cast<i32>(i64{num_rows} * splits), group_step, cut_tile.unit, 0)
+                  : Words(0, 0, cut_tile.unit, 0);
     }
   }
 
@@ -115,7 +116,12 @@ class PlanResults {
 
  private:
   __device__ i32 num_chunks() const { return schedule_.num_chunks; }
-  __device__ i32 num_tiles() const { return tiles_.num_tiles; }
+  __device__ bool by_unit() const { return schedule_.has_ranges(); }
+  __device__ i32 num_tiles() const { return NumCutTiles(rules_, tiles_, by_unit()); }
+  // Tile i of those that are cut, which share nothing if they belong to units.
+  __device__ UnitTile TileAt(i32 i) const { return CutTileAt(rules_, tiles_, by_unit(), i); }
+  // Heads that have a chunk.
+  __device__ i32 num_heads() const { return NumHeadsOf(rules_, by_unit() ? 0 : kEveryUnit); }
 
   // Looks whether the other CTAs are done, as they mostly are long before this one. Then they need
   // not be waited for.
@@ -130,14 +136,15 @@ class PlanResults {
   // parts(i): merge groups and partial states of a tile, without those of units.
   template <class PartsOf>
   __device__ void CountParts(PlanCounts* n, PartsOf parts) {
-    const i64 heads = rules_.num_kv_heads;
+    const i64 heads = num_heads();
     parts_before_ = c_.template Take<i64>(num_tiles() + 1);
     rows_before_ = c_.template Take<i64>(num_tiles() + 1);
     const i64 num_parts = c_.cta.StartPrefix(num_tiles(), parts_before_, parts);
     n->num_merge_groups = heads * GroupsIn(num_parts);
     n->num_partials = heads * PartialsIn(num_parts);
     n->num_partial_rows = heads * c_.cta.Prefix(num_tiles(), rows_before_, [&](i32 i) {
-      return StateRows(rules_, tiles_, chunks_, i);
+      if (!by_unit()) return StateRows(rules_, tiles_, chunks_, i);
+      return chunks_.SplitsOf(i) * tiles_.tiles[TileAt(i).tile].qo_len * rules_.group_size;
     });
   }
 
@@ -151,7 +158,7 @@ class PlanResults {
   // Merge groups of a tile that shares nothing, for one kv head.
   __device__ i64 NumGroups(i32 i) const {
     const i32 splits = static_cast<i32>(chunks_.SplitsOf(i));
-    return splits > 0 ? NumMergeGroups(rules_, tiles_.tiles[i], splits) : 0;
+    return splits > 0 ? NumMergeGroups(rules_, tiles_.tiles[TileAt(i).tile], splits) : 0;
   }
 
   // The same with shared prefixes. Merge groups of units come first, their partial states last.
@@ -236,16 +243,18 @@ class PlanResults {
   }
 
   __device__ void WriteMergeGroups() {
-    const i32 heads = rules_.num_kv_heads;
+    const i32 heads = num_heads();
 #pragma unroll 1
     for (i32 task = c_.thread(); task < num_tiles() * heads; task += kNumThreads) {
-      const i32 i = task / heads, head = task % heads;
+      const i32 i = task / heads, idx = task % heads;
       const i32 splits = static_cast<i32>(chunks_.SplitsOf(i));
-      if (splits == 0 || tiles_.SharingOf(i).partial()) continue;
-      const QueryTile& t = tiles_.tiles[i];
-      const i32 partials_begin = heads * PartialsBefore(i) + head * splits;
+      if (splits == 0 || (!by_unit() && tiles_.SharingOf(i).partial())) continue;
+      const UnitTile cut_tile = TileAt(i);
+      const QueryTile& t = tiles_.tiles[cut_tile.tile];
+      const i32 head = HeadOf(rules_, cut_tile.unit, idx);
+      const i32 partials_begin = heads * PartialsBefore(i) + idx * splits;
       const i32 num_groups = NumMergeGroups(rules_, t, splits);
-      const i32 first_group = NumUnitGroups() + heads * GroupsBefore(i) + head * num_groups;
+      const i32 first_group = NumUnitGroups() + heads * GroupsBefore(i) + idx * num_groups;
       uint4* group = reinterpret_cast<uint4*>(p_.merge_groups + first_group);
       const i32 step = num_groups > 1 ? kReduceBatch : 1;
       group[0] = Words(t.first_token, t.qo_len, head, (splits + step - 1) / step);
@@ -258,7 +267,7 @@ class PlanResults {
         group[1] = Words(partials_begin + s, 1, first_group, 0);
       }
       const i32 rows = t.qo_len * rules_.group_size;
-      const i32 first = static_cast<i32>(heads * rows_before_[i]) + head * rows * splits;
+      const i32 first = static_cast<i32>(heads * rows_before_[i]) + idx * rows * splits;
 #pragma unroll 1
       for (i32 s = 0; s < splits; ++s) p_.partial_rows[partials_begin + s] = first + s * rows;
     }
@@ -274,13 +283,15 @@ class PlanResults {
   __device__ void WriteItems(const i32* chunks_before) {
     const bool both_ends = tiles_.several_tile_sizes && !tiles_.shares();
     const i32 partitions = rules_.num_partitions, each = rules_.heads_per_unit;
-    const i32 num_items = num_chunks() * rules_.num_kv_heads;
+    const i32 num_items = num_chunks() * num_heads();
+    const i32 units = by_unit() ? 1 : rules_.num_units;  // that a chunk has
     ItemSource* sources = c_.template Take<ItemSource>(num_items);
 #pragma unroll 1
     for (i32 k = c_.thread(); k < num_chunks(); k += kNumThreads) {
-      const SlotsOfKey slots = SlotsOf(rules_, tiles_, chunks_, num_chunks(), k);
+      const SlotsOfKey slots =
+          by_unit() ? SlotsOfKey{k, 1} : SlotsOf(rules_, tiles_, chunks_, num_chunks(), k);
 #pragma unroll 1
-      for (i32 u = 0; u < rules_.num_units; ++u) {
+      for (i32 u = 0; u < units; ++u) {
         const PlanSlot slot = chunks_.slots[slots.first + u * slots.step];
         const i32 before = chunks_before[slot.queue], filled = chunks_.filled[slot.queue];
 #pragma unroll 1
@@ -289,9 +300,9 @@ class PlanResults {
               both_ends && BeginsWithSmallTiles(rules_.num_ctas, slot.queue * partitions + p);
           const i32 place = backwards ? filled - slot.place - 1 : slot.place;
           const i32 first = each * (partitions * before + p * filled + place);
-          const i32 head = (p * rules_.num_units + u) * each;
+          const i32 idx = (p * units + u) * each;
 #pragma unroll 1
-          for (i32 h = 0; h < each; ++h) sources[first + h] = {k, head + h};
+          for (i32 h = 0; h < each; ++h) sources[first + h] = {k, idx + h};
         }
       }
     }
@@ -308,11 +319,15 @@ class PlanResults {
         const ItemSource source = sources[item];
         const uint4* record = records_ + source.key;
         uint4 words = record[part * num_chunks()];
-        if (part == 0) words.z = source.head;
+        if (part == 0) {
+          const i32 unit =
+              by_unit() ? static_cast<i32>(record[kParts * num_chunks()].z) : kEveryUnit;
+          words.z = static_cast<u32>(HeadOf(rules_, unit, source.idx));
+        }
         if (part == 2) {
           const uint4 step = record[kParts * num_chunks()];
-          words.x += source.head * step.x;
-          words.y += source.head * step.y;
+          words.x += source.idx * step.x;
+          words.y += source.idx * step.y;
         }
         items[kParts * first + word] = words;
       }
@@ -320,7 +335,7 @@ class PlanResults {
   }
 
   struct __align__(8) ItemSource {
-    i32 key, head;
+    i32 key, idx;  // idx: of the head, among those that have the chunk
   };
 
   Context& c_;
@@ -331,8 +346,8 @@ class PlanResults {
   const PlanSchedule& schedule_;
   const PlanChunks& chunks_;
 
-  // [4, num_chunks] in the order of keys: the three parts of an item of the first head, and the
-  // increments of row and group from head to head.
+  // [4, num_chunks] in the order of keys: the three parts of an item of the first head; the
+  // increments of row and group from head to head, and the head unit.
   uint4* records_ = nullptr;
 
   i64* parts_before_ = nullptr;          // [num_tiles + 1] this and the next for one kv head

@@ -21,19 +21,18 @@ __device__ __forceinline__ PlanChunks TakeTileArrays(Context& c, i32 num_tiles) 
   return chunks;
 }
 template <class Context>
-__device__ __forceinline__ void TakeChunkArrays(Context& c, i32 num_chunks, PlanChunks* chunks) {
-  const i64 num_slots = static_cast<i64>(num_chunks) * c.rules.num_units;
+__device__ __forceinline__ void TakeChunkArrays(Context& c, i32 num_chunks, i64 num_slots,
+                                                PlanChunks* chunks) {
   chunks->keys = c.template Take<u64>(Context::Cta::SortSize(num_chunks));
   chunks->costs = c.template Take<i64>(num_chunks);
   chunks->slots = c.template Take<PlanSlot>(num_slots);
   chunks->weights = c.template Take<u32>(num_slots);
 }
 
-template <class Tiles>
-__device__ __forceinline__ i32 TileOfChunk(const Tiles& tiles, const PlanChunks& chunks,
-                                           i32 num_chunks, i32 chunk) {
-  return num_chunks == tiles.num_tiles ? chunk
-                                       : LastAtMost(chunks.chunk_base, tiles.num_tiles, chunk);
+// The tile that a chunk is cut from. num_tiles: NumCutTiles.
+__device__ __forceinline__ i32 TileOfChunk(i32 num_tiles, const PlanChunks& chunks, i32 num_chunks,
+                                           i32 chunk) {
+  return num_chunks == num_tiles ? chunk : LastAtMost(chunks.chunk_base, num_tiles, chunk);
 }
 
 // The slots of key k: `first` is for head unit 0; those of the other units follow, `step` apart.
@@ -46,7 +45,7 @@ __device__ __forceinline__ SlotsOfKey SlotsOf(const PlanRules& rules, const Tile
   const i32 units = rules.num_units;
   if (units == 1 || !IsSectionKey(chunks.keys[k])) return {k * units, 1};
   const i32 chunk = ChunkOfKey(chunks.keys[k]);
-  const QueryTile& tile = tiles.tiles[TileOfChunk(tiles, chunks, num_chunks, chunk)];
+  const QueryTile& tile = tiles.tiles[TileOfChunk(tiles.num_tiles, chunks, num_chunks, chunk)];
   const i32 request = tile.request;
   const i32 first = chunks.chunk_base[tiles.first_tile[request]];
   const i32 count = chunks.chunk_base[tiles.first_tile[request + 1]] - first;
@@ -152,14 +151,15 @@ __device__ __forceinline__ void SortInline(Context& c, const typename Context::T
       if (few && k < (num_chunks + 3) / 4 * 4) short_keys[k] = kNoShortKey;
       return;
     }
-    const i32 i = TileOfChunk(tiles, chunks, num_chunks, k);
+    const i32 i = TileOfChunk(tiles.num_tiles, chunks, num_chunks, k);
     const QueryTile& tile = tiles.tiles[i];
     const TileCut cut = chunks.cuts[i];
     const i32 split = k - chunks.chunk_base[i];
     const i64 kv_tokens = cut.End(tile, split) - cut.Begin(tile, split);
     cost = CostOf(rules, tiles, i, kv_tokens, cut.num_splits);
     const bool shared = tiles.SharingOf(i).shared();
-    key = tile.section > 0 ? SectionKey(tile.section, k) : ChunkKey(cost, k, shared);
+    const i32 section = t->by_weight ? 0 : tile.section;
+    key = section > 0 ? SectionKey(section, k) : ChunkKey(cost, k, shared);
     chunks.keys[k] = key;
     mine->sum += cost;
     const u32 word = ClampToWord(cost);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void SortInline(Context& c, const typename Context::T
     }
     // Short keys have the same order as long as there are no sections, no shared chunks and no high
     // costs.
-    const bool fits = tile.section == 0 && !shared && word < kShortCosts;
+    const bool fits = section == 0 && !shared && word < kShortCosts;
     mine->most[1] |= !fits;
     short_keys[k] = (kShortCosts - 1 - word) << kShortChunkBits | static_cast<u32>(k);
   });
@@ -236,15 +236,20 @@ __device__ __forceinline__ void Publish(Context& c, i32 r, const PlanTrial& t) {
   __syncthreads();
 }
 
+// How trial r cuts tiles that share nothing: the first schedule, retries, fewer splits.
 template <class Tiles>
-__device__ __forceinline__ i64 LongestCostOf(const PlanRules& rules, const Tiles& tiles, i32 r) {
-  const i64 longest_cost =
-      LongestChunkCost(rules, tiles.span_cost, r == 0 ? 2 : RetryDivisor(r - 1));
-  if (r > 0) return longest_cost;
-  return FirstLongestCost(rules, tiles.num_tiles, tiles.longest_span_cost, longest_cost);
+__device__ __forceinline__ Retry TrialOf(const PlanRules& rules, const Tiles& tiles, i32 r) {
+  if (r >= kFirstOfFewer) {
+    return {LongestOfFewer(rules, tiles.span_cost, r - kFirstOfFewer), false};
+  }
+  const i64 first = FirstLongestCost(rules, tiles.num_tiles, tiles.longest_span_cost,
+                                     LongestChunkCost(rules, tiles.span_cost, 2));
+  if (r == 0) return {first, false};
+  const bool large = HaveLargeStates(tiles.several_tile_sizes, tiles.tiles[0]);
+  return RetryOf(rules, tiles.span_cost, first, large, r - 1);
 }
 
-// Trial r of Algorithm 1, for tiles that share nothing: the first cut, or retry r - 1.
+// Trial r of Algorithm 1, for tiles that share nothing.
 template <class Context>
 __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Context::Tiles& tiles,
                                                i32 r) {
@@ -252,7 +257,9 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
   PlanTrial t = {};
   t.leaves_empty_from = kNoSlot;
   t.chunks = TakeTileArrays(c, tiles.num_tiles);
-  const i64 num_chunks = CutByLength(c, tiles, LongestCostOf(rules, tiles, r), t.chunks);
+  const Retry cut = tiles.num_tiles > 0 ? TrialOf(rules, tiles, r) : Retry{kUncut, false};
+  t.by_weight = cut.by_weight;
+  const i64 num_chunks = CutByLength(c, tiles, cut.longest_cost, t.chunks);
   // In balanced schedules scratch can hold any first cut (LongestChunkCost), and retries are
   // counted.
   if (rules.schedule != kBalanced) {
@@ -265,7 +272,7 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
       NumSplitChunks(c, tiles, t.chunks) * rules.num_kv_heads > rules.max_balanced_partials) {
     t.num_chunks = -1;
   } else {
-    TakeChunkArrays(c, t.num_chunks, &t.chunks);
+    TakeChunkArrays(c, t.num_chunks, num_chunks * rules.num_units, &t.chunks);
     SortChunks(c, tiles, &t);
   }
   Publish(c, r, t);
@@ -301,25 +308,11 @@ __device__ __forceinline__ PlanFault MakeSharedTrial(Context& c,
     t.leaves_empty_from = static_cast<i32>(num_shared) * rules.num_units;
   }
   if (fits) {
-    TakeChunkArrays(c, t.num_chunks, &t.chunks);
+    TakeChunkArrays(c, t.num_chunks, num_chunks * rules.num_units, &t.chunks);
     SortChunks(c, tiles, &t);
   }
   Publish(c, r, t);
   return {};
-}
-
-// Trial r of fewer splits, for tiles that share nothing.
-template <class Context>
-__device__ __forceinline__ void MakeTrialOfFewer(Context& c, const typename Context::Tiles& tiles,
-                                                 i32 r) {
-  PlanTrial t = {};
-  t.leaves_empty_from = kNoSlot;
-  t.chunks = TakeTileArrays(c, tiles.num_tiles);
-  const i64 longest_cost = LongestOfFewer(c.rules, tiles.span_cost, r);
-  t.num_chunks = static_cast<i32>(CutByLength(c, tiles, longest_cost, t.chunks));
-  TakeChunkArrays(c, t.num_chunks, &t.chunks);
-  SortChunks(c, tiles, &t);
-  Publish(c, r, t);
 }
 
 // Trial r after it was dealt.

@@ -5,31 +5,90 @@
 
 namespace jax_attn {
 
+// Cost of all tiles of a partition if none is split.
+inline i64 WholeCost(const PlanRules& rules, i64 num_tiles, i64 total_span_cost) {
+  return (num_tiles * rules.item_cost * rules.kv_cost[0] + total_span_cost) * rules.num_units;
+}
+
 // An imbalance within 1 % of the mean is below the noise of a launch.
 inline bool IsBalanced(i64 makespan, i64 total_cost, i64 num_queues) {
   return makespan <= 101 * total_cost / (100 * num_queues);
 }
 
-// More splits of large tiles write large states. Measured (H200, decodes and prefill chunks, 714 us
-// at FlashInfer): 256 splits of 128 rows balance 3 % better but cost 674 -> 857 us.
-inline bool IsWorthMoreSplits(i64 makespan, i64 than) { return 10 * makespan < 9 * than; }
+// How much more splits must gain, in percent. Large states are those of requests with more rows
+// than the smallest tile, or than any. Measured (H200, decodes and prefill chunks, 714 us at
+// FlashInfer): 256 splits of 128 rows balance 3 % better but cost 674 -> 857 us. Gains below 2 %
+// are not worth the planner's time: 20 -> 52 us on the host for 256 uniform decodes, to no avail.
+inline i64 MarginOfSplits(bool large_states) { return large_states ? 10 : 2; }
 
-// Whether any retry can be worth it. A retry has at least as many chunks, so its costs add up to at
-// least total_cost, the cost of the first split, and no schedule's fullest queue is below the mean.
-inline bool MayBeWorthMoreSplits(i64 total_cost, i64 num_queues, i64 than) {
-  return 10 * total_cost / (9 * num_queues) < than;
+// several_tile_sizes: whether tile M varies. t: any of the tiles.
+inline bool HaveLargeStates(bool several_tile_sizes, const QueryTile& t) {
+  return several_tile_sizes || t.tile > 0 || t.section > 0;
 }
 
-// kAuto. Algorithm 1 splits every tile above its limit, even where the other queues would wait for
-// less than a split costs. So a schedule of longer chunks and one of whole tiles are predicted and
-// compared, too. Returns the longest chunks of trial r.
+inline bool IsWorthMoreSplits(i64 margin, i64 makespan, i64 than) {
+  return 100 * makespan < (100 - margin) * than;
+}
+
+// Whether any retry can be worth it: no schedule's fullest queue is below the mean of whole tiles.
+inline bool MayBeWorthMoreSplits(i64 margin, i64 total_cost, i64 num_queues, i64 than) {
+  return IsWorthMoreSplits(margin, total_cost / num_queues, than);
+}
+
+// Ranges are for few tiles: at most this many for each queue, where there are several head units.
+inline constexpr i64 kMostTilesOfRanges = 64;
+
+// Whether the planner may cut ranges. With so many tiles a queue Algorithm 1 leaves
+// queues uneven by less than a tile, and the line, which has each tile once for every unit, would
+// take much memory.
+inline bool MayHaveRanges(const PlanRules& rules, i64 num_tiles) {
+  return rules.num_units == 1 ||
+         num_tiles * rules.num_units <= kMostTilesOfRanges * rules.num_queues;
+}
+
+// Whether a schedule of ranges is taken instead of one of Algorithm 1. With one unit and one tile M
+// no margin was needed. Where tile M varies, a queue should begin with its large tiles and fill up
+// with small ones, which ranges do not: 736 us instead of 674 for the batch of MarginOfSplits.
+// So they are tried wherever the mean load would be worth it.
+inline bool AreRangesWorthIt(const PlanRules& rules, bool several_tile_sizes, i64 margin,
+                             i64 makespan, i64 than) {
+  if (rules.num_units == 1 && !several_tile_sizes) return makespan < than;
+  return IsWorthMoreSplits(margin, makespan, than);
+}
+
+// Algorithm 1 splits every tile above its limit, even where the other queues would wait for less
+// than a split costs. So a schedule of whole tiles is predicted and compared, too, and with kAuto
+// one of chunks twice as long. Returns the longest chunks of trial r.
 enum : i32 { kNumFewerSplits = 2 };
+inline i32 FirstOfFewer(const PlanRules& rules) { return rules.fewer_splits ? 0 : 1; }
 inline i64 LongestOfFewer(const PlanRules& rules, i64 total_span_cost, i32 r) {
   return r == 0 ? LongestChunkCost(rules, total_span_cost, 1) : kUncut;
 }
 
-// Twice the divisors for the retries of Algorithm 1, in order, while queues are uneven.
+// Whether trial r can have a smaller makespan: no queue takes less than its longest whole tile.
+inline bool MayBeWorthFewerSplits(const PlanRules& rules, i32 r, i64 longest_span_cost, i64 than) {
+  return r == 0 || i64{rules.item_cost} * rules.kv_cost[0] + longest_span_cost < than;
+}
+
+// Retries of Algorithm 1, in order, while queues are uneven. With large states the first one has
+// the chunks of the first schedule, by weight: sections would not be kept together, which costs
+// time that the model does not know (rules/order.h).
+struct Retry {
+  i64 longest_cost;
+  bool by_weight;
+};
 inline constexpr int kNumRetries = 4;
-constexpr i32 RetryDivisor(i32 r) { return r == 0 ? 3 : r == 1 ? 4 : r == 2 ? 6 : 8; }
+
+// first_longest_cost: of the first schedule. If LongestWholeCost made it kUncut, chunks of the
+// usual length L are tried, too. Shorter chunks fill queues; chunks somewhat longer than L may fill
+// each queue once, where two pieces of L would not.
+inline Retry RetryOf(const PlanRules& rules, i64 total_span_cost, i64 first_longest_cost,
+                     bool large_states, i32 r) {
+  if (large_states && r == 0) return {first_longest_cost, true};
+  constexpr i32 kSixths[kNumRetries] = {4, 7, 8, 3}, kSixthsOfLarge[kNumRetries] = {0, 4, 3, 2};
+  const bool is_usual = first_longest_cost == kUncut && r == large_states;
+  const i32 sixths = is_usual ? 6 : large_states ? kSixthsOfLarge[r] : kSixths[r];
+  return {LongestChunkCost(rules, total_span_cost, 2) * sixths / 6, false};
+}
 
 }  // namespace jax_attn

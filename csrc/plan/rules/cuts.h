@@ -70,52 +70,84 @@ inline i64 FirstLongestCost(const PlanRules& rules, i64 num_tiles, i64 longest_s
 // --- by ranges ---
 
 // LeanAttention (arXiv 2405.10480, section 4), stream-K for attention: all tiles on one line, cut
-// into as many contiguous ranges of equal cost as there are queues. A range may end inside a tile,
-// so queues are balanced to one kv step, at the price of at most one more partial state per queue.
+// into as many contiguous ranges as there are queues. A range may end inside a tile, at a kv step,
+// so queues are balanced to about one step, at the price of at most one cut per queue. The line has
+// each tile once for every head unit (rules/units.h).
 //
-// The line measures every tile as one whole item. A border adds one item, and each tile that is
-// split pays for a merge. With F(b), the number of different tiles that contain borders 1 to b, the
-// cost left of border b is place(b) + (b - 1) * cut + F(b) * split, and it must equal b / ranges of
-// the total. F comes from a first guess in which every border lies in a different tile; a better
-// guess would move a border by less than a split costs.
-struct RangeCut {
-  i64 line;        // length of the line
-  i32 num_ranges;  // at most the number of queues, at least 1
-  i64 cut, split;  // costs of the item that a border adds, and of splitting a tile
+// A range is as long as its queue's capacity allows, in the planners' model of time, with items and
+// states. The capacity is the least one that is found to hold the line.
+struct RangeStart {
+  i32 tile;  // on the line
+  i32 kv;    // the first position left of it
 };
 
-// t: any of the tiles, which all have the same tile M.
-inline RangeCut MakeRangeCut(const PlanRules& rules, const QueryTile& t, i64 line) {
-  RangeCut r;
-  r.line = line;
-  r.cut = ItemCost(rules, t, 0, true);
-  r.split = r.cut - ItemCost(rules, t, 0, false);
-  // Ranges are not shorter than the shortest chunk, so border positions never decrease.
-  const i64 shortest = Largest(1, Largest(static_cast<i64>(rules.min_chunk) * t.kv_cost, r.split));
-  r.num_ranges = static_cast<i32>(Largest(1, Least(rules.num_queues, (line - r.cut) / shortest)));
-  return r;
+// The end of a piece of a tile that begins at kv and costs at most `left`; kv: no piece is worth
+// it.
+inline i32 PieceEnd(const PlanRules& rules, const QueryTile& t, i32 kv, i64 left) {
+  left -= ItemCost(rules, t, 0, true);
+  if (left < static_cast<i64>(rules.min_chunk) * t.kv_cost) return kv;
+  const i64 end = Least(kv + left / t.kv_cost, static_cast<i64>(t.kv_end) - 1);
+  const i64 border = end / rules.tile_kv * rules.tile_kv;
+  return border - kv < Largest(1, rules.min_chunk) ? kv : static_cast<i32>(border);
 }
 
-// Position of border b on the line, 0 < b < num_ranges. cut_tiles: F(b); all_cut_tiles: F of the
-// last border.
-inline i64 BorderOffset(const RangeCut& r, i32 b, i32 cut_tiles, i32 all_cut_tiles) {
-  const i64 total = r.line + (r.num_ranges - 1) * r.cut + all_cut_tiles * r.split;
-  const i64 each = total / r.num_ranges, left = total % r.num_ranges;
-  const i64 part = b * each + b * left / r.num_ranges;  // b * total / num_ranges, in 64 bits
-  return Largest(0, part - (b - 1) * r.cut - cut_tiles * r.split);
+// Where the range ends that begins at `at`. places: [num_tiles + 1], where tiles begin on the line,
+// in costs of whole tiles. tile_at(i): tile i of the line.
+template <class TileAt>
+inline RangeStart RangeEndOf(const PlanRules& rules, const i64* places, i32 num_tiles,
+                             TileAt tile_at, RangeStart at, i64 capacity) {
+  i64 left = capacity;
+  i32 i = at.tile;
+  if (i == num_tiles) return at;
+  const QueryTile& first = tile_at(i);
+  if (at.kv > first.kv_begin) {
+    const i64 rest = ItemCost(rules, first, static_cast<i64>(first.kv_end) - at.kv, true);
+    if (rest > left) return {i, PieceEnd(rules, first, at.kv, left)};
+    left -= rest;
+    ++i;
+  }
+  const i64 place = places[i];
+  if (i < num_tiles && places[i + 1] - place <= left) {
+    i += LastAtMost(places + i, num_tiles - i + 1, place + left);
+  }
+  if (i == num_tiles) return {i, 0};
+  const QueryTile& t = tile_at(i);
+  return {i, PieceEnd(rules, t, t.kv_begin, left - (places[i] - place))};
 }
 
-// The kv position of a border at `place` on the line, in a tile that begins at tile_place: the
-// nearest step, or the tile's nearer end if the piece cut off would be too short to be worth it.
-inline i32 BorderPosition(const PlanRules& rules, const QueryTile& t, i64 tile_place, i64 place) {
-  const i64 whole = ItemCost(rules, t, 0, false);
-  const i64 fits = t.kv_begin + Largest(0, place - tile_place - whole) / t.kv_cost;
-  const i64 border = (fits + rules.tile_kv / 2) / rules.tile_kv * rules.tile_kv;
-  const bool near_begin = border - t.kv_begin < rules.min_chunk;
-  const bool near_end = t.kv_end - border < rules.min_chunk;
-  if (near_begin && near_end)
-    return border - t.kv_begin < t.kv_end - border ? t.kv_begin : t.kv_end;
-  return near_begin ? t.kv_begin : near_end ? t.kv_end : static_cast<i32>(border);
+// Whether the queues hold the line.
+template <class TileAt>
+inline bool RangesFit(const PlanRules& rules, const i64* places, i32 num_tiles, TileAt tile_at,
+                      i64 capacity) {
+  RangeStart at = {0, tile_at(0).kv_begin};
+  for (i32 q = 0; q < rules.num_queues && at.tile < num_tiles; ++q) {
+    at = RangeEndOf(rules, places, num_tiles, tile_at, at, capacity);
+  }
+  return at.tile == num_tiles;
+}
+
+// Capacities that are tried, from the mean load on, below the makespan of another schedule.
+inline constexpr i32 kNumCapacities = 128;
+inline i64 RangeCapacity(const PlanRules& rules, i64 line, i64 makespan, i32 i) {
+  const i64 mean = CeilDivide(line, rules.num_queues);
+  return mean + Largest(0, makespan - mean) * i / kNumCapacities;
+}
+
+// The first capacity that fits, by bisection; kNumCapacities: none. The device planner has asked
+// all of them before, so both must ask in the same order.
+template <class Fits>
+inline i32 LeastCapacity(Fits fits) {
+  i32 first = 0, count = kNumCapacities;
+  while (count > 0) {
+    const i32 half = count / 2;
+    if (fits(first + half)) {
+      count = half;
+    } else {
+      first += half + 1;
+      count -= half + 1;
+    }
+  }
+  return first;
 }
 
 }  // namespace jax_attn

@@ -31,6 +31,8 @@ class LayerKind:
     # Share of the gate's outputs that are 0, if they were normally distributed (Gemma 3n).
     sparsity: float = 0.0
     values_are_keys: bool = False  # values are the projected keys, before their norm and RoPE
+    # Tokens of a picture see each other, not only those before them.
+    sees_pictures: bool = False
     # The layer has no keys and values: it reads those of the last layer before it that has some
     # and that has the same window and heads.
     shares_kv: bool = False
@@ -169,6 +171,7 @@ class AttentionKind(NamedTuple):
     window: int | Chunk | None
     num_kv_heads: int
     head_dim: int
+    sees_pictures: bool
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -204,7 +207,7 @@ class ModelConfig:
     bos_token: int | None
     eos_tokens: tuple[int, ...]
     sm_scale: float  # attention logits = sm_scale * (q . k)
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu2", "xielu"] = "silu"
+    activation: str = "silu"  # one of ACTIVATIONS, "clamped_swiglu" or "xielu"
     gated: bool = True  # False: MLPs have no gate, and the activation is that of `up`
     activation_limit: float = 0.0  # clamp limit of clamped_swiglu
     qkv_bias: bool = False
@@ -295,7 +298,7 @@ class ModelConfig:
 
     def attention_kind(self, kind: LayerKind) -> AttentionKind:
         own = self.of(kind)
-        return AttentionKind(kind.window, own.num_kv_heads, own.head_dim)
+        return AttentionKind(kind.window, own.num_kv_heads, own.head_dim, kind.sees_pictures)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -340,6 +343,18 @@ class ModelConfig:
                 )
             places.append(newest[attention])
         return tuple(places)
+
+    @property
+    def sees_pictures(self) -> bool:
+        """Whether tokens of a picture see each other in some layers. A step computes all of them
+        then."""
+        return any(kind.sees_pictures for kind in self.layers)
+
+    @property
+    def position_parts(self) -> int:
+        """3 if tokens of pictures have times, rows and columns as positions (Rope.sections)."""
+        ropes = (kind.rope for kind in self.layers if kind.rope is not None)
+        return 3 if any(rope.sections is not None for rope in ropes) else 1
 
     @property
     def has_special_layers(self) -> bool:

@@ -134,17 +134,24 @@ class Keys:
         return int(value)
 
 
-def refuse_changes_of_any_family(keys: Keys, *, reads_layers: bool = False) -> None:
-    """Refuses keys with which transformers changes layers, files or cache of any model.
+# Keys with which transformers changes layers, files or cache of any model, and harmless values.
+_CHANGES: dict[str, tuple[Any, ...]] = {
+    "per_layer_config": (None, {}),
+    "transformers_weights": (None,),
+    "kv_sharing_modes": (None,),
+    "attention_chunk_size": (None,),
+}
+# By model_type, those that a family reads itself.
+_READ = {"gemma4_text": "per_layer_config"} | dict.fromkeys(
+    ("llama4", "llama4_text"), "attention_chunk_size"
+)
 
-    reads_layers: the family reads per_layer_config.
-    """
-    if not reads_layers:
-        keys.expect("per_layer_config", None, {})
-    for key in ("transformers_weights", "kv_sharing_modes"):
-        keys.expect(key, None)
-    if keys.get("model_type") not in ("llama4", "llama4_text"):
-        keys.expect("attention_chunk_size", None)
+
+def refuse_changes_of_any_family(keys: Keys, model_type: str) -> None:
+    """Refuses keys with which transformers changes any model, unless this one reads them."""
+    for key, harmless in _CHANGES.items():
+        if key != _READ.get(model_type):
+            keys.expect(key, *harmless)
 
 
 def _is_number(value: Any) -> bool:

@@ -32,15 +32,15 @@ from jax_attn.models._config.directory import (
     read_json,
 )
 from jax_attn.models._config.keys import Keys, one_of
-from jax_attn.models._embedding import encoder, encoder_weights, modernbert, scoring
+from jax_attn.models._embedding import encoder, modernbert, scoring
 from jax_attn.models._embedding.encoder import EncoderConfig
-from jax_attn.models._embedding.encoder_weights import EncoderTensors
 from jax_attn.models._embedding.modernbert import ModernBertConfig
 from jax_attn.models._embedding.scoring import Scoring
 from jax_attn.models._families import parse
 from jax_attn.models._layers import decoder
 from jax_attn.models._loading import loading
-from jax_attn.models._weights import weights
+from jax_attn.models._weights import float_weights, weights
+from jax_attn.models._weights.float_weights import Weight
 from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.models._weights.tensors import Parts
 from jax_attn.models._weights.weights import Params
@@ -100,7 +100,8 @@ def load_embedding(
     """Loads a directory of sentence-transformers, or of an encoder alone.
 
     An encoder alone has the default pooling of sentence-transformers: the mean, not normalized. One
-    whose `architectures` is of sequence classification has its head, and makes scores.
+    whose `architectures` is of sequence classification has its head, and makes scores. So does
+    Qwen3-Reranker: a qwen3 model without pooling, whose score is that of "yes" as its next token.
 
     Args: see `load`.
 
@@ -113,18 +114,45 @@ def load_embedding(
     config = parse_config(keys)
     if scoring.is_scoring(keys):
         return _load_scoring(directory, keys, config, dtype, progress)
+    tokenizer = loading.load_tokenizer(directory)
     if not isinstance(config, ModelConfig):
         params = _load_params(directory, config, dtype, progress, None)
+    elif (answers := scoring.answers(directory, keys, tokenizer)) is not None:
+        return _load_of_answers(directory, keys, tokenizer, answers, dtype, progress)
     else:
         params = weights.load_params(directory, config, dtype, progress, with_head=False)
     max_tokens, pooling = _modules(directory, config)
     return EmbeddingModel(
         config=config,
         params=params,
-        tokenizer=loading.load_tokenizer(directory),
+        tokenizer=tokenizer,
         pooling=pooling,
         max_tokens=max_tokens,
         sizes=_sizes(keys, config),
+    )
+
+
+def _load_of_answers(
+    directory: Path,
+    keys: Keys,
+    tokenizer: Tokenizer,
+    answers: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    progress: Callable[[int, int], None] | None,
+) -> EmbeddingModel:
+    config = parse.parse_config(keys.raw, keys.path)
+    if config.quantization is not None:
+        raise keys.error("quantization_config: expected None for a model that scores pairs")
+    params = weights.load_params(directory, config, dtype, progress)
+    head = scoring.head_of_answers(params, answers)
+    return EmbeddingModel(
+        config=config,
+        params=params | {"head": head},
+        tokenizer=tokenizer,
+        pooling=Pooling("last"),
+        max_tokens=_max_tokens(directory, config, "text-generation"),
+        sizes=(1,),
+        scoring=scoring.OF_QUESTION,
     )
 
 
@@ -164,15 +192,13 @@ def _load_params(
     progress: Callable[[int, int], None] | None,
     head: dict[str, Parts] | None,
 ) -> Params:
-    tensors = dataclasses.replace(encoder_tensors(config), head=head or {})
-    return encoder_weights.load_params(directory, config, tensors, dtype, progress)
-
-
-def encoder_tensors(config: EncoderConfig | ModernBertConfig) -> EncoderTensors:
-    """Returns the tensors of an encoder's weights."""
     if isinstance(config, ModernBertConfig):
-        return modernbert.tensors(config)
-    return encoder.tensors(config)
+        tree, is_other = modernbert.tensors(config), modernbert.is_other
+    else:
+        tree, is_other = encoder.tensors(config), encoder.is_other
+    if head is not None:
+        tree["head"] = {name: Weight(parts) for name, parts in head.items()}
+    return float_weights.load_tree(directory, config, tree, is_other, dtype, progress)
 
 
 ENCODERS: dict[str, Callable[[Keys], EncoderConfig | ModernBertConfig]] = {
@@ -269,8 +295,7 @@ def _max_tokens(directory: Path, config: Config, task: str = "feature-extraction
         keys = Keys(read_json(path), path)
         keys.expect("do_lower_case", False, None)  # lower-casing in addition to the tokenizer's
         keys.expect("transformer_task", task, None)
-        output = "token_embeddings" if task == "feature-extraction" else "scores"
-        keys.expect("module_output_name", output, None)
+        keys.expect("module_output_name", _OUTPUTS[task], None)
         if keys.get("max_seq_length") is not None:
             return min(keys.size("max_seq_length"), longest)
     path = directory / "tokenizer_config.json"
@@ -279,6 +304,13 @@ def _max_tokens(directory: Path, config: Config, task: str = "feature-extraction
         if keys.get("model_max_length") is not None:
             longest = min(longest, int(keys.number("model_max_length")))
     return longest
+
+
+_OUTPUTS = {
+    "feature-extraction": "token_embeddings",
+    "sequence-classification": "scores",
+    "text-generation": "causal_logits",
+}
 
 
 def _mode(path: Path, config: Config) -> Mode:
@@ -581,7 +613,6 @@ def _end(
         sums = jax.ops.segment_sum(x, owners, num_rows + 1, indices_are_sorted=True)
         x = sums[:num_rows] / jnp.maximum(lens, 1)[:, None]
     if "head" in params:
-        assert not isinstance(config, ModelConfig)
         x = scoring.logits(x, params["head"], config)
     if pooling.normalize:
         x /= jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
-from jax_attn.models._embedding.encoder_weights import EncoderTensors
-from jax_attn.models._weights.tensors import Parts, Shape
+from jax_attn.models._weights.float_weights import Weight, WeightTree, table
+from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
 
 
@@ -34,7 +34,7 @@ class EncoderConfig:
     num_positions: int  # rows of the position table
     num_types: int  # segment types; tokens have the first, those of a pair's second text the second
     norm_eps: float
-    activation: str  # one of _ACTIVATIONS
+    activation: str  # one of _ACTIVATION_NAMES
     # RoBERTa: positions start at this token's id + 1, and the token has no position. None: at 0.
     pad_token: int | None
     tensor_prefix: str  # name prefix in files of models with a head
@@ -60,6 +60,9 @@ class EncoderConfig:
 # ---- families ----------------------------------------------------------------------------------
 
 
+_ACTIVATION_NAMES = "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"
+
+
 def _bert(keys: Keys) -> EncoderConfig:
     return _encoder(keys, "bert.", None)
 
@@ -79,13 +82,13 @@ FAMILIES: dict[str, Callable[[Keys], EncoderConfig]] = {
 
 
 def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderConfig:
-    refuse_changes_of_any_family(keys)
+    refuse_changes_of_any_family(keys, keys.need("model_type"))
     keys.expect("position_embedding_type", "absolute", None)
     for key in ("is_decoder", "add_cross_attention"):
         keys.expect(key, False)
     for key in ("quantization_config", "compression_config"):
         keys.expect(key, None)
-    keys.expect("hidden_act", *_ACTIVATIONS)
+    keys.expect("hidden_act", *_ACTIVATION_NAMES)
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     if hidden_size % num_heads:
         raise keys.error(
@@ -117,10 +120,10 @@ def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderCo
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def tensors(config: EncoderConfig) -> EncoderTensors:
+def tensors(config: EncoderConfig) -> WeightTree:
     """Returns the tensors of the weights.
 
-    Tables: embed, positions, types [n, hidden]; norm, norm_bias [hidden]. A layer: as a decoder's,
+    embed, positions, types [n, hidden]; norm, norm_bias [hidden]. A layer: as a decoder's,
     with up instead of gate_up, and a bias for each weight.
     """
     d, ff = config.hidden_size, config.intermediate_size
@@ -133,25 +136,25 @@ def tensors(config: EncoderConfig) -> EncoderTensors:
         "mlp_norm": (("output.LayerNorm",), (d,)),
     }
 
-    def layer(i: int) -> dict[str, Parts]:
-        weights: dict[str, Parts] = {}
+    def layer(i: int) -> dict[str, Weight]:
+        weights: dict[str, Weight] = {}
         for weight, (names, shape) in linear.items():
             stems = [f"encoder.layer.{i}.{name}" for name in names]
-            weights[weight] = {f"{stem}.weight": shape for stem in stems}
-            weights[f"{weight}_bias"] = {f"{stem}.bias": shape[:1] for stem in stems}
+            weights[weight] = Weight({f"{stem}.weight": shape for stem in stems})
+            weights[f"{weight}_bias"] = Weight({f"{stem}.bias": shape[:1] for stem in stems})
         return weights
 
-    tables: dict[str, Parts] = {
-        "embed": {"embeddings.word_embeddings.weight": (config.vocab_size, d)},
-        "positions": {"embeddings.position_embeddings.weight": (config.num_positions, d)},
-        "types": {"embeddings.token_type_embeddings.weight": (config.num_types, d)},
-        "norm": {"embeddings.LayerNorm.weight": (d,)},
-        "norm_bias": {"embeddings.LayerNorm.bias": (d,)},
+    return {
+        "embed": table("embeddings.word_embeddings.weight", config.vocab_size, d),
+        "positions": table("embeddings.position_embeddings.weight", config.num_positions, d),
+        "types": table("embeddings.token_type_embeddings.weight", config.num_types, d),
+        "norm": table("embeddings.LayerNorm.weight", d),
+        "norm_bias": table("embeddings.LayerNorm.bias", d),
+        "layers": [layer(i) for i in range(config.num_layers)],
     }
-    return EncoderTensors(tables, [layer(i) for i in range(config.num_layers)], _is_other)
 
 
-def _is_other(name: str) -> bool:
+def is_other(name: str) -> bool:
     """Whether a tensor is for other tasks, or the position ids of old files."""
     return name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids")
 
@@ -194,7 +197,7 @@ def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) ->
     """Finishes a layer: x [n, hidden] and attention's o [n, num_heads, head_dim] -> x."""
     h = o.reshape(len(x), -1) @ weights["o"] + weights["o_bias"]
     x = _layer_norm(x + h, weights, "attention_norm", config)
-    h = _ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])
+    h = ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])
     h = h @ weights["down"] + weights["down_bias"]
     return _layer_norm(x + h, weights, "mlp_norm", config)
 
@@ -206,11 +209,3 @@ def _layer_norm(x: jax.Array, weights: Params, name: str, config: EncoderConfig)
     normal = x32 * jax.lax.rsqrt(variance + config.norm_eps)
     scale, bias = (weights[key].astype(jnp.float32) for key in (name, f"{name}_bias"))
     return (normal * scale + bias).astype(x.dtype)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": jax.nn.gelu,  # the tanh form
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}

@@ -6,17 +6,16 @@ Source: Warner et al., arXiv 2412.13663.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
-from jax_attn.models._embedding.encoder_weights import EncoderTensors
-from jax_attn.models._weights.tensors import Parts, Shape
+from jax_attn.models._weights.float_weights import Weight, WeightTree, table
+from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -61,7 +60,7 @@ class ModernBertConfig:
 
 def parse(keys: Keys) -> ModernBertConfig:
     """Returns the config from the keys of config.json. Raises ModelDirectoryError."""
-    refuse_changes_of_any_family(keys)
+    refuse_changes_of_any_family(keys, keys.need("model_type"))
     for key in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias", "is_decoder"):
         keys.expect(key, False)
     for key in ("quantization_config", "compression_config", "rope_scaling"):
@@ -123,10 +122,10 @@ def _theta(keys: Keys, kind: str, old_key: str, default: float) -> float:
 # ---- weights -----------------------------------------------------------------------------------
 
 
-def tensors(config: ModernBertConfig) -> EncoderTensors:
+def tensors(config: ModernBertConfig) -> WeightTree:
     """Returns the tensors of the weights.
 
-    Tables: embed [vocab, hidden]; norm, final_norm [hidden]. A layer: as an encoder's, with gate_up
+    embed [vocab, hidden]; norm, final_norm [hidden]. A layer: as an encoder's, with gate_up
     instead of up, and without biases.
     """
     d, ff = config.hidden_size, config.intermediate_size
@@ -139,24 +138,22 @@ def tensors(config: ModernBertConfig) -> EncoderTensors:
         "attention_norm": ("attn_norm.weight", (d,)),
     }
 
-    def layer(i: int, kind: Layer) -> dict[str, Parts]:
+    def layer(i: int, kind: Layer) -> dict[str, Weight]:
         return {
-            weight: {f"layers.{i}.{name}": shape}
+            weight: Weight({f"layers.{i}.{name}": shape})
             for weight, (name, shape) in shapes.items()
             if kind.has_norm or weight != "attention_norm"
         }
 
-    tables: dict[str, Parts] = {
-        "embed": {"embeddings.tok_embeddings.weight": (config.vocab_size, d)},
-        "norm": {"embeddings.norm.weight": (d,)},
-        "final_norm": {"final_norm.weight": (d,)},
+    return {
+        "embed": table("embeddings.tok_embeddings.weight", config.vocab_size, d),
+        "norm": table("embeddings.norm.weight", d),
+        "final_norm": table("final_norm.weight", d),
+        "layers": [layer(i, kind) for i, kind in enumerate(config.layers)],
     }
-    return EncoderTensors(
-        tables, [layer(i, kind) for i, kind in enumerate(config.layers)], _is_other
-    )
 
 
-def _is_other(name: str) -> bool:
+def is_other(name: str) -> bool:
     """Whether a tensor is for other tasks, such as masked tokens."""
     return name.startswith(("head.", "decoder."))
 
@@ -217,12 +214,3 @@ def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(variance + eps) * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_new": jax.nn.gelu,  # the tanh form
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}

@@ -3,29 +3,43 @@
 Source: BertForSequenceClassification and RobertaForSequenceClassification of transformers: a dense
 layer, tanh, and a linear layer of num_labels rows. ModernBertForSequenceClassification: the first
 token's row or the mean, a dense layer, an activation, LayerNorm, and a linear layer.
+
+Qwen3-Reranker (arXiv 2506.05176) is a text model that is asked whether a document answers a query:
+its score is the probability of "yes", of "yes" and "no", after the prompt of its model card.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.models._config.directory import read_json
+from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.config import ModelConfig
+from jax_attn.models._config.directory import ModelDirectoryError, existing, read_json
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._embedding import modernbert
 from jax_attn.models._embedding.encoder import EncoderConfig
 from jax_attn.models._embedding.modernbert import ModernBertConfig
+from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.models._weights.tensors import Parts
 from jax_attn.models._weights.weights import Params
 
 Activation = Literal["identity", "sigmoid", "softmax"]
 _MODEL_INPUTS = "model_input_names"
 _TYPES = "token_type_ids"
+
+
+class PairPrompt(NamedTuple):
+    """The text that asks a text model about a pair; its parts are encoded apart."""
+
+    before: str
+    pair: str  # with {query} and {document}
+    behind: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +50,14 @@ class Scoring:
     pair_activation: what makes a cross-encoder's score of a logit, as sentence-transformers has it.
     class_activation: what makes probabilities of logits; identity for a regression.
     has_types: whether the second text of a pair has token type 1, instead of 0.
+    prompt: of a text model, which scores pairs only; None: of an encoder.
     """
 
     labels: tuple[str, ...]
     pair_activation: Activation
     class_activation: Activation
     has_types: bool
+    prompt: PairPrompt | None = None
 
     def relevance(self, logits: np.ndarray) -> np.ndarray:
         """Returns the scores [n] f32 of pairs from logits [n, 1]."""
@@ -161,6 +177,58 @@ def _has_types(config: EncoderConfig | ModernBertConfig, directory: Path) -> boo
     return (by_default if names is None else _TYPES in names) and config.num_types > 1
 
 
+# ---- text models -------------------------------------------------------------------------------
+
+_QUESTION = PairPrompt(
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n",
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+    "<Query>: {query}\n<Document>: {document}",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+_QUESTION_FAMILIES = ("qwen3",)
+OF_QUESTION = Scoring(("relevance",), "sigmoid", "sigmoid", has_types=False, prompt=_QUESTION)
+
+
+def answers(directory: Path, keys: Keys, tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """Returns the tokens of "yes" and "no" if the directory is one of Qwen3-Reranker; else None.
+
+    That is a text model without modules.json, or with the one of sentence-transformers 5.4, whose
+    LogitScore must name these tokens. Raises ModelDirectoryError.
+    """
+    if keys.get("model_type") not in _QUESTION_FAMILIES:
+        return None
+    path = directory / "modules.json"
+    found = tuple(tokenizer.token_to_id(word) for word in ("yes", "no"))
+    if path.is_file():
+        modules = [each for each in read_json(path, list) if isinstance(each, dict)]
+        kinds = [str(each.get("type")).rpartition(".")[2] for each in modules]
+        if kinds != ["Transformer", "LogitScore"]:
+            return None
+        folder = modules[1].get("path")
+        if not isinstance(folder, str) or ".." in Path(folder).parts:
+            raise Keys({}, path).error(f"path: expected one in this directory, got {folder!r}")
+        settings_path = existing(directory / folder / "config.json")
+        settings = Keys(read_json(settings_path), settings_path)
+        for key, token in zip(("true_token_id", "false_token_id"), found, strict=True):
+            settings.expect(key, token)
+    yes, no = found
+    if yes is None or no is None:
+        raise ModelDirectoryError(
+            f"{directory / 'tokenizer.json'}: expected the tokens 'yes' and 'no' of a model that"
+            " scores pairs, got a vocabulary without them"
+        )
+    return yes, no
+
+
+def head_of_answers(params: Params, tokens: tuple[int, int]) -> Params:
+    """Makes the head of the score from that of the text model: the difference of two logits."""
+    head = params["head"].T if "head" in params else params["embed"]
+    yes, no = (head[token].astype(jnp.float32) for token in tokens)
+    return {"out": (yes - no)[:, None]}
+
+
 # ---- weights and the forward pass ----------------------------------------------------------------
 
 
@@ -187,11 +255,15 @@ def head_tensors(config: EncoderConfig | ModernBertConfig, num_labels: int) -> d
     }
 
 
-def logits(x: jax.Array, head: Params, config: EncoderConfig | ModernBertConfig) -> jax.Array:
+def logits(
+    x: jax.Array, head: Params, config: EncoderConfig | ModernBertConfig | ModelConfig
+) -> jax.Array:
     """Returns [n, num_labels] f32 from the pooled rows [n, hidden] f32."""
     weights = {name: each.astype(jnp.float32) for name, each in head.items()}
+    if isinstance(config, ModelConfig):
+        return x @ weights["out"]
     if isinstance(config, ModernBertConfig):
-        h = modernbert.ACTIVATIONS[config.classifier_activation](x @ weights["dense"])
+        h = ACTIVATIONS[config.classifier_activation](x @ weights["dense"])
         h = modernbert.layer_norm(h, weights["norm"], config.norm_eps)
     else:
         h = jnp.tanh(x @ weights["dense"] + weights["dense_bias"])

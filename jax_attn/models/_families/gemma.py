@@ -48,7 +48,7 @@ def gemma3(keys: Keys) -> ModelConfig:
 
 
 def gemma3_with_images(keys: Keys) -> ModelConfig:
-    """Returns the text model; images are not supported."""
+    """The text model; models/_vision has its pictures."""
     text = shared.text_of(keys, "gemma3_text")
     text.expect("final_logit_softcapping", None)  # transformers ignores it here
     keys.flag("tie_word_embeddings", True)
@@ -65,7 +65,8 @@ def gemma3_with_images(keys: Keys) -> ModelConfig:
     common = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
     outer = {key: keys.raw[key] for key in common if keys.get(key) is not None}
     config = gemma3(Keys(defaults | text.raw | outer, text.path))
-    return dataclasses.replace(config, tensor_prefix="language_model.")
+    layers = tuple(dataclasses.replace(kind, sees_pictures=True) for kind in config.layers)
+    return dataclasses.replace(config, layers=layers, tensor_prefix="language_model.")
 
 
 def _gemma(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
@@ -78,7 +79,7 @@ def _gemma(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelConfig:
         head_dim=shared.head_dim_of(keys, 256),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         sm_scale=keys.number("query_pre_attn_scalar", 256) ** -0.5,
-        activation="gelu_tanh",
+        activation="gelu_pytorch_tanh",
         post_norms=True,
         norm_offset=1.0,
         embedding_scale=keys.size("hidden_size") ** 0.5,
@@ -171,9 +172,6 @@ def gemma3n_with_images(keys: Keys) -> ModelConfig:
     return _text_model(keys, "gemma3n_text", gemma3n)
 
 
-READS_PER_LAYER_CONFIG = ("gemma4_text",)
-
-
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -196,8 +194,13 @@ def gemma4(keys: Keys) -> ModelConfig:
     values_are_keys = keys.flag("attention_k_eq_v")
     global_heads = _global_heads(keys, types, kv_heads if not values_are_keys else None)
     ropes = keys.inner("rope_parameters") or Keys(_GEMMA4_ROPES, keys.path)
+    keys.expect("use_bidirectional_attention", None, "vision")
     kinds = {
-        sliding: LayerKind(_rope_of(ropes, sliding, head_dim), keys.size("sliding_window", 512)),
+        sliding: LayerKind(
+            _rope_of(ropes, sliding, head_dim),
+            keys.size("sliding_window", 512),
+            sees_pictures=keys.get("use_bidirectional_attention") == "vision",
+        ),
         full: LayerKind(
             _rope_of(ropes, full, global_heads[1]),
             num_kv_heads=global_heads[0],
@@ -216,7 +219,6 @@ def gemma4(keys: Keys) -> ModelConfig:
     for i in range(len(layers) - num_shared, len(layers)):
         wide = 2 * keys.size("intermediate_size") if is_wide else None
         layers[i] = dataclasses.replace(layers[i], shares_kv=True, intermediate_size=wide)
-    keys.expect("use_bidirectional_attention", None, "vision")  # the latter is for pictures
     return _later_gemma(
         keys,
         layers,
@@ -318,7 +320,7 @@ def _gemma4_experts(keys: Keys) -> Experts:
 
 
 def gemma4_with_images(keys: Keys) -> ModelConfig:
-    """Returns the text model; images and audio are not supported."""
+    """The text model; models/_vision has its pictures. Audio is not supported."""
     config = _text_model(keys, "gemma4_text", gemma4)
     named = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
     tokens = [
@@ -326,7 +328,7 @@ def gemma4_with_images(keys: Keys) -> ModelConfig:
         for key, default in named.items()
         if keys.get(key, default) is not None
     ]
-    text = shared.text_of(keys, "gemma4_text", reads_layers=True)
+    text = shared.text_of(keys, "gemma4_text")
     return dataclasses.replace(
         config,
         placeholders=tuple(token for token in tokens if token < config.vocab_size),
@@ -335,7 +337,7 @@ def gemma4_with_images(keys: Keys) -> ModelConfig:
 
 
 def _text_model(keys: Keys, model_type: str, parse: Callable[[Keys], ModelConfig]) -> ModelConfig:
-    text = shared.text_of(keys, model_type, reads_layers=model_type in READS_PER_LAYER_CONFIG)
+    text = shared.text_of(keys, model_type)
     common = ("bos_token_id", "eos_token_id")
     outer = {key: keys.raw[key] for key in common if keys.get(key) is not None}
     outer["tie_word_embeddings"] = keys.flag("tie_word_embeddings", True)  # the inner is not read
@@ -351,7 +353,7 @@ def _later_gemma(keys: Keys, layers: list[LayerKind], **options: Any) -> ModelCo
         layers,
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         sm_scale=1.0,
-        activation="gelu_tanh",
+        activation="gelu_pytorch_tanh",
         qk_norm="per_head",
         v_norm=True,
         post_norms=True,

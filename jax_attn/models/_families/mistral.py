@@ -60,7 +60,7 @@ def ministral3(keys: Keys) -> ModelConfig:
 
 
 def mistral3(keys: Keys) -> ModelConfig:
-    """Returns the text model; images are not supported."""
+    """The text model; models/_vision has its pictures."""
     text = shared.text_of(keys, "mistral", "ministral3")
     common = ("bos_token_id", "eos_token_id")
     outer: dict[str, Any] = {key: keys.raw[key] for key in common if keys.get(key) is not None}

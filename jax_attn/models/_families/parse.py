@@ -114,8 +114,7 @@ def parse_config(
     keys.need("model_type")
     keys.expect("model_type", *FAMILIES)
     keys.expect("is_causal", True)
-    reads_layers = raw["model_type"] in gemma.READS_PER_LAYER_CONFIG
-    refuse_changes_of_any_family(keys, reads_layers=reads_layers)
+    refuse_changes_of_any_family(keys, raw["model_type"])
     config = FAMILIES[raw["model_type"]](keys)
     quantization = parse_quantization(keys, of_modelopt)
     is_mxfp4 = quantization is not None and quantization.method == "mxfp4"

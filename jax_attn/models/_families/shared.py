@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import ExpertNames, Experts, LayerKind, ModelConfig
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
 from jax_attn.models._config.recurrent import GatedDelta
@@ -74,22 +75,10 @@ def expect_share_of_hidden_size(keys: Keys) -> None:
             raise keys.error(f"head_dim: expected {share}, as hidden_size says, got {head_dim!r}")
 
 
-# By transformers' names. Those of gelu with tanh differ in the order of the operations only.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu2": "relu2",
-    "silu": "silu",
-}
-
-
 def mlp_without_gate(keys: Keys, activation: str, *, bias: bool) -> dict[str, Any]:
     """activation: hidden_act of a config without it."""
-    name = keys.get("hidden_act", activation)
-    keys.expect("hidden_act", activation, *_ACTIVATIONS)
-    return {"activation": _ACTIVATIONS[name], "gated": False, "mlp_bias": bias}
+    keys.expect("hidden_act", activation, *ACTIVATIONS)
+    return {"activation": keys.get("hidden_act", activation), "gated": False, "mlp_bias": bias}
 
 
 def layer_norms(keys: Keys, eps: str, *, bias: bool = True) -> dict[str, Any]:
@@ -102,11 +91,10 @@ def biases(keys: Keys) -> dict[str, bool]:
     return {"qkv_bias": bias, "o_bias": bias}
 
 
-def text_of(keys: Keys, *model_types: str, reads_layers: bool = False) -> Keys:
+def text_of(keys: Keys, *model_types: str) -> Keys:
     """Returns the keys of the text model of a model with images.
 
-    model_types: those that it may have; the first is that of one without the key. reads_layers:
-      see refuse_changes_of_any_family.
+    model_types: those that it may have; the first is that of one without the key.
     """
     keys.need("text_config")
     text = keys.inner("text_config")
@@ -115,7 +103,7 @@ def text_of(keys: Keys, *model_types: str, reads_layers: bool = False) -> Keys:
     text.expect("model_type", *model_types)
     text.expect("quantization_config", None)
     text.expect("is_causal", True)
-    refuse_changes_of_any_family(text, reads_layers=reads_layers)
+    refuse_changes_of_any_family(text, text.get("model_type", model_types[0]))
     return text
 
 

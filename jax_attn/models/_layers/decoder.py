@@ -14,6 +14,7 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import parallel
+from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
 from jax_attn.models._layers import altup, experts, latent, mixers, recurrence
@@ -39,11 +40,11 @@ class PictureRows(NamedTuple):
 
     features: [n, 1 + depth, hidden]. The embedding of each token, and what is added to its row
       after each of the first `depth` layers; values of other tokens are ignored.
-    is_picture: [n] bool.
+    ends: [n] i32. The position behind the picture that a token shows; 0 for other tokens.
     """
 
     features: Any
-    is_picture: Any
+    ends: Any
 
 
 Pages: TypeAlias = jax.Array | tuple[jax.Array, ...]
@@ -51,13 +52,19 @@ Pages: TypeAlias = jax.Array | tuple[jax.Array, ...]
 of config.page_groups, if there are several. A page has one number in all of them."""
 
 
-def attention_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
+def attention_specs(
+    config: ModelConfig, *, longest_picture: int = 0, **kwargs: Any
+) -> tuple[ja.AttentionSpec, ...]:
     """Returns a spec for each of config.attention_kinds; `kwargs` are further fields of
     AttentionSpec.
 
     A batch needs one plan per spec, all made from the same lengths and page table.
+
+    longest_picture: tokens of the longest picture of steps with `PictureRows`, for models whose
+      pictures' tokens see each other; 0: there are no pictures.
     """
-    return _of_kinds(ja.AttentionSpec(**_spec_fields(config), **kwargs), config)
+    spec = ja.AttentionSpec(**_spec_fields(config), **kwargs)
+    return _of_kinds(spec, config, longest_picture)
 
 
 def train_specs(config: ModelConfig, **kwargs: Any) -> tuple[ja.AttentionSpec, ...]:
@@ -115,14 +122,15 @@ class FixedBatch(NamedTuple):
     page_table: tuple[np.ndarray, np.ndarray]
 
 
-def fixed_batch(config: ModelConfig, **kwargs: Any) -> FixedBatch:
+def fixed_batch(config: ModelConfig, *, longest_picture: int = 0, **kwargs: Any) -> FixedBatch:
     """Returns specs, pages and page table for a batch of fixed size, as `jax_attn.fixed_batch`.
 
-    kwargs: batch_size and max_kv_len, and further fields of AttentionSpec, such as dtype.
+    longest_picture: see `attention_specs`. kwargs: batch_size and max_kv_len, and further fields of
+      AttentionSpec, such as dtype.
     """
     num_layers = config.page_groups
     batch = ja.fixed_batch(**_spec_fields(config), num_layers=num_layers[0], **kwargs)
-    specs = _of_kinds(batch.spec, config)
+    specs = _of_kinds(batch.spec, config, longest_picture)
     pages: tuple[Pages, Pages | None] = batch.pages
     if len(num_layers) > 1:
         pages = init_pages(config, specs, len(batch.page_table[1]))
@@ -141,7 +149,9 @@ def _spec_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.AttentionSpec, ...]:
+def _of_kinds(
+    spec: ja.AttentionSpec, config: ModelConfig, longest_picture: int = 0
+) -> tuple[ja.AttentionSpec, ...]:
     """Returns a spec for each of config.attention_kinds from one for the heads of the config."""
 
     def make(kind: AttentionKind) -> ja.AttentionSpec:
@@ -154,6 +164,13 @@ def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.Attention
             }
         elif kind.window is not None:
             own = {"window_left": kind.window - 1}
+        if kind.sees_pictures and longest_picture:
+            own |= {
+                "causal": False,
+                "window_right": longest_picture - 1,
+                "variant": _up_to_last(),
+                "share_prefixes": False,  # the mask depends on the row of a query
+            }
         if kind.heads != (config.num_kv_heads, config.head_dim):
             own |= {"num_kv_heads": kind.num_kv_heads}
             own |= dict.fromkeys(("head_dim_qk", "head_dim_vo"), kind.head_dim)
@@ -165,6 +182,14 @@ def _of_kinds(spec: ja.AttentionSpec, config: ModelConfig) -> tuple[ja.Attention
 @cache
 def _in_one_chunk(length: int) -> ja.Variant:
     return ja.Variant(mask=lambda at: at.q_pos // length == at.kv_pos // length)
+
+
+@cache
+def _up_to_last() -> ja.Variant:
+    """Each row of q sees keys up to a position of its own."""
+    return ja.Variant(
+        mask=lambda at, last: at.kv_pos <= last[at.q_row], operands={"last": np.zeros(1, np.int32)}
+    )
 
 
 def forward(
@@ -244,7 +269,10 @@ def forward(
                 qkv.reshape(len(qkv), -1), *angles_of[kind], k, v, some_plan, layer=idx
             )
         k_groups[group], v_groups[group] = k, v
-        return attention(q, k, v, plan, layer=idx, sinks=_sinks(weights, config))
+        seen = {}
+        if kind.sees_pictures and pictures is not None:
+            seen = {"variant_operands": {"last": jnp.maximum(positions, pictures.ends - 1)}}
+        return attention(q, k, v, plan, layer=idx, sinks=_sinks(weights, config), **seen)
 
     def attend_latent(
         projected: latent.Projected, weights: Params, place: KvPlace, kind: LayerKind
@@ -508,7 +536,7 @@ def _layers(
     x = embed(tokens, params, config)
     features: list[jax.Array] = []
     if pictures is not None:
-        is_picture = pictures.is_picture[:, None]
+        is_picture = pictures.ends[:, None] > 0
         rows, *features = pictures.features.astype(x.dtype).swapaxes(0, 1)
         x = jnp.where(is_picture, rows, x)
     inputs = _layer_inputs(tokens, x, params, config)
@@ -605,7 +633,7 @@ def _with_own_input(
 
     def of_input(x: jax.Array) -> jax.Array:
         assert own_input is not None
-        gate = _ACTIVATIONS[config.activation](product(x, weights["layer_input_gate"]))
+        gate = ACTIVATIONS[config.activation](product(x, weights["layer_input_gate"]))
         h = product(gate * own_input, weights["layer_input_projection"])
         return norm(h, "layer_input_norm")
 
@@ -839,13 +867,13 @@ def _gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
     """Applies the gated activation to an MLP's first matmul, [n, 2 * size] -> [n, size]; without a
     gate [n, size] -> [n, size]."""
     if not config.gated:
-        return _ACTIVATIONS[config.activation](gate_up)
+        return ACTIVATIONS[config.activation](gate_up)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if config.activation == "clamped_swiglu":  # gpt-oss
         limit = config.activation_limit
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
-    return _ACTIVATIONS[config.activation](_times(gate, config.gate_scale)) * up
+    return ACTIVATIONS[config.activation](_times(gate, config.gate_scale)) * up
 
 
 def _xielu(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -977,14 +1005,6 @@ def _angles(
         shape = (positions.shape[-1], head_dim // 2)
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
     return kind.rope.angles(head_dim, positions)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": jax.nn.gelu,  # jax's gelu is the tanh form
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
 
 
 def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:

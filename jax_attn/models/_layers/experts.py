@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn.models._config.config import ExpertGroups, Experts
+from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import Matrix, Quantized, tiled_product, widen
 
 _TILE = 32  # rows of one matmul of the CPU's loop
@@ -65,17 +66,21 @@ def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
     return jnp.where(is_chosen.set(True)[..., None], by_group, -jnp.inf).reshape(choice.shape)
 
 
-def grouped_matmul(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Array) -> jax.Array:
     """Multiplies each row by the matrix of its group: -> [n, out].
 
     x: [n, in], sorted by group. weights: [groups, in, out]. group_sizes: [groups] i32, sum at most
     n; rows beyond the sum have undefined products. Differentiable in x and in weights that are not
     quantized, if the sum is n.
 
-    On CPU, XLA computes ragged_dot as a matmul of all rows with all groups, so a loop over groups
-    is used there. Measured (2 cores, 32 groups of [1024, 1024]): 4, 32 and 1,024 rows in 17, 35 and
-    55 ms; ragged_dot 440, 350 and 2,030 ms.
+    Only matrices of groups with rows are read, but on a GPU, where ragged_dot reads all of them;
+    quantized ones with fewer rows than groups are gathered there, and only those widened.
+
+    On CPUs, XLA computes ragged_dot as a matmul of all rows with all groups, so a loop over groups
+    is used there, or the kernel of Panels. benchmarks/experts.py measures them.
     """
+    if isinstance(weights, Panels):
+        return weights.grouped_product(x, group_sizes)
     if isinstance(weights, Quantized):
         return _grouped(x, weights, group_sizes)
     return _grouped_plain(x, weights, group_sizes)
@@ -139,7 +144,16 @@ def _weight_gradients(
 
 
 def _ragged_dot(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
+    if isinstance(weights, Quantized) and len(x) < len(group_sizes):
+        return _of_own_groups(x, weights, group_sizes)
     return jax.lax.ragged_dot(x, widen(weights, x.dtype), group_sizes)
+
+
+def _of_own_groups(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
+    """Gathers a matrix for each row, and widens those alone."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
+    own = jax.tree.map(lambda a: a[jnp.minimum(group, len(group_sizes) - 1)], weights)
+    return jnp.einsum("ni,nio->no", x, widen(own, x.dtype))
 
 
 def _loop_over_groups(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:

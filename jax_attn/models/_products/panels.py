@@ -6,6 +6,7 @@ On CPUs, XLA's matmuls of few rows run far below memory bandwidth (docs/notes/cp
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -22,15 +23,15 @@ _ALIGNMENT = 4096  # bytes; XLA needs at least 64 to use memory without a copy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """A matrix [in, out] in panels of 32 columns, padded with zeros.
+    """A matrix [in, out], or a stack of them, in panels of 32 columns, padded with zeros.
 
     panels: [ceil(out / 32), in, 32], f16 | f32; for bf16 [ceil(out / 32), pairs, 32, 2], in pairs
-        of rows, padded with zeros to a multiple of 32 rows.
-    shape: (in, out).
+        of rows, padded with zeros to a multiple of 32 rows. A stack has one more axis in front.
+    shape: (in, out), or (groups, in, out).
     """
 
     panels: jax.Array
-    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -53,9 +54,25 @@ class Panels:
         """
         return ffi.product(x, self.panels, self.shape[1], dtype or x.dtype)
 
+    def grouped_product(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Multiplies each row of x by its matrix of a stack, as experts.grouped_matmul.
+
+        Reads the matrices of groups with rows only.
+        """
+        return ffi.grouped_product(x, self.panels, group_sizes, self.shape[-1], x.dtype)
+
 
 def to_panels(matrix: jax.Array, *, transposed: bool = False) -> Panels:
-    """Converts a matrix to panels. matrix: [in, out], or transposed [out, in]; bf16 | f16 | f32."""
+    """Converts a matrix, or a stack [groups, in, out], to panels.
+
+    matrix: [in, out], or transposed [out, in]; bf16 | f16 | f32.
+    """
+    if matrix.ndim == 3:
+        shape = jax.eval_shape(lambda x: _panels(x, transposed), matrix[0]).shape
+        whole = _empty_in_large_pages((len(matrix), *shape), matrix.dtype)
+        for i, each in enumerate(matrix):  # one by one, as a stack may be a large part of a model
+            np.copyto(whole[i], np.asarray(_panels(each, transposed)))
+        return Panels(jax.device_put(whole), matrix.shape)
     depth, columns = matrix.shape[::-1] if transposed else matrix.shape
     return Panels(_in_large_pages(_panels(matrix, transposed)), (depth, columns))
 
@@ -74,8 +91,13 @@ def _panels(matrix: jax.Array, transposed: bool) -> jax.Array:
 def _in_large_pages(array: jax.Array) -> jax.Array:
     """Copies an array into memory of numpy, which asks the kernel for 2 MB pages. A step reads all
     weights, and 4 KB pages cost a part of the bandwidth (docs/notes/cpu.md)."""
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    whole = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    whole = _empty_in_large_pages(array.shape, array.dtype)
     np.copyto(whole, np.asarray(array))
     return jax.device_put(whole)  # no copy if the memory is aligned
+
+
+def _empty_in_large_pages(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""From the bytes of a picture to the pixels that a tower reads, as Qwen2VLImageProcessor does it.
+"""From the bytes of a picture to the pixels that a tower reads, as transformers' processors do it.
 
 Needs Pillow: pip install 'jax_attn[pictures]'.
 """
@@ -10,14 +10,15 @@ import dataclasses
 import io
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jax_attn.models._config.directory import read_json
+from jax_attn.models._config.directory import ModelDirectoryError, read_json
 from jax_attn.models._config.keys import Keys
-from jax_attn.models._vision.tower import VisionConfig
+from jax_attn.models._vision.layers import VisionConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,36 +27,34 @@ if TYPE_CHECKING:
 # EPS, run programs or are little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_SOURCE_PIXELS = 1 << 25  # of a picture before it is resized: 100 MB in memory
-_PROCESSORS = tuple(f"Qwen2VLImageProcessor{x}" for x in ("", "Fast", "Pil"))
-_MAX_RATIO = 200  # of the sides
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
 
 
 class PictureError(ValueError):
     """A picture cannot be used, in one sentence."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PixelConfig:
-    """How pictures are resized and normalized.
+class Sizing(Protocol):
+    """The size to which pictures are resized."""
 
-    factor: heights and widths become multiples of it, in pixels.
-    min_pixels, max_pixels: of a resized picture.
-    mean, std: of the three channels, of values between 0 and 1.
-    """
+    @property
+    def max_pixels(self) -> int: ...
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Returns height and width. Raises PictureError."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiples:
+    """Sides near their own that are multiples of `factor`, and pixels in a range (Qwen)."""
 
     factor: int
     min_pixels: int
     max_pixels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width to which a picture is resized. Raises PictureError."""
-        if not height or not width or max(height, width) > _MAX_RATIO * min(height, width):
-            raise PictureError(
-                f"expected sides with a ratio of at most {_MAX_RATIO}, got {width} x {height}"
-                " pixels"
-            )
+        _check_ratio(height, width, 200)
         factor = self.factor
         new = [round(side / factor) * factor for side in (height, width)]
         if new[0] * new[1] > self.max_pixels:
@@ -69,19 +68,141 @@ class PixelConfig:
         return new[0], new[1]
 
 
-def load_config(directory: str | Path, tower: VisionConfig) -> PixelConfig:
-    """Reads preprocessor_config.json. Raises ModelDirectoryError."""
-    path = Path(directory) / "preprocessor_config.json"
+@dataclasses.dataclass(frozen=True)
+class Square:
+    """One size for all pictures, whatever their shape (Gemma 3)."""
+
+    side: int
+
+    @property
+    def max_pixels(self) -> int:
+        return self.side**2
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        _check_ratio(height, width, max(height, width, 1))
+        return self.side, self.side
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """As large as a number of tokens allows, in about the same shape (Gemma 4)."""
+
+    factor: int
+    max_tokens: int
+
+    @property
+    def max_pixels(self) -> int:
+        return self.max_tokens * self.factor**2
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        _check_ratio(height, width, self.max_tokens)
+        factor = self.factor
+        grow = math.sqrt(self.max_pixels / (height * width))
+        rows, columns = (math.floor(grow * side / factor) for side in (height, width))
+        if not rows:
+            rows, columns = 1, min(width // height, self.max_tokens)
+        elif not columns:
+            rows, columns = min(height // width, self.max_tokens), 1
+        return rows * factor, columns * factor
+
+
+@dataclasses.dataclass(frozen=True)
+class LongestEdge:
+    """No side longer than a limit, and multiples of `factor`, rounded up (Pixtral)."""
+
+    factor: int
+    longest: int
+
+    @property
+    def max_pixels(self) -> int:
+        return (-(-self.longest // self.factor) * self.factor) ** 2
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        _check_ratio(height, width, self.longest)
+        shrink = max(height / self.longest, width / self.longest)
+        if shrink > 1:
+            height, width = math.floor(height / shrink), math.floor(width / shrink)
+        rows, columns = (-(-max(side, 1) // self.factor) for side in (height, width))
+        return rows * self.factor, columns * self.factor
+
+
+def _check_ratio(height: int, width: int, most: int) -> None:
+    if not height or not width or max(height, width) > most * min(height, width):
+        raise PictureError(
+            f"expected sides with a ratio of at most {most}, got {width} x {height} pixels"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelConfig:
+    """How pictures are resized and normalized.
+
+    mean, std: of the three channels, of values between 0 and 1.
+    resample: Pillow's number of the filter.
+    """
+
+    sizing: Sizing
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int = _BICUBIC
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+_WHOLE = "processor_config.json"  # of the processor of texts and pictures
+
+
+def config_path(directory: Path) -> Path:
+    """Returns the file that says how pictures are resized; it may be missing.
+
+    transformers 5 writes it into that of the whole processor.
+    """
+    path = directory / "preprocessor_config.json"
+    return path if path.is_file() else directory / _WHOLE
+
+
+def has_config(directory: Path) -> bool:
+    path = config_path(directory)
+    return path.is_file() and _settings(path) is not None
+
+
+def _settings(path: Path) -> Keys | None:
     keys = Keys(read_json(path), path)
-    keys.expect("image_processor_type", *_PROCESSORS, None)
-    for key in ("do_resize", "do_rescale", "do_normalize"):
+    return keys.inner("image_processor") if path.name == _WHOLE else keys
+
+
+def load_config(directory: str | Path, tower: VisionConfig) -> PixelConfig:
+    """Reads preprocessor_config.json, or processor_config.json. Raises ModelDirectoryError."""
+    path = config_path(Path(directory))
+    keys = _settings(path)
+    if keys is None:
+        raise ModelDirectoryError(f"{path}: key 'image_processor' is missing")
+    for key in ("do_resize", "do_rescale"):
         keys.expect(key, True, None)
     keys.expect("do_convert_rgb", True, None)
-    keys.expect("resample", 3, None)  # bicubic
-    for key in ("do_center_crop", "do_pad"):
-        keys.expect(key, None, False)
+    keys.expect("do_center_crop", None, False)
     if abs(keys.number("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
         raise keys.error(f"rescale_factor: expected 1 / 255, got {keys.get('rescale_factor')!r}")
+    whole = Path(directory) / _WHOLE
+    processor = Keys(read_json(whole) if whole.is_file() else {}, whole)
+    return _READERS[tower.family](keys, tower, processor)
+
+
+def _expect_processor(keys: Keys, name: str) -> None:
+    keys.expect("image_processor_type", *(f"{name}{x}" for x in ("", "Fast", "Pil")), None)
+
+
+def _normalized(keys: Keys, sizing: Sizing, resample: int = _BICUBIC) -> PixelConfig:
+    keys.expect("do_normalize", True, None)
+    keys.expect("resample", resample, None)
+    mean, std = (keys.numbers(key, 3) for key in ("image_mean", "image_std"))
+    return PixelConfig(sizing, mean, std, resample)
+
+
+def _qwen(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
+    _expect_processor(keys, "Qwen2VLImageProcessor")
+    keys.expect("do_pad", None, False)
     for key, value in (
         ("patch_size", tower.patch_size),
         ("temporal_patch_size", tower.num_frames),
@@ -89,7 +210,7 @@ def load_config(directory: str | Path, tower: VisionConfig) -> PixelConfig:
     ):
         keys.need(key)
         keys.expect(key, value)
-    size = keys.inner("size") or Keys({}, path)
+    size = keys.inner("size") or Keys({}, keys.path)
     least = keys if keys.get("min_pixels") is not None else size
     most = keys if keys.get("max_pixels") is not None else size
     min_pixels = least.size("min_pixels" if least is keys else "shortest_edge")
@@ -99,13 +220,66 @@ def load_config(directory: str | Path, tower: VisionConfig) -> PixelConfig:
             f"size: expected a longest_edge of at least {max(min_pixels, tower.factor**2)} pixels,"
             f" got {max_pixels}"
         )
-    return PixelConfig(
-        tower.factor,
-        min_pixels,
-        max_pixels,
-        keys.numbers("image_mean", 3),
-        keys.numbers("image_std", 3),
-    )
+    return _normalized(keys, Multiples(tower.factor, min_pixels, max_pixels))
+
+
+def _gemma3(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
+    _expect_processor(keys, "Gemma3ImageProcessor")
+    for key in ("do_pan_and_scan", "do_pad"):
+        keys.expect(key, None, False)
+    side = tower.patch_size * tower.grid_size
+    size = keys.inner("size") or Keys({}, keys.path)
+    for key in ("height", "width"):
+        size.need(key)
+        size.expect(key, side)
+    return _normalized(keys, Square(side), _BILINEAR)
+
+
+def _gemma4(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
+    _expect_processor(keys, "Gemma4ImageProcessor")
+    keys.expect("do_pad", None, False)
+    keys.expect("do_normalize", False, None)
+    keys.expect("resample", _BICUBIC, None)
+    whole = Keys(_GEMMA4_DEFAULTS | keys.raw, keys.path)
+    whole.expect("patch_size", tower.patch_size)
+    whole.expect("pooling_kernel_size", tower.merge_size)
+    tokens = keys.size("max_soft_tokens", 280)
+    keys.expect("max_soft_tokens", 280, 70, 140, 560, 1120)
+    # Any side that fits has a position.
+    if tower.grid_size < tower.merge_size * tokens:
+        raise keys.error(
+            f"max_soft_tokens: expected at most position_embedding_size {tower.grid_size} /"
+            f" pooling_kernel_size {tower.merge_size}, got {tokens}"
+        )
+    half = (0.5, 0.5, 0.5)  # the tower takes pixels from -1 to 1
+    return PixelConfig(Budget(tower.factor, tokens), half, half)
+
+
+def _pixtral(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
+    _expect_processor(keys, "PixtralImageProcessor")
+    keys.expect("do_pad", None, False, True)  # without an effect on the pixels of a picture
+    # transformers takes the size of patches from the processor, whatever these keys say.
+    whole = Keys(_PIXTRAL_DEFAULTS | processor.raw, processor.path)
+    whole.expect("patch_size", tower.patch_size)
+    whole.expect("spatial_merge_size", tower.merge_size)
+    assert tower.prompt.row_ends is not None
+    for key, text in zip(
+        ("image_break_token", "image_end_token"), tower.prompt.row_ends, strict=True
+    ):
+        whole.expect(key, text)
+    size = keys.inner("size") or Keys({"longest_edge": 1024}, keys.path)
+    return _normalized(keys, LongestEdge(tower.factor, size.size("longest_edge")))
+
+
+_GEMMA4_DEFAULTS = {"patch_size": 16, "pooling_kernel_size": 3}
+_PIXTRAL_DEFAULTS = {"patch_size": 16, "spatial_merge_size": 1}
+
+_READERS: dict[str, Callable[[Keys, VisionConfig, Keys], PixelConfig]] = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen),
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "mistral3": _pixtral,
+}
 
 
 def decode(data: bytes, max_pixels: int = MAX_SOURCE_PIXELS) -> Image:
@@ -146,13 +320,12 @@ def prepare(image: Image, config: PixelConfig) -> np.ndarray:
     What is transparent becomes white. Raises PictureError.
     """
     image_module = _pillow()
-    height, width = config.size(image.height, image.width)
+    height, width = config.sizing.size(image.height, image.width)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
         image = image_module.alpha_composite(white, image)
-    resized = image.convert("RGB").resize((width, height), image_module.Resampling.BICUBIC)
-    return np.asarray(resized)
+    return np.asarray(image.convert("RGB").resize((width, height), config.resample))
 
 
 def _pillow() -> Any:

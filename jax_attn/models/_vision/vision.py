@@ -13,8 +13,9 @@ from jax_attn.models._config.directory import existing_directory, read_json
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._families.parse import load_config
 from jax_attn.models._vision import pixels, tower
+from jax_attn.models._vision.layers import PatchBatch, VisionConfig
 from jax_attn.models._vision.pixels import PixelConfig
-from jax_attn.models._vision.tower import PatchBatch, VisionConfig
+from jax_attn.models._weights.weight_files import tensor_names
 from jax_attn.models._weights.weights import Params
 
 
@@ -30,10 +31,14 @@ class VisionModel:
     def dtype(self) -> str:
         return str(self.params["patch"].dtype)
 
+    def on(self, device: jax.Device) -> VisionModel:
+        """Returns the model with its weights on a device, where it runs then."""
+        return dataclasses.replace(self, params=jax.device_put(self.params, device))
+
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest picture."""
-        return self.pixels.max_pixels // self.config.factor**2
+        """Tokens of the largest picture, without those behind its rows."""
+        return self.pixels.sizing.max_pixels // self.config.factor**2
 
     def grid(self, picture: np.ndarray) -> tuple[int, int]:
         """Rows and columns of the tokens of a picture [height, width, 3]."""
@@ -43,12 +48,13 @@ class VisionModel:
 def has_vision(directory: str | Path) -> bool:
     """Whether the directory is of a model whose pictures are supported.
 
-    One without vision_config or preprocessor_config.json is of a text model.
+    One without vision_config, preprocessor_config.json or a tower's tensors is of a text model.
     """
     directory = existing_directory(directory)
     raw = read_json(directory / "config.json")
-    is_supported = raw.get("model_type") in tower.FAMILIES and bool(raw.get("vision_config"))
-    return is_supported and (directory / "preprocessor_config.json").is_file()
+    if raw.get("model_type") not in tower.FAMILIES or not raw.get("vision_config"):
+        return False
+    return pixels.has_config(directory) and any(map(tower.is_of_tower, tensor_names(directory)))
 
 
 def load_vision(
@@ -58,7 +64,8 @@ def load_vision(
 ) -> VisionModel:
     """Loads the vision tower of a directory whose text model `load` reads.
 
-    Args: see `load`. preprocessor_config.json says how pictures are resized.
+    Args: see `load`. preprocessor_config.json, or processor_config.json, says how pictures are
+      resized.
 
     Raises:
       ModelDirectoryError: the model has no tower that is supported, or a file, key or tensor is
@@ -70,7 +77,7 @@ def load_vision(
     keys.need("model_type")
     keys.expect("model_type", *tower.FAMILIES)
     text = load_config(directory)
-    config = tower.parse(keys, text.hidden_size, text.vocab_size)
+    config = tower.parse(keys, text)
     return VisionModel(
         config,
         tower.load_params(directory, config, dtype, progress),
@@ -96,8 +103,8 @@ def encode_pictures(
 def picture_positions(begin: int, end: int, spans: Iterable[tuple[int, int, int]]) -> np.ndarray:
     """Returns the positions [3, end - begin] i32 of the tokens `begin` to `end` of a sequence.
 
-    Time, row and column, see Rope.sections. A picture is one instant, whose rows and columns count
-    from it; the text goes on behind the longer side.
+    Time, row and column, see Rope.sections, for models with config.position_parts 3. A picture is
+    one instant, whose rows and columns count from it; the text goes on behind the longer side.
 
     spans: of each picture, its first token, and its rows and columns in tokens; ascending.
     """

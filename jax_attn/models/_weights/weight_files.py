@@ -35,10 +35,12 @@ class Expected(abc.ABC):
         shapes: dict[str, Shape],
         optional: dict[str, Shape] | None = None,
         tables: tuple[str, ...] = (),
+        aliases: tuple[tuple[str, str], ...] = (),
     ):
         """shapes: of the tensors that must be there. optional: of others that are read if they
-        are. tables: of embeddings, which are never quantized."""
+        are. tables: of embeddings, which are never quantized. aliases: see ModelConfig."""
         self.config, self.shapes, self._optional = config, shapes, optional or {}
+        self._aliases = aliases
         # The tensors of matrices that may be quantized: by stem, then by name.
         self.of_matrix: dict[str, dict[str, Tensor]] = {}
         if config.quantization is not None and config.quantization.method != "mxfp4":
@@ -48,11 +50,18 @@ class Expected(abc.ABC):
                     self.of_matrix[stem] = config.quantization.tensors(*shape)
 
     def name(self, full_name: str) -> str:
-        """Removes tensor_prefix, and adds the "model." that files of models without a head lack."""
+        """Returns the name that `shapes` has, of several names of a tensor.
+
+        Removes tensor_prefix, and adds the "model." that files of models without a head lack.
+        """
         name = full_name.removeprefix(self.config.tensor_prefix)
         longer = f"model.{name}"
         is_known = longer in self.shapes or longer.rpartition(".")[0] in self.of_matrix
-        return longer if is_known else name
+        name = longer if is_known else name
+        for other, usual in self._aliases:
+            if self.find(name) is None and self.find(name.replace(other, usual)) is not None:
+                return name.replace(other, usual)
+        return name
 
     def find(self, name: str) -> tuple[str, tuple[Tensor, ...]] | None:
         """Returns a tensor's internal name and its allowed shapes and dtypes; None if it is not a
@@ -204,6 +213,24 @@ def open_tensors(
     return FileTensors(tensors, expected, progress)
 
 
+def tensor_names(directory: Path) -> list[str]:
+    """Returns the names of all tensors of the files. Raises ModelDirectoryError."""
+    names: list[str] = []
+    for path in _weight_files(directory):
+        with _opened(path) as file:
+            names += file.keys()
+    return names
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
+
+
 def _weight_files(directory: Path) -> list[Path]:
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():
@@ -234,14 +261,8 @@ def _tensors_of(
     stack: contextlib.ExitStack, path: Path, expected: Expected
 ) -> Iterable[tuple[str, _InFile]]:
     """Opens one file and checks its tensors. The file stays open as long as `stack`."""
-    from safetensors import SafetensorError, safe_open
-
     config = expected.config
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ModelDirectoryError(f"{path}: not a safetensors file: {error}") from error
-    stack.enter_context(file)
+    file = stack.enter_context(_opened(path))
     for full_name in file.keys():
         name = expected.name(full_name)
         where = f"{path}: tensor '{full_name}'"

@@ -43,10 +43,11 @@ experts are stacked, [experts, in, out]. A matrix that the files have in few bit
 and one in the order of the CPU's own products a `Panels`: then that of a tied embedding is [hidden,
 vocab]."""
 
-# Matrices that a step multiplies as a whole. Not among them: experts, of which a step uses some,
-# and the matrices that latent attention absorbs.
+# Matrices that a step multiplies as a whole, and experts, of which it multiplies some. Not among
+# them: the matrices that latent attention absorbs.
 _PRODUCTS = frozenset(
     ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down", "router", "qkvz", "ba", "bcx")
+    + ("expert_gate_up", "expert_down")
     + ("mixed_o", "q_a", "q_b", "kv_a", "head", "zxbcdt", "kda_qkv", "fgb", "f_b", "g_b")
     + ("lightning_qkv", "output_gate", "latent_in", "latent_out")
     + ("layer_inputs_projection", "layer_input_gate", "layer_input_projection")
@@ -70,16 +71,9 @@ class DecoderTensors(Expected):
         shapes = file_shapes(config)
         self._embed, self._head = embed_name(config), head_name(config)
         optional = {self._head: shapes[self._embed]} if config.tie_embeddings else None
-        super().__init__(config, shapes, optional, (self._embed, LAYER_INPUTS_TABLE))
+        tables = self._embed, LAYER_INPUTS_TABLE
+        super().__init__(config, shapes, optional, tables, config.aliases)
         self._model, self._with_head = config, with_head
-
-    def name(self, full_name: str) -> str:
-        """Returns the name that `shapes` has, of several names of a tensor."""
-        name = super().name(full_name)
-        for other, usual in self._model.aliases:
-            if self.find(name) is None and self.find(name.replace(other, usual)) is not None:
-                return name.replace(other, usual)
-        return name
 
     def missing(self, tensors: Mapping[str, Any]) -> list[str]:
         """A tied head alone in the files is the embedding, too."""

@@ -24,6 +24,7 @@ from jax_attn.serve._grammar.grammar import CompiledGrammar
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent
 from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
@@ -168,6 +169,10 @@ class AsyncEngine:
     def num_cached_tokens(self, seq: Sequence) -> int:
         """See Engine.num_cached_tokens."""
         return self._engine.num_cached_tokens(seq)
+
+    def share_picture_numbers(self, numbers: PictureNumbers) -> None:
+        """Has equal pictures numbered as in other engines. Before `start`."""
+        self._engine.picture_numbers = numbers
 
     @property
     def page_size(self) -> int:

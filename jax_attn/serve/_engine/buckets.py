@@ -32,7 +32,7 @@ class Bucket:
     kv_shards: tuple[parallel.KvShards, ...] = ()
     has_adapters: bool = False
     state_spec: ja.StateSpec | None = None  # of a model with recurrent layers
-    position_parts: int = 1  # 3 if the model reads pictures, see models.picture_positions
+    position_parts: int = 1  # see ModelConfig.position_parts
     # [number, hidden]: the shape of what a token of a picture has; None: no token may be of one.
     picture_shape: tuple[int, int] | None = None
 
@@ -40,8 +40,7 @@ class Bucket:
         """Whether a step of these entries fits."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
-        sees = self.position_parts == 1 or self.picture_shape is not None
-        if not sees and any(entry.pictures for entry in entries):
+        if self.picture_shape is None and any(entry.pictures for entry in entries):
             return False
         if num_tokens > self.num_tokens or num_rows > self.num_rows:
             return False
@@ -87,7 +86,7 @@ class Bucket:
     def unpack(self, words: Any) -> Arguments:
         """Views of `words` [num_words] i32, a numpy or a traced array."""
         parts = (words[begin:end] for begin, end in itertools.pairwise(self._bounds))
-        inputs, logit_rows, rows, adapters, is_picture, of_states, *plans = parts
+        inputs, logit_rows, rows, adapters, picture_ends, of_states, *plans = parts
         planned: tuple[ja.AttentionPlan, ...] = ()
         if not self.kv_shards:
             planned = tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True))
@@ -98,7 +97,7 @@ class Bucket:
             state_plan = ja.StatePlan(of_states, self.state_spec)
         inputs = inputs.reshape(1 + self.position_parts, -1)
         return Arguments(
-            inputs, logit_rows, rows, adapters, is_picture, planned, lengths, state_plan
+            inputs, logit_rows, rows, adapters, picture_ends, planned, lengths, state_plan
         )
 
 
@@ -110,7 +109,7 @@ class Arguments(NamedTuple):
     logit_rows: [num_rows] i32. The last token of each sequence, then the tokens that are scored.
     rows: [num_rows, ROW_WORDS] i32. Sampling parameters of each row, words of sampling.ROW.
     adapters: [num_tokens] i32. The slot of each token's adapter, -1: none. [0] without adapters.
-    is_picture: [num_tokens] i32. 1 for tokens of pictures, else 0. [0] without pictures.
+    picture_ends: [num_tokens] i32. See models.PictureRows. [0] without pictures.
     plans: one for each spec of the bucket; empty with KV shards.
     lengths: with KV shards, the arguments of plan_kv_shards, padded to the bucket's capacities:
       [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
@@ -121,7 +120,7 @@ class Arguments(NamedTuple):
     logit_rows: Any
     rows: Any
     adapters: Any
-    is_picture: Any
+    picture_ends: Any
     plans: tuple[ja.AttentionPlan, ...]
     lengths: tuple[Any, ...]
     state_plan: ja.StatePlan | None = None
@@ -220,6 +219,8 @@ def balanced_specs(
 ) -> tuple[ja.AttentionSpec, ...]:
     """The attention specs of a bucket; `kwargs` are fields of AttentionSpec."""
     pages_each = -(-config.max_positions // capacities.page_size)
+    if capacities.streaming is not None:
+        pages_each = capacities.streaming.max_table_pages
     return models.attention_specs(
         config,
         dtype=dtype,
@@ -246,6 +247,8 @@ def invariant_specs(
     processors, and few enough that the partial states of a whole step of long prompts fit.
     """
     longest = min(config.max_positions, capacities.page_size * capacities.num_pages)
+    if capacities.streaming is not None:
+        longest = min(longest, capacities.streaming.max_table_pages * capacities.page_size)
     kv_split = _SPLIT_STEP * max(1, -(-longest // (4 * _SPLIT_STEP)))
     num_chunks = -(-longest // kv_split)
     make = partial(balanced_specs, config, dtype, capacities, num_tokens, num_rows, **kwargs)
@@ -279,7 +282,8 @@ def make_batch(
     seqs, n = [entry.seq for entry in entries], len(entries)
     qo_lens = np.array([entry.num_tokens for entry in entries], np.int32)
     begins = np.array([entry.begin for entry in entries], np.int32)
-    kv_lens = begins + qo_lens
+    # In the cache: without what a kv policy dropped.
+    kv_lens = begins + qo_lens - np.array([seq.num_dropped for seq in seqs], np.int32)
     num_pages = -(-kv_lens // page_size)
     qo_indptr, page_indptr = (_indptr(lens) for lens in (qo_lens, num_pages))
     tables = [seq.pages[:num] for seq, num in zip(seqs, num_pages.tolist(), strict=True)]
@@ -298,7 +302,7 @@ def make_batch(
 
     words = np.zeros(bucket.num_words, np.int32)
     arguments = bucket.unpack(words)
-    inputs, logit_rows, rows, adapters, is_picture, plans, lengths, state_plan = arguments
+    inputs, logit_rows, rows, adapters, picture_ends, plans, lengths, state_plan = arguments
     if state_plan is not None:
         state_plan.buffer[:] = _plan_states(state_plan.spec, entries, qo_indptr).buffer
     inputs[0, : len(tokens)] = tokens
@@ -307,7 +311,7 @@ def make_batch(
     if bucket.position_parts > 1:
         _place_pictures(inputs[1:], entries, qo_indptr)
     if bucket.picture_shape is not None:
-        features = _show_pictures(bucket, is_picture, entries, qo_indptr, rows_of)
+        features = _show_pictures(bucket, picture_ends, entries, qo_indptr, rows_of)
     logit_rows[:n] = qo_indptr[1:] - 1
     if bucket.has_adapters:
         found = np.array([-1 if s.adapter is None else s.adapter.slot for s in seqs], np.int32)
@@ -347,12 +351,12 @@ def _place_pictures(
 
 def _show_pictures(
     bucket: Bucket,
-    is_picture: np.ndarray,
+    picture_ends: np.ndarray,
     entries: Seq[ScheduledSequence],
     qo_indptr: np.ndarray,
     rows_of: RowsOf | None,
 ) -> np.ndarray:
-    """Fills in which tokens show pictures, and returns what they have instead of embeddings."""
+    """Fills in where pictures end, and returns what their tokens have instead of embeddings."""
     assert bucket.picture_shape is not None
     shape = bucket.num_tokens, *bucket.picture_shape
     features = np.zeros(shape, jnp.dtype(bucket.specs[0].dtype))
@@ -364,7 +368,8 @@ def _show_pictures(
             at = qo_indptr[i] - entry.begin
             rows = rows_of(entry.seq, picture)
             features[at + begin : at + end] = rows[begin - picture.begin : end - picture.begin]
-            is_picture[at + begin : at + end] = 1
+            shown = picture.is_shown[begin - picture.begin : end - picture.begin]
+            picture_ends[at + begin : at + end] = np.where(shown, picture.end, 0)
     return features
 
 
@@ -474,11 +479,11 @@ def make_forward(
     ) -> tuple[Any, ...]:
         params = jax.tree.unflatten(tree, weights)
         (tokens, *parts), *given = bucket.unpack(words)
-        logit_rows, rows, slots, is_picture, planned, lengths, state_plan = given
+        logit_rows, rows, slots, picture_ends, planned, lengths, state_plan = given
         positions = jnp.stack(parts) if len(parts) > 1 else parts[0]
         pictures = None
         if features is not None:
-            pictures = models.PictureRows(features, is_picture == 1)
+            pictures = models.PictureRows(features, picture_ends)
         adapters = None
         if bucket.has_adapters:
             adapters = models.Adapters(jax.tree.unflatten(lora_tree, lora), slots)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,14 +24,18 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jax_attn import models, parallel
+from jax_attn.models._layers.moved_pages import move_keys
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
-from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies
+from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
-from jax_attn.serve._scheduling.host_tier import Move
+from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Rotation
+
+_COPY = "copies of pages"  # the executable of `copy_pages`
 
 # Called with the number of executables done, their total, and the last one's name.
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -63,12 +68,14 @@ class DeviceConfig:
     devices: tuple[jax.Device, ...] | None = None
     # [number, hidden], see Bucket; None: no sequence has pictures.
     picture_shape: tuple[int, int] | None = None
+    longest_picture: int = 0  # tokens
 
 
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
         self._has_drafts = config.max_drafts > 0
+        self._rotates = capacities.kv_policy is not None
         self._model_config = model.config
         self._split = _split(model.config, config)
         if self._split is not None:
@@ -104,6 +111,7 @@ class Device:
                 *size,
                 kv_dtype=config.kv_dtype,
                 eight_bit_products=config.eight_bit_products,
+                longest_picture=config.longest_picture if shape is not None else 0,
             )
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
@@ -123,7 +131,9 @@ class Device:
                     sharded,
                     config.max_loras > 0,
                     of_states,
-                    position_parts=1 if config.picture_shape is None else 3,
+                    position_parts=1
+                    if config.picture_shape is None
+                    else model.config.position_parts,
                     picture_shape=shape,
                 )
             )
@@ -152,6 +162,8 @@ class Device:
         )
         self._page_copies = PoolCopies("pages", self._pools, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
+        # A page with a prompt's first tokens is copied; states are those of ends of pages.
+        self._copies_pages = capacities.prefix_cache and not capacities.num_states
         if capacities.num_host_pages:
             self._host = HostPages(self._page_copies)
         if capacities.num_host_states:
@@ -303,15 +315,40 @@ class Device:
     def _pools(self) -> tuple[models.Pages, models.Pages | None]:
         return self._k_pages, self._v_pages
 
-    def move(self, moves: Sequence[Move]) -> None:
-        """Copies pages and states between the device and the host, after the steps before."""
-        pages, states = ([x for x in moves if x.is_state is kind] for kind in (False, True))
-        if pages:
+    def move(self, moves: Sequence[Move | PageCopy]) -> None:
+        """Copies pages on the device, and pages and states to the host and back, after the steps
+        before.
+
+        Pages move in the order of the list, and states in theirs. The two are in different pools,
+        so states do not cut a batch of pages short.
+        """
+        states = [x for x in moves if isinstance(x, Move) and x.is_state]
+        pages = [x for x in moves if isinstance(x, PageCopy) or not x.is_state]
+        for kind, group in itertools.groupby(pages, type):
+            if kind is PageCopy:
+                self.copy_pages([(x.source, x.page) for x in group if isinstance(x, PageCopy)])
+                continue
             assert self._host is not None
-            self._k_pages, self._v_pages = self._host.move(self._pools, pages)
+            with_host = [x for x in group if isinstance(x, Move)]
+            self._k_pages, self._v_pages = self._host.move(self._pools, with_host)
         if states:
             assert self._host_states is not None
             self._states = self._host_states.move(self._states, states)
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copies pages of the pools, one after the other: (from, to)."""
+        copy = self._executables[_COPY]
+        for begin in range(0, len(copies), COPIES):
+            batch = copies[begin : begin + COPIES]
+            batch += batch[-1:] * (COPIES - len(batch))
+            self._k_pages, self._v_pages = copy(self._pools, np.array(batch, np.int32))
+
+    def rotate(self, rotations: Sequence[Rotation]) -> None:
+        """Copies pages with their keys rotated, after the steps before."""
+        for begin in range(0, len(rotations), _ROTATIONS):
+            some = np.array(rotations[begin : begin + _ROTATIONS], np.int32)
+            padded = np.pad(some, ((0, _ROTATIONS - len(some)), (0, 0)), mode="edge")
+            self._k_pages, self._v_pages = self._executables["rotate"](*self._pools, padded)
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -493,6 +530,8 @@ class Device:
         tasks: dict[str, Callable[[], Compiled]] = {
             "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
         }
+        if self._rotates:
+            tasks["rotate"] = self._compile_rotate
         some = list(some)
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
@@ -500,6 +539,8 @@ class Device:
             tasks |= self._page_copies.tasks(self._pools)
         if self._host_states is not None and not self._state_copies.is_compiled:
             tasks |= self._state_copies.tasks(self._states)
+        if self._copies_pages:
+            tasks[_COPY] = partial(copy_within, self._pools)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -511,6 +552,18 @@ class Device:
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
         return tasks
+
+    def _compile_rotate(self) -> Compiled:
+        config = self._config
+
+        def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
+            return move_keys(config, k_pages, v_pages, *rotations.T)
+
+        pools = self._shapes[2][:2]
+        shardings = None if self._split is None else jax.tree.map(lambda x: x.sharding, pools)
+        rotate: Any = jax.jit(move, donate_argnums=(0, 1), out_shardings=shardings)
+        rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
+        return _compile(rotate, *pools, rotations)
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
@@ -612,6 +665,10 @@ class Device:
             self.move([Move(True, 0, 0), Move(False, 0, 0)])
         if self._host_states is not None:
             self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
+        if self._copies_pages:
+            self.move([PageCopy(0, 0)])
+        if self._rotates:
+            self.rotate([Rotation(0, 1, 0)])
 
 
 def _with_pictures(
@@ -659,6 +716,8 @@ def _split(config: models.ModelConfig, of: DeviceConfig) -> models.TensorParalle
 
 # XLA threads: autotuning is serial on the device anyway, and each thread has buffers.
 _MAX_THREADS = 8
+
+_ROTATIONS = 4  # pages of a call: the sinks of a sequence are mostly one
 
 _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2

@@ -59,6 +59,7 @@ from typing import Any
 import jax
 
 from jax_attn import models
+from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
@@ -82,6 +83,7 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
+from jax_attn.serve._scheduling.host_tier import Move, PageCopy
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -91,6 +93,7 @@ from jax_attn.serve._scheduling.request import (
 )
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
+from jax_attn.serve._scheduling.streaming import StreamingPages
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 log = logging.getLogger("jax_attn.serve")
@@ -127,11 +130,20 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         _check_recurrent(model.config, config, draft_model)
+        several = processes is not None
+        _check_kv_policy(model.config, config, several, draft_model is not None, vision is not None)
         capacity = capacities(config, model.config)
-        self._pictures = None if vision is None else PictureEncoder(vision)
-        self._picture_numbers = PictureNumbers()
-        shape = None if self._pictures is None else self._pictures.row_shape
-        of_device = device_config(model.config, config, shape)
+        self._pictures = None
+        self.picture_numbers = PictureNumbers()
+        of_device = device_config(model.config, config)
+        if vision is not None:
+            _check_pictures(model.config, config, vision)
+            if config.devices is not None:
+                vision = vision.on(config.devices[0])
+            self._pictures = PictureEncoder(vision)
+            of_device = device_config(
+                model.config, config, self._pictures.row_shape, vision.max_tokens
+            )
         if processes is not None and config.num_host_pages:
             raise ValueError(
                 "EngineConfig: num_host_pages: expected 0 with several processes, got"
@@ -203,7 +215,10 @@ class Engine:
     @property
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
-        return min(self.model.config.max_positions, self.scheduler.max_sequence_tokens)
+        most = self.scheduler.max_sequence_tokens
+        if self.config.kv_policy is not None:
+            return most  # the model's positions are those in the cache
+        return min(self.model.config.max_positions, most)
 
     def submit(
         self, seqs: Seq[Sequence], compiled: Mapping[tuple[str, str], CompiledGrammar] | None = None
@@ -259,7 +274,7 @@ class Engine:
         deadline = seq.deadline
         self.scheduler.finish(seq, FinishReason.ABORT)
         del self._outputs.live[seq_id]
-        self._move_pages()
+        self._run_moves()
         pages, states = self.device.take(*memory.cached(seq))
         params = seq.params
         if seq.num_output:  # the prompt's have been reported
@@ -314,7 +329,7 @@ class Engine:
         of_pages = [_like(shapes[0], handed.pages[i]) for i in pages]
         of_states = [_like(shapes[1], each) for each in handed.states[: len(slots)]]
         try:
-            self._move_pages()  # what had to make room
+            self._run_moves()  # what had to make room
             self._speculation.forget([*pages.values()])
             self.device.put([*pages.values()], of_pages, slots, of_states)
         except Exception:
@@ -333,14 +348,19 @@ class Engine:
         self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
-        _check_sequence(seq, config)
+        _check_sequence(seq, config, self.config.kv_policy is None)
         if seq.pictures:
             if self._pictures is None:
                 raise ValueError(
                     f"pictures: expected none, as this {config.family} model reads texts only."
                 )
             self._pictures.check(seq)
-            seq.number_pictures(self._picture_numbers.of)
+            if params.prompt_logprobs and config.sees_pictures:
+                raise ValueError(
+                    "prompt_logprobs: expected False with pictures, as the tokens of one of this"
+                    f" {config.family} model's go through it together."
+                )
+            seq.number_pictures(self.picture_numbers.of)
         seq.adapter = self._adapters.find(seq.adapter_name)
         seq.drafter = self._speculation.drafter()
         constraint = None
@@ -421,7 +441,7 @@ class Engine:
             self._constrained.begin(live)
         if not plan.entries:
             return None
-        self._move_pages()
+        self._run_moves()
         self._speculation.draft(plan.entries, self.device)
         rows_of = None
         if self._pictures is not None:
@@ -442,20 +462,30 @@ class Engine:
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
         return LaunchedStep(batch, scores, samples, drafts)
 
-    def _move_pages(self) -> None:
-        """Copies pages between the device and the host, before the step that needs them."""
+    def _run_moves(self) -> None:
+        """Runs the scheduler's moves of pages and states, before the step that needs them.
+
+        Rotations come last: they read pages that moves write, and write pages that moves have read.
+        """
+        memory = self.scheduler.memory
+        if moves := memory.moves.take():
+            self._run(moves)
+        if rotations := memory.take_rotations():
+            with self._counters.phases["dispatch"]:
+                self.device.rotate(rotations)
+
+    def _run(self, moves: list[Move | PageCopy]) -> None:
         host = self.scheduler.memory.host
-        if host is None or not (moves := host.take_moves()):
-            return
         try:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            host.is_open = False
-            log.exception("the host has no memory for pages; it is used no more")
+            if host is not None:
+                host.is_open = False
+                log.exception("the host has no memory for pages; it is used no more")
             raise
-        back = [move for move in moves if not (move.to_host or move.is_state)]
-        self._speculation.forget([move.page for move in back])
+        written = [move.page_written for move in moves]
+        self._speculation.forget([page for page in written if page is not None])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -624,10 +654,10 @@ def _like(shape: Any, arrays: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shape), jax.tree.leaves(arrays))
 
 
-def _check_sequence(seq: Sequence, config: models.ModelConfig) -> None:
-    """Raises ValueError if the model cannot run the sequence."""
+def _check_sequence(seq: Sequence, config: models.ModelConfig, is_whole: bool) -> None:
+    """Raises ValueError if the model cannot run the sequence. is_whole: there is no kv policy."""
     params = seq.params
-    if seq.num_prompt + params.max_tokens > config.max_positions:
+    if is_whole and seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(
             f"max_tokens: expected prompt and output within the model's {config.max_positions} "
             f"tokens, got {seq.num_prompt} + {params.max_tokens}."
@@ -649,6 +679,26 @@ def _check_tokens(name: str, tokens: Seq[int], config: models.ModelConfig) -> No
             raise ValueError(f"{name}: expected tokens in [0, {config.vocab_size}), got {extreme}.")
 
 
+def _check_pictures(
+    model: models.ModelConfig, config: EngineConfig, vision: models.VisionModel
+) -> None:
+    """Raises ValueError if steps cannot have pictures whose tokens see each other."""
+    if not model.sees_pictures:
+        return
+    if config.context_parallel > 1:
+        raise ValueError(
+            f"EngineConfig: context_parallel: expected 1 with the pictures of this {model.family}"
+            f" model, whose tokens see each other, got {config.context_parallel}."
+        )
+    needed = vision.max_tokens + config.max_running - 1
+    if config.max_step_tokens < needed:
+        raise ValueError(
+            f"EngineConfig: max_step_tokens: expected at least {needed}, for all"
+            f" {vision.max_tokens} tokens of a picture of this {model.family} model beside"
+            f" {config.max_running - 1} decodes, got {config.max_step_tokens}."
+        )
+
+
 def _check_recurrent(
     model: models.ModelConfig, config: EngineConfig, draft_model: models.Model | None
 ) -> None:
@@ -662,6 +712,43 @@ def _check_recurrent(
         raise ValueError(
             f"EngineConfig: num_states: expected None, as {model.family} has no recurrent"
             f" layers, got {config.num_states}."
+        )
+
+
+def _check_kv_policy(
+    model: models.ModelConfig,
+    config: EngineConfig,
+    has_processes: bool,
+    has_draft_model: bool,
+    has_pictures: bool,
+) -> None:
+    """Refuses what does not work with a kv policy."""
+    if config.kv_policy is None:
+        return
+    if (reason := why_not_moved(model)) is not None:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
+            f" {config.kv_policy}."
+        )
+    refused = [
+        ("kv_dtype", None, config.kv_dtype),
+        ("tensor_parallel", 1, config.tensor_parallel),
+        ("context_parallel", 1, config.context_parallel),
+        ("several processes", False, has_processes),
+        ("a draft model", False, has_draft_model),
+        ("pictures", False, has_pictures),
+    ]
+    for name, neutral, value in refused:
+        if value != neutral:
+            raise ValueError(
+                f"EngineConfig: {name}: expected {neutral} with kv_policy, got {value}."
+            )
+    most = StreamingPages(config.kv_policy, config.page_size).max_table_pages * config.page_size
+    if most > model.max_positions:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected sinks and window within {model.max_positions}"
+            f" tokens, the model's positions, got {most} with a block of the text and whole pages;"
+            " use a smaller window."
         )
 
 

@@ -9,7 +9,8 @@ import jax
 from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
-from jax_attn.serve._scheduling.step_plan import SchedulerConfig
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 
@@ -34,7 +35,9 @@ class EngineConfig:
     max_waiting: int = 1024  # sequences in the queue
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
-    starvation_steps: int = 16  # see SchedulerConfig
+    starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
+    # What a long text keeps of its cache; None: everything. See `streaming`.
+    kv_policy: Streaming | None = None
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
@@ -99,6 +102,8 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
     if num_host_states is None:
         num_host_states = num_states if config.num_host_pages else 0
     pages_each = -(-max_positions // config.page_size)
+    if config.kv_policy is not None:
+        pages_each = StreamingPages(config.kv_policy, config.page_size).max_pages
     # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
     sizes = []
@@ -113,14 +118,16 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         max_prefill_chunk=config.max_prefill_chunk,
         max_waiting=config.max_waiting,
         max_kv_pages_step=config.max_kv_pages_step or enough,
-        starvation_steps=config.starvation_steps,
+        starvation_seconds=config.starvation_seconds,
         tenant_limits=config.tenant_limits,
+        kv_policy=config.kv_policy,
         prefix_cache=config.prefix_cache,
         step_sizes=tuple(num_tokens for num_tokens, _ in sizes),
         num_states=num_states,
         num_host_pages=config.num_host_pages,
         num_host_states=num_host_states,
         checkpoint_tokens=config.checkpoint_tokens,
+        whole_pictures=model.sees_pictures,
     )
 
 
@@ -128,6 +135,7 @@ def device_config(
     model: models.ModelConfig,
     config: EngineConfig,
     picture_shape: tuple[int, int] | None = None,
+    longest_picture: int = 0,
 ) -> DeviceConfig:
     return DeviceConfig(
         capacities(config, model),
@@ -141,4 +149,5 @@ def device_config(
         max_lora_rank=config.max_lora_rank,
         devices=config.devices,
         picture_shape=picture_shape,
+        longest_picture=longest_picture,
     )

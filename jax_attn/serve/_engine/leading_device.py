@@ -75,6 +75,10 @@ class LeadingDevice(Device):
         self._processes.send("sample", kind, arrays=[] if mask is None else [mask])
         return super().sample(scores, kind, mask)
 
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        self._processes.send("copy_pages", arrays=[np.array(copies, np.int32)])
+        super().copy_pages(copies)
+
     def _run_all(self) -> None:
         self._processes.meet("compiled")
         super()._run_all()
@@ -94,6 +98,8 @@ def follow(device: Device, processes: Processes) -> NoReturn:
             case "sample":
                 assert scores is not None
                 device.sample(scores, plain[0], arrays[0] if arrays else None)
+            case "copy_pages":
+                device.copy_pages([(source, page) for source, page in arrays[0].tolist()])
             case "set_state":
                 slot, num_prompt, bias = plain
                 params = SamplingParams(

@@ -15,7 +15,7 @@ from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 
-_FEWEST_PATCHES = 256  # of the smallest batch; each next one is twice as large, as padding costs
+_FEWEST_TOKENS = 64  # of the smallest batch; each next one is twice as large, as padding costs
 _WARM_PATCHES = 4096  # batches up to this size are compiled at the start
 _BATCH_PATCHES = 16384  # of a batch of several pictures
 _BATCH_PICTURES = 64  # the most that a tower takes at a time
@@ -43,7 +43,8 @@ class PictureEncoder:
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError unless the prompt has a place for each picture."""
-        factor, token, end = self.model.config.factor, self.model.config.picture_token, 0
+        config, end = self.model.config, 0
+        factor, token = config.factor, config.picture_token
         for i, picture in enumerate(seq.pictures):
             if (picture.height, picture.width) != (picture.rows * factor, picture.columns * factor):
                 raise ValueError(
@@ -52,9 +53,16 @@ class PictureEncoder:
                     f" {picture.width} x {picture.height}."
                 )
             own = seq.tokens[picture.begin : picture.end]
-            if picture.begin < end or own != [token] * picture.num_tokens:
+            shown = picture.is_shown
+            if (
+                picture.row_gap != config.row_gap
+                or picture.begin < end
+                or len(own) < len(shown)
+                or any(x != token for x, is_shown in zip(own, shown, strict=True) if is_shown)
+            ):
+                behind = ", with one behind each row" if config.row_gap else ""
                 raise ValueError(
-                    f"pictures[{i}]: expected {picture.num_tokens} tokens {token} from token"
+                    f"pictures[{i}]: expected {sum(shown)} tokens {token}{behind} from token"
                     f" {picture.begin} of the prompt on, behind other pictures, got {own[:8]}."
                 )
             end = picture.end
@@ -87,7 +95,7 @@ class PictureEncoder:
     def warm_up(self, progress: Callable[[int, int, str], None] | None) -> list[str]:
         """Compiles batches of up to _WARM_PATCHES. Larger ones are compiled when one comes."""
         most = self.model.max_tokens * self._patches_each
-        sizes = [_FEWEST_PATCHES]
+        sizes = [_FEWEST_TOKENS * self._patches_each]
         while sizes[-1] < min(most, _WARM_PATCHES):
             sizes.append(2 * sizes[-1])
         names = [f"pictures: {size} patches" for size in sizes]
@@ -98,20 +106,21 @@ class PictureEncoder:
         return names
 
     def _num_patches(self, pictures: Seq[Picture]) -> int:
-        return sum(x.num_tokens for x in pictures) * self._patches_each
+        return sum(x.rows * x.columns for x in pictures) * self._patches_each
 
     def _encode(
         self, batch: list[tuple[tuple[str, bytes], Picture]]
     ) -> dict[tuple[str, bytes], np.ndarray]:
         pixels = [np.frombuffer(x.pixels, np.uint8).reshape(x.height, x.width, 3) for _, x in batch]
-        size, used = _FEWEST_PATCHES, self._num_patches([x for _, x in batch])
+        size, used = _FEWEST_TOKENS * self._patches_each, self._num_patches([x for _, x in batch])
         while size < used:
             size *= 2
         rows = np.asarray(models.encode_pictures(self.model, pixels, size))
         made, begin = {}, 0
         for key, picture in batch:
-            made[key] = rows[begin : begin + picture.num_tokens].copy()
-            begin += picture.num_tokens
+            end = begin + picture.rows * picture.columns
+            made[key] = _spread(rows[begin:end], picture)
+            begin = end
             self._keep(key, made[key])
         return made
 
@@ -121,3 +130,10 @@ class PictureEncoder:
         while self._num_kept_bytes > _KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._num_kept_bytes -= oldest.nbytes
+
+
+def _spread(rows: np.ndarray, picture: Picture) -> np.ndarray:
+    """Copies the rows of a picture, with zeros for the tokens that do not show it."""
+    spread = np.zeros((picture.num_tokens, *rows.shape[1:]), rows.dtype)
+    spread[picture.is_shown] = rows
+    return spread

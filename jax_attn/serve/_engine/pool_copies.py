@@ -1,9 +1,10 @@
 """Copies of pages, or of slots of states, out of the device's pools and into them.
 
-`HostPages` keeps pages in the host's memory for the prefix cache: pinned, by JAX's memory kinds, so
-that copies run beside computations, and nothing waits on the host. The device's work is in the
-order of calls, so a page is there before the layers of the next step read it. A hand-over of a
-request takes pages out, and puts them into the pools of another engine.
+`copy_within` copies pages of a pool to others. `HostPages` keeps pages in the host's memory for the
+prefix cache: pinned, by JAX's memory kinds, so that copies run beside computations, and nothing
+waits on the host. The device's work is in the order of calls, so a page is there before the layers
+of the next step read it. A hand-over of a request takes pages out, and puts them into the pools of
+another engine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax.stages import Compiled
 from jax_attn.serve._scheduling.host_tier import Move
 
 PAGES = 16  # pages of a call; a call of fewer takes as long
+COPIES = 4  # likewise, within the device: mostly one prompt enters in a step
 
 Pools = Any  # a pytree of arrays [num_layers, number of pages or slots, ...]
 
@@ -88,6 +90,21 @@ class PoolCopies:
     def _padded(self, ids: list[int]) -> np.ndarray:
         """[batch] i32: the last one again for those that are missing."""
         return np.array(ids + ids[-1:] * (self._batch - len(ids)), np.int32)
+
+
+def copy_within(pools: Pools) -> Compiled:
+    """Compiles a function of pools, which are donated, and pairs [COPIES, 2] i32 of pages: copies
+    the first of each pair to the second, one after the other."""
+
+    def copy(pools: Pools, pairs: Any) -> Pools:
+        for i in range(COPIES):
+            (value,) = _take(pools, pairs[i, :1])
+            pools = _put(pools, [value], pairs[i, 1:])
+        return pools
+
+    shardings = jax.tree.map(lambda x: x.sharding, pools)
+    function = jax.jit(copy, donate_argnums=0, out_shardings=shardings)
+    return function.lower(pools, np.zeros((COPIES, 2), np.int32)).compile()
 
 
 class HostPages:

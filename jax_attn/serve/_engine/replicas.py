@@ -24,8 +24,10 @@ from jax_attn.serve._engine.async_engine import AsyncEngine, Recipient
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent, SharedEvents
 from jax_attn.serve._scheduling.events import TokenEvent
+from jax_attn.serve._scheduling.pictures import PictureNumbers
+from jax_attn.serve._scheduling.prefix_cache import num_common
 from jax_attn.serve._scheduling.protocols import EngineStopped, Limits
-from jax_attn.serve._scheduling.request import Sequence, num_common
+from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
 
 log = logging.getLogger("jax_attn.serve")
@@ -85,7 +87,9 @@ class Replicas:
         self._num_left = num  # replicas that are neither ready nor failed
         self._most_ahead = max(_AHEAD_LEAST, int(_AHEAD_SHARE * each.max_running))
         self._inboxes = Inboxes()
+        self._picture_numbers = PictureNumbers()
         for index, engine in enumerate(engines):
+            engine.share_picture_numbers(self._picture_numbers)
             engine.on_ready = self._begin
             engine.on_failure = partial(self._fail, index)
             engine.on_stats = lambda _: self.on_stats(self.stats())
@@ -126,6 +130,8 @@ class Replicas:
     async def submit(self, seqs: Seq[Sequence], recipient: Recipient) -> None:
         """See AsyncEngine.submit. Raises QueueFull if no replica has room."""
         refusal: Exception = EngineStopped("The engine does not run.")
+        for seq in seqs:  # prompts with other pictures have nothing in common
+            seq.number_pictures(self._picture_numbers.of)
         prompts = {seq.id: _prompt(seq) for seq in seqs}
         compiled = None
         for index in self.order(seqs[0]):

@@ -36,7 +36,7 @@ def snapshot(scheduler: Scheduler, stats: StepStats, plan: StepPlan | None) -> d
                 "num_output": seq.num_output,
                 "num_cached": seq.num_cached,
                 "num_computed": seq.num_computed,
-                "num_pages": len(seq.pages),
+                "num_pages": scheduler.memory.num_held(seq),
                 "priority": seq.priority,
                 "age": now - seq.arrival,
             }
@@ -55,7 +55,9 @@ def _page_states(scheduler: Scheduler) -> str:
     """A letter a page: f free, c cached, l cached and locked by a running sequence, u private."""
     states = bytearray(scheduler.allocator.allocated().translate(_FREE_OR_CACHED))
     for seq in scheduler.running:
-        for i, page in enumerate(seq.pages):
+        for page in seq.pages:
+            states[page] = _PRIVATE
+        for i, page in enumerate(scheduler.memory.pages_by_text(seq)):
             states[page] = _LOCKED if i < seq.num_shared else _PRIVATE
     return states.decode()
 

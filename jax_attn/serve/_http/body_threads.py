@@ -27,7 +27,7 @@ class BodyThreads:
     GIVE_BACK_BYTES = 4 << 20  # of bodies, the tokens of which may have taken a hundred times that
 
     def __init__(self) -> None:
-        self._short, self._long = _FairPool("short", 4), _FairPool("long", 1)
+        self._short, self._long = FairPool("short", 4), FairPool("long", 1)
         self._num_bytes = 0  # of bodies since memory was given back
 
     async def run(
@@ -48,7 +48,7 @@ class BodyThreads:
         self._long.close()
 
 
-class _FairPool:
+class FairPool:
     """A pool of threads, each of which is a slot for one job.
 
     A tenant's jobs start in order, and the tenants take turns after each job.

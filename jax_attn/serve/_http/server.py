@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -39,6 +39,7 @@ from jax_attn.serve._http.cache_watch import CacheEventsAnswer, CacheWatch
 from jax_attn.serve._http.connection import DiscardBody
 from jax_attn.serve._http.error_shapes import error_response
 from jax_attn.serve._http.files import FileAnswer, Files
+from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
 from jax_attn.serve._ollama import ollama_schemas
 from jax_attn.serve._ollama.ollama_api import OllamaApi
 from jax_attn.serve._ollama.ollama_embeddings import (
@@ -61,6 +62,7 @@ from jax_attn.serve._openai.limits import KeyLimits, Limiter, Ticket
 from jax_attn.serve._openai.logprobs import TokenIdJson, TokenJson
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._openai.model_facts import ModelFacts
+from jax_attn.serve._openai.pictures import FETCHED, PicturesWanted
 from jax_attn.serve._openai.prepare import (
     Caller,
     Prepared,
@@ -119,6 +121,7 @@ class ServerConfig:
     adapters: tuple[str, ...] = ()  # the LoRA adapters that the engine has at the start
     vision: models.VisionModel | None = None  # without weights; None: the model reads texts only
     max_pictures: int | None = None  # of a request; None: MAX_PICTURES
+    image_hosts: tuple[str, ...] = ()  # from which pictures are fetched, see picture_urls
     max_body_bytes: int = 4 << 20
     files_directory: Path | None = None  # of /v1/files and /v1/batches; None: there are none
     otlp_endpoint: str | None = None  # of a collector of traces; None: there are none
@@ -284,6 +287,7 @@ class _Server:
         )
         self.limiter, self._body_threads = Limiter(engine, limits), BodyThreads()
         self._limits = limits
+        self._fetcher = PictureFetcher(config.image_hosts) if config.image_hosts else None
         self._embedder: ServedEmbedder | None = None
         self._embedding_reader: EmbeddingReader | None = None
         self._score_reader: ScoreReader | None = None
@@ -333,6 +337,8 @@ class _Server:
         if self._engine is not None:
             await self._engine.stop(drain=False)
         self._body_threads.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
@@ -630,10 +636,26 @@ class _Server:
             raise ApiError(
                 408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
             ) from None
+        job = partial(work, raw, *args)
         try:
-            return await self._body_threads.run(ticket, len(raw), work, raw, *args)
+            if self._fetcher is None:
+                return await self._body_threads.run(ticket, len(raw), job)
+            try:
+                return await self._body_threads.run(ticket, len(raw), partial(_knowing, {}, job))
+            except PicturesWanted as wanted:
+                fetched = await self._fetched(ticket, wanted)
+            return await self._body_threads.run(ticket, len(raw), partial(_knowing, fetched, job))
         finally:
             ticket.give_back("body_bytes")
+
+    async def _fetched(self, ticket: Ticket, wanted: PicturesWanted) -> Mapping[str, bytes]:
+        assert self._fetcher is not None
+        try:
+            found = await self._fetcher.fetch(ticket.tenant, wanted.urls)
+        except FetchError as error:
+            raise bad_field(next(iter(wanted.urls.values())), str(error)) from None
+        ticket.take(body_bytes=sum(map(len, found.values())))
+        return found
 
     async def _read(self, request: Request, ticket: Ticket) -> bytes:
         limit = self._config.max_body_bytes
@@ -659,6 +681,15 @@ class _Server:
             elif error.status == 429:
                 self._metrics.count("rejected")
         return error_response(error, request.url.path)
+
+
+def _knowing(fetched: Mapping[str, bytes], job: Callable[[], Result]) -> Result:
+    """Runs a job that may use these pictures."""
+    token = FETCHED.set(fetched)
+    try:
+        return job()
+    finally:
+        FETCHED.reset(token)
 
 
 class _TextServer(_Server):

@@ -142,6 +142,9 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
         ):
             moved = partial(lambda stats, name: {"": stats["host"][name]}, name=name)
             yield family(CounterMetricFamily, f"host_pages_{name}", text, moved)
+    if first.get("dropped_pages") is not None:
+        dropped, text = one("dropped_pages"), "Pages that --kv-policy gave back while a request ran"
+        yield family(CounterMetricFamily, "dropped_pages", text, dropped)
     held, text = of("device_bytes"), "Weights and kv cache on a device"
     yield family(GaugeMetricFamily, "device_bytes", text, held, "device")
     for name, text in (

@@ -1,20 +1,26 @@
-"""Pictures in messages: from data: URLs to pixels, and to their places in a prompt's tokens."""
+"""Pictures in messages: from their URLs to pixels, and to their places in a prompt's tokens."""
 
 from __future__ import annotations
 
 import base64
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np
 
 from jax_attn import models
+from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
 from jax_attn.serve._scheduling.pictures import Picture
 
 MAX_PICTURES = 16  # of a request, unless --max-pictures says otherwise
+
+FETCHED: ContextVar[Mapping[str, bytes]] = ContextVar("FETCHED")
+"""Files by http(s) URL that were fetched for the body of the running job; unset: none may be."""
 
 # A decoded picture may take hundreds of MB, so one is decoded at a time.
 _lock = threading.Lock()
@@ -27,27 +33,56 @@ class Pixels(NamedTuple):
     columns: int
     array: np.ndarray  # [height, width, 3] u8
 
-    def at(self, begin: int) -> Picture:
+    def at(self, begin: int, row_gap: int) -> Picture:
         height, width, _ = self.array.shape
-        return Picture(begin, self.rows, self.columns, height, width, self.array.tobytes())
+        pixels = self.array.tobytes()
+        return Picture(begin, self.rows, self.columns, height, width, pixels, row_gap)
+
+
+class PicturesWanted(Exception):
+    """A body names pictures that have to be fetched before it can be read. See FETCHED.
+
+    urls: with the field that has each.
+    """
+
+    def __init__(self, urls: Mapping[str, str]):
+        super().__init__(f"{len(urls)} pictures")
+        self.urls = urls
 
 
 class PictureReader:
     """Reads the pictures of chats. Raises ApiError."""
 
     def __init__(
-        self, vision: models.VisionModel | None, max_model_len: int, max_pictures: int | None
+        self,
+        vision: models.VisionModel | None,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        max_pictures: int | None,
     ):
-        """vision: without weights; None: the model reads texts only."""
+        """vision: without weights; None: the model reads texts only.
+
+        Raises ValueError: the tokenizer lacks a token that stands for a part of a picture.
+        """
         self._vision, self._max_tokens = vision, max_model_len
         self._max_pictures = MAX_PICTURES if max_pictures is None else max_pictures
+        self._marker = self._shown_as = ""
+        self._row_ends: list[list[int]] = [[], []]  # behind each row, and behind the last
+        if vision is not None:
+            prompt = vision.config.prompt
+            self._marker = _text(tokenizer, prompt.marker)
+            self._shown_as = "".join(
+                part if isinstance(part, str) else _text(tokenizer, part) for part in prompt.parts
+            )
+            if prompt.row_ends is not None:
+                self._row_ends = [[_token(tokenizer, text)] for text in prompt.row_ends]
 
     @property
     def has_model(self) -> bool:
         return self._vision is not None
 
     def read(self, messages: Seq[schemas.Message]) -> list[Pixels]:
-        """Decodes the pictures of messages, in their order."""
+        """Decodes the pictures of messages, in their order. Raises ApiError, PicturesWanted."""
         found = [
             (f"messages[{i}].content[{j}]", message.role, part.image_url.url)
             for i, message in enumerate(messages)
@@ -69,15 +104,31 @@ class PictureReader:
             raise bad_field(
                 "messages", f"expected at most {self._max_pictures} pictures, got {len(found)}"
             )
-        read: list[Pixels] = []
-        for where, role, url in found:
+        for where, role, _ in found:
             if role != "user":
                 raise bad_field(where, f"expected pictures of the user, got one of {role!r}")
+        fetched = FETCHED.get(None)
+        wanted = {
+            url: f"{where}.image_url.url"
+            for where, _, url in found
+            if fetched is not None and _is_of_web(url) and url not in fetched
+        }
+        if wanted:
+            raise PicturesWanted(wanted)
+        read: list[Pixels] = []
+        for where, _, url in found:
             read.append(self._decoded(f"{where}.image_url.url", url))
             num_tokens = sum(x.rows * x.columns for x in read)
             if num_tokens >= self._max_tokens:
                 raise overflow("messages", self._max_tokens, f"over {num_tokens}")
         return read
+
+    def mark(self, text: str, pictures: Seq[Pixels]) -> str:
+        """Returns a prompt's text with what stands for each picture in the place of its marker."""
+        if not pictures or self._marker == self._shown_as:
+            return text
+        _check_count(text.count(self._marker), pictures)
+        return text.replace(self._marker, self._shown_as)
 
     def place(
         self, tokens: list[int], pictures: Seq[Pixels]
@@ -86,37 +137,29 @@ class PictureReader:
         if self._vision is None:
             return tokens, ()
         token = self._vision.config.picture_token
-        if (count := tokens.count(token)) != len(pictures):
-            raise bad_field(
-                "messages",
-                f"expected a place in the prompt for each of {len(pictures)} pictures, got"
-                f" {count}: the text may not have the token that stands for one, and the chat"
-                " template must write it",
-            )
+        _check_count(tokens.count(token), pictures)
         placed: list[int] = []
         found: list[Picture] = []
         begin = 0
         for each in pictures:
             end = tokens.index(token, begin)
             placed += tokens[begin:end]
-            found.append(each.at(len(placed)))
-            placed += [token] * found[-1].num_tokens
+            found.append(each.at(len(placed), self._vision.config.row_gap))
+            end_of_row, end_of_picture = self._row_ends
+            row = [token] * each.columns
+            placed += (row + end_of_row) * (each.rows - 1) + row + end_of_picture
             begin = end + 1
         return placed + tokens[begin:], tuple(found)
 
     def _decoded(self, where: str, url: str) -> Pixels:
         assert self._vision is not None
-        head, comma, data = url.partition(",")
-        if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        file = FETCHED.get({}).get(url) if _is_of_web(url) else _of_data_url(where, url)
+        if file is None:
             raise bad_field(
                 where,
                 "expected a data: URL with base64, such as 'data:image/png;base64,...', as this"
-                f" server fetches nothing, got {url[:32]!r}",
+                f" server fetches nothing, got {url[:32]!r}; see --allow-image-urls",
             )
-        try:
-            file = base64.b64decode(data, validate=True)
-        except ValueError:
-            raise bad_field(where, "expected base64 behind the comma") from None
         try:
             with _lock:
                 image = models.decode_picture(file)
@@ -124,3 +167,46 @@ class PictureReader:
         except models.PictureError as error:
             raise bad_field(where, str(error)) from None
         return Pixels(*self._vision.grid(array), array)
+
+
+def _is_of_web(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def _of_data_url(where: str, url: str) -> bytes | None:
+    """Returns the file in a data: URL; None: it is another one. Raises ApiError."""
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        return None
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise bad_field(where, "expected base64 behind the comma") from None
+
+
+def _check_count(count: int, pictures: Seq[Pixels]) -> None:
+    if count != len(pictures):
+        raise bad_field(
+            "messages",
+            f"expected a place in the prompt for each of {len(pictures)} pictures, got {count}: the"
+            " text may not have the token that stands for one, and the chat template must write it",
+        )
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    text = tokenizer.id_to_token(token)
+    if text is None:
+        raise ValueError(
+            f"tokenizer.json: expected token {token}, which config.json names for pictures, got a"
+            " vocabulary without it."
+        )
+    return text
+
+
+def _token(tokenizer: Tokenizer, text: str) -> int:
+    token = tokenizer.token_to_id(text)
+    if token is None:
+        raise ValueError(
+            f"tokenizer.json: expected the token {text!r} of pictures, got a vocabulary without it."
+        )
+    return token

@@ -111,7 +111,7 @@ class Preparer:
         self._limits, self.defaults = limits, defaults
         self._tokenizer = model.tokenizer
         self._texts = TextEncoder(model.tokenizer)
-        self._pictures = PictureReader(vision, self.max_model_len, max_pictures)
+        self._pictures = PictureReader(vision, model.tokenizer, self.max_model_len, max_pictures)
         self._vocab_size = model.config.vocab_size
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
@@ -252,6 +252,7 @@ class Preparer:
     ) -> ChatPrompt:
         shown = self._pictures.read(body.messages)
         text, splitter = self._rendered(body, tools)
+        text = self._pictures.mark(text, shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
         tokens, pictures = self._pictures.place(tokens, shown)
         return ChatPrompt(text, tokens, pictures, splitter)
@@ -378,7 +379,7 @@ class Preparer:
         most: int | None = None,
     ) -> list[int]:
         shown = self._pictures.read(messages)
-        text = self._render(messages, variables, tools)
+        text = self._pictures.mark(self._render(messages, variables, tools), shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, False, most)
         return self._pictures.place(tokens, shown)[0]
 

@@ -221,13 +221,20 @@ class ScoreReader:
         self, texts: Sequence[str] | Sequence[tuple[str, str]], field: str
     ) -> tuple[list[list[int]], list[int]]:
         """Returns the tokens of texts or pairs, and where each second text begins."""
+        if self.scoring.prompt is not None and isinstance(texts[0], str):
+            raise ApiError(
+                400,
+                f"model: {self._name!r} scores pairs only, at /v1/rerank and /v1/score",
+                param="model",
+                code="invalid_value",
+            )
         limit = self._max_tokens
         for i, given in enumerate(texts):
             for text in [given] if isinstance(given, str) else given:
                 self._texts.refuse_long(text, f"{field}[{i}]", limit)
         sequences, seconds, num_tokens = [], [], 0
         for begin in range(0, len(texts), _TEXTS_AT_A_TIME):
-            encoded = self._texts.encode_typed(texts[begin : begin + _TEXTS_AT_A_TIME])
+            encoded = self._encoded(texts[begin : begin + _TEXTS_AT_A_TIME])
             for i, (tokens, second) in enumerate(encoded, begin):
                 if not tokens:
                     raise bad_field(f"{field}[{i}]", "no tokens")
@@ -244,6 +251,18 @@ class ScoreReader:
                 sequences.append(tokens)
                 seconds.append(second if self.scoring.has_types else len(tokens))
         return sequences, seconds
+
+    def _encoded(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]]
+    ) -> list[tuple[list[int], int]]:
+        """See TextEncoder.encode_typed; with the prompt of a text model around each pair."""
+        prompt = self.scoring.prompt
+        if prompt is None:
+            return self._texts.encode_typed(texts)
+        asked = [prompt.pair.format(query=pair[0], document=pair[1]) for pair in texts]
+        before, behind, *pairs = self._texts.encode_plain([prompt.before, prompt.behind, *asked])
+        whole = [before + tokens + behind for tokens in pairs]
+        return [(tokens, len(tokens)) for tokens in whole]
 
     def _prepared(
         self,

@@ -72,6 +72,10 @@ class TextEncoder:
         """Encodes texts with special tokens, as a batch. Checks no lengths."""
         return [encoding.ids for encoding in self._batch(texts, True)]
 
+    def encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """Encodes texts without special tokens around them. Checks no lengths."""
+        return [encoding.ids for encoding in self._batch(texts, False)]
+
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # As a batch, which lets other threads run meanwhile.
         (encoding,) = self._batch([text], add_special_tokens)

@@ -3,8 +3,10 @@
 Tenants take turns (see `tenants`): prompt tokens and admission go to the tenant that has had the
 fewest tokens. Priority, arrival and the prefix cache order the sequences of one tenant.
 
-The cache-aware order is that of RadixAttention: longest matched prefix first. A sequence also waits
-while another one computes pages that it could share, such as its sibling of n > 1.
+The cache-aware order is that of RadixAttention: longest matched prefix first, which is a
+depth-first order of the tree. A sequence also waits while another one computes pages that it could
+share, such as its sibling of n > 1. Neither lasts longer than starvation_seconds, counted from the
+first time that it might have entered: then it goes by arrival.
 
 Shares alone would let a request wait for ever: one that needs more pages than its tenant's share,
 while others keep the pool full. So a tenant that has waited twice its fair time is *overdue*: its
@@ -238,7 +240,7 @@ class Admission:
         """A tenant's pages, without those of the borrower."""
         seq = self.borrower
         is_mine = seq is not None and seq.tenant == tenant.name
-        return tenant.num_pages - (len(seq.pages) if seq is not None and is_mine else 0)
+        return tenant.num_pages - (self._memory.num_held(seq) if seq is not None and is_mine else 0)
 
     def _last_of(self, tenant: Tenant) -> Sequence:
         """The tenant's running sequence to preempt: the last, and the borrower after all others."""
@@ -259,11 +261,11 @@ class Admission:
         """Whether a sequence waits and a slot is free."""
         return bool(self.num_waiting and self._memory.num_free_slots)
 
-    def candidates(self) -> dict[str, list[Candidate]]:
+    def candidates(self, now: float) -> dict[str, list[Candidate]]:
         """Sequences that might be admitted now, by tenant name, in the order of admission.
 
         Within a priority: preempted and starved ones by arrival, then the others by longest cached
-        prefix.
+        prefix. now: on the clock of `Scheduler.schedule`.
         """
         self._first = None
         if not self.may_admit:
@@ -280,7 +282,7 @@ class Admission:
         num_lookups = _LOOKUPS // max(len(tenants), 1)
         candidates = {
             tenant.name: self._look_up(
-                tenant.waiting[: 1 if tenant is self._first else num_lookups]
+                tenant.waiting[: 1 if tenant is self._first else num_lookups], now
             )
             for tenant in tenants
         }
@@ -293,14 +295,14 @@ class Admission:
         """The tenant's rank in this step: `Tenant.turn`, except that an overdue one goes first."""
         return (-1, 0, tenant.serial) if tenant is self._first else tenant.turn
 
-    def _look_up(self, seqs: list[Sequence]) -> list[Candidate]:
+    def _look_up(self, seqs: list[Sequence], now: float) -> list[Candidate]:
         ranked = []
         for seq in seqs:
             key = self._memory.lookup_key(seq)
             num_cached_pages = self._memory.num_cached_pages(seq, key)
-            may_be_overtaken = not (
-                seq.num_preempted or seq.num_overtaken >= self._config.starvation_steps
-            )
+            seq.looked_up = now if seq.looked_up is None else seq.looked_up
+            is_starved = now - seq.looked_up >= self._config.starvation_seconds
+            may_be_overtaken = not (seq.num_preempted or is_starved)
             order = (
                 seq.priority,
                 may_be_overtaken,
@@ -330,7 +332,7 @@ class Admission:
         """What `seq` adds to the cache while it reads its prompt."""
         has_states = self._memory.states is not None
         checkpoints = frozenset(seq.wanted_states) if has_states else None
-        return Coming(self._memory.namespace(seq), seq.key(seq.num_prompt), checkpoints)
+        return Coming(self._memory.namespace(seq), self._memory.prompt_key(seq), checkpoints)
 
     def want_parts(self, reading: list[Sequence], candidates: dict[str, list[Candidate]]) -> None:
         """With recurrent states: running prompts get checkpoints where waiting ones part."""
@@ -412,16 +414,6 @@ class Admission:
             self.num_prompt_tokens += seq.num_prompt
             self.num_prompt_tokens_cached += seq.num_cached
         return True
-
-    def count_overtaken(self, admitted: list[Sequence]) -> None:
-        """Counts overtaken sequences. Call it once per step, with the sequences it admits."""
-        last_ranks: dict[str, tuple[int, int]] = {}
-        for seq in admitted:
-            last_ranks[seq.tenant] = max(last_ranks.get(seq.tenant, rank(seq)), rank(seq))
-        for name, last_rank in last_ranks.items():
-            # Admitted sequences never come from further back.
-            for seq in self._tenants[name].waiting[:_LOOKUPS]:
-                seq.num_overtaken += rank(seq) < last_rank
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues are in order and no waiting sequence has pages."""

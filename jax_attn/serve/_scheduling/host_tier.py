@@ -2,7 +2,8 @@
 memory.
 
 The scheduler decides what moves, and the device moves it before its next step, in the order of
-`moves`. So a page may be given away on either side as soon as its move is in the list.
+`moves`. So a page, or a slot of states, may be given away on either side as soon as its move is in
+the list. Copies of pages within the device are in the same list.
 """
 
 from __future__ import annotations
@@ -20,6 +21,33 @@ class Move(NamedTuple):
     host_page: int
     is_state: bool = False
 
+    @property
+    def page_written(self) -> int | None:
+        """The page of the device that the move writes."""
+        return None if self.to_host or self.is_state else self.page
+
+
+class PageCopy(NamedTuple):
+    """A copy of a page of the device to another one."""
+
+    source: int
+    page: int
+
+    @property
+    def page_written(self) -> int:
+        """The page of the device that the copy writes."""
+        return self.page
+
+
+class Moves(list[Move | PageCopy]):
+    """Copies of pages and states that the device has yet to run, in this order."""
+
+    def take(self) -> list[Move | PageCopy]:
+        """Those since the last call."""
+        moves = self[:]
+        self.clear()
+        return moves
+
 
 class HostTier:
     """Pages of the host, and the rule that says whether one is worth its way back.
@@ -29,10 +57,11 @@ class HostTier:
     Measured in the warm-up; 0 before.
     """
 
-    def __init__(self, num_pages: int, num_states: int = 0):
+    def __init__(self, num_pages: int, moves: Moves, num_states: int = 0):
+        """moves: where the tier adds its own. num_states: slots of states; 0: it takes none."""
         self.allocator = PageAllocator(num_pages)
         self.states = PageAllocator(num_states) if num_states else None
-        self.moves: list[Move] = []
+        self.moves = moves
         self.page_tokens = self.call_tokens = self.state_tokens = 0.0
         self.is_open = True  # takes pages
         self.num_stored = 0  # pages that went to the host, since the start
@@ -83,8 +112,3 @@ class HostTier:
         self.moves.append(Move(False, slot, host_slot, is_state=True))
         assert self.states is not None
         self.states.free([host_slot])
-
-    def take_moves(self) -> list[Move]:
-        """The moves since the last call, which the device has to run in this order."""
-        moves, self.moves = self.moves, []
-        return moves

@@ -9,12 +9,13 @@ import heapq
 from array import array
 from bisect import bisect_left, insort
 
-from jax_attn.serve._scheduling.host_tier import HostTier
+from jax_attn.serve._scheduling.host_tier import HostTier, Moves, PageCopy
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
 from jax_attn.serve._scheduling.request import Adapter, Sequence, Status
 from jax_attn.serve._scheduling.states import States
 from jax_attn.serve._scheduling.step_plan import SchedulerConfig
+from jax_attn.serve._scheduling.streaming import Rotation
 from jax_attn.serve._scheduling.tenants import Tenants, rank, versioned
 
 
@@ -28,12 +29,16 @@ class KvMemory:
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
         slots = PageAllocator(config.num_states) if config.num_states else None
+        self.moves = Moves()  # before the next step
         self.host = None
         if config.num_host_pages:
-            self.host = HostTier(config.num_host_pages, config.num_host_states)
+            self.host = HostTier(config.num_host_pages, self.moves, config.num_host_states)
         self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
         self.states = None if slots is None else States(config, slots, self.cache)
-        self.num_table_pages = 0  # sum of len(seq.pages) over the running
+        self.streaming = config.streaming
+        self.num_dropped_pages = 0  # since the start
+        self._rotations: list[Rotation] = []  # that the device has yet to do
+        self.num_table_pages = 0  # sum of num_held over the running
         self.num_insertions = 0  # into the prefix cache: without a new one, no lookup finds more
         self.version = ""  # of the weights: see `begin_version`
         self._tenants = tenants
@@ -70,8 +75,34 @@ class KvMemory:
         return versioned(seq.namespace, self.version, number)
 
     def pages_of(self, seq: Sequence) -> int:
-        """The number of pages for all known tokens of `seq`."""
-        return -(-len(seq.tokens) // self.config.page_size)
+        """The number of pages with which `seq` enters: for all known tokens, as far as a kv policy
+        drops none of them."""
+        return -(-self._num_whole(len(seq.tokens)) // self.config.page_size)
+
+    def _num_whole(self, num_tokens: int) -> int:
+        """Of the first num_tokens tokens of a text, those before the first drop of a kv policy."""
+        if self.streaming is None:
+            return num_tokens
+        return min(num_tokens, self.streaming.first_drop)
+
+    def num_held(self, seq: Sequence) -> int:
+        """The number of pages that a running sequence has, shared ones included."""
+        return len(seq.pages) + len(seq.originals)
+
+    def _num_copies(self, seq: Sequence) -> int:
+        """The number of leading pages of `seq.pages` that are copies of sinks."""
+        if not seq.originals:
+            return 0
+        assert self.streaming is not None
+        return self.streaming.sinks // self.config.page_size
+
+    def pages_by_text(self, seq: Sequence) -> array[int]:
+        """The pages that `seq` has, without copies of sinks, in the order of the text."""
+        return seq.originals + seq.pages[self._num_copies(seq) :]
+
+    def prompt_key(self, seq: Sequence) -> bytes:
+        """The tokens of the prompt that are in the prefix cache or that `seq` brings, packed."""
+        return seq.key(0 if seq.originals else self._num_whole(seq.num_prompt))
 
     def lookup_key(self, seq: Sequence) -> bytes:
         """The tokens that may come from the cache, packed: full pages without the last token.
@@ -81,7 +112,8 @@ class KvMemory:
         if not self.config.prefix_cache or seq.params.prompt_logprobs:
             return b""
         page_size = self.config.page_size
-        return seq.key((len(seq.tokens) - 1) // page_size * page_size)
+        # A sequence enters before the first drop.
+        return seq.key((self._num_whole(len(seq.tokens)) - 1) // page_size * page_size)
 
     def num_cached_pages(self, seq: Sequence, key: bytes) -> int:
         """The number of pages of `lookup_key` that the prefix cache has on the device."""
@@ -142,10 +174,15 @@ class KvMemory:
         seq.node, seq.num_shared = node, len(pages)
         seq.pages, seq.num_computed = array("i", pages), len(pages) * self.config.page_size
         tenant = self._tenants[seq.tenant]
-        tenant.num_pages += len(seq.pages)
-        self.num_table_pages += len(seq.pages)
+        self._count(seq, len(seq.pages))
+        partial = None if num_back else self._partial_page(seq, node)
         grown = self.grow(seq, num_pages - len(seq.pages))
         assert grown
+        if partial is not None:
+            # Nothing writes the page before the copy, even if `grow` has given it away.
+            source, num_tokens = partial
+            self.moves.append(PageCopy(source, seq.pages[seq.num_shared]))
+            seq.num_computed += num_tokens
         seq.slot = heapq.heappop(self._free_slots)
         seq.status = Status.RUNNING
         insort(tenant.running, seq, key=rank)
@@ -167,6 +204,18 @@ class KvMemory:
             return here, 0, here.node
         return match, num_back, node
 
+    def _partial_page(self, seq: Sequence, node: Node) -> tuple[int, int] | None:
+        """A cached page with some tokens that `seq` has after its whole cached pages, see
+        RadixCache.partial_page. None with recurrent states, which checkpoints have only at ends of
+        pages."""
+        if self.states is not None or not self.config.prefix_cache or seq.params.prompt_logprobs:
+            return None
+        begin, end = seq.num_computed, len(seq.tokens) - 1
+        if end <= begin:
+            return None
+        end = min(end, begin + self.config.page_size)
+        return self.cache.partial_page(self.namespace(seq), node, seq.key(end)[4 * begin :])
+
     def grow(self, seq: Sequence, num_pages: int) -> bool:
         """Appends pages to a sequence. Returns False and changes nothing if too few are left."""
         if self.num_table_pages + num_pages > self.config.max_kv_pages_step:
@@ -177,9 +226,70 @@ class KvMemory:
         pages = self.allocator.allocate(num_pages)
         assert pages is not None
         seq.pages.extend(pages)
-        self._tenants[seq.tenant].num_pages += num_pages
-        self.num_table_pages += num_pages
+        self._count(seq, num_pages)
         return True
+
+    def _count(self, seq: Sequence, num_new: int) -> None:
+        self._tenants[seq.tenant].num_pages += num_new
+        self.num_table_pages += num_new
+
+    # ---- kv policies ----
+
+    def drop(self, seq: Sequence) -> bool:
+        """Gives back the pages that the next token of `seq` does not see, by the kv policy.
+
+        The step that reads them last must be launched. Returns False and changes nothing if there
+        is no room for copies of the sinks.
+        """
+        if self.streaming is None:
+            return True
+        num_dropped = self.streaming.num_dropped(seq.num_computed)
+        if num_dropped <= seq.num_dropped:
+            return True
+        page_size = self.config.page_size
+        num_sinks = self.streaming.sinks // page_size
+        begin, end = (num_sinks + num // page_size for num in (seq.num_dropped, num_dropped))
+        if not seq.originals:
+            sinks = seq.pages[:num_sinks]
+            if not self.grow(seq, num_sinks):
+                return False
+            copies = seq.pages[-num_sinks:]
+            del seq.pages[-num_sinks:]
+            seq.originals, seq.pages[:num_sinks] = sinks, copies
+        gone = seq.pages[num_sinks : num_sinks + end - begin]
+        del seq.pages[num_sinks : num_sinks + end - begin]
+        num_shared = max(0, min(seq.num_shared, end) - begin)
+        seq.originals += gone[:num_shared]
+        self.allocator.free(gone[num_shared:])
+        self._count(seq, num_shared - len(gone))
+        if num_sinks < seq.num_shared <= end:
+            self._leave_shared(seq, num_sinks)
+        seq.num_dropped = num_dropped
+        self.num_dropped_pages += len(gone)
+        self._rotations += (
+            Rotation(source, target, num_dropped)
+            for source, target in zip(seq.originals, seq.pages[:num_sinks], strict=False)
+        )
+        return True
+
+    def _leave_shared(self, seq: Sequence, num_pages: int) -> None:
+        """Unlocks the shared pages of `seq` after the first num_pages: none is in its table."""
+        assert seq.node is not None
+        key = seq.key(num_pages * self.config.page_size)
+        node = self.cache.match(self.namespace(seq), key).node
+        self.cache.lock(node)
+        self.cache.unlock(seq.node)
+        self._count(seq, num_pages - len(seq.originals))
+        seq.node, seq.num_shared = node, num_pages
+        del seq.originals[num_pages:]
+
+    def take_rotations(self) -> list[Rotation]:
+        """What the device has to do before the next step, in no order. None of them is reported
+        again."""
+        rotations, self._rotations = self._rotations, []
+        return [*{each.target: each for each in rotations}.values()]  # the last of each
+
+    # ---- the prefix cache ----
 
     def share(self, seq: Sequence, num_pages: int) -> None:
         """Moves the first pages of `seq`, which must be full, to the cache, and locks them there.
@@ -189,6 +299,8 @@ class KvMemory:
         """
         if num_pages <= seq.num_shared or not self.config.prefix_cache:
             return
+        if seq.originals:
+            return  # it lacks pages, and the next ones depend on the kv policy
         if self.states is not None:
             page_size = self.config.page_size
             for at, slot in self.states.take_checkpoints(seq, num_pages * page_size):
@@ -252,14 +364,17 @@ class KvMemory:
             self.states.release(seq)
         assert seq.node is not None
         self.cache.unlock(seq.node)
-        self.allocator.free(seq.pages[seq.num_shared :])
+        self.allocator.free(self.pages_by_text(seq)[seq.num_shared :])
+        if copies := seq.pages[: self._num_copies(seq)]:
+            self.allocator.free(copies)
+            self._rotations = [x for x in self._rotations if x.target not in copies]
         tenant = self._tenants[seq.tenant]
         del tenant.running[bisect_left(tenant.running, rank(seq), key=rank)]
-        tenant.num_pages -= len(seq.pages)
-        self.num_table_pages -= len(seq.pages)
+        self._count(seq, -self.num_held(seq))
         heapq.heappush(self._free_slots, seq.slot)
         seq.pages, seq.num_computed, seq.slot = array("i"), 0, -1
         seq.node, seq.num_shared = None, 0
+        seq.originals, seq.num_dropped = array("i"), 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, lock and slot is accounted for."""
@@ -276,9 +391,14 @@ class KvMemory:
             while node is not None:
                 shared[:0] = node.pages
                 node = node.parent
-            assert shared == seq.pages[: seq.num_shared].tolist(), f"{seq.id}: shared pages"
-            private += seq.pages[seq.num_shared :]
-            num_computed = len(seq.pages) * self.config.page_size
+            pages = self.pages_by_text(seq)
+            assert shared == pages[: seq.num_shared].tolist(), f"{seq.id}: shared pages"
+            num_sinks = self._num_copies(seq)
+            end = num_sinks + seq.num_dropped // self.config.page_size
+            holds_more = seq.originals and num_sinks < seq.num_shared <= end
+            assert not holds_more, f"{seq.id}: shared pages that it does not see"
+            private += pages[seq.num_shared :] + seq.pages[:num_sinks]
+            num_computed = seq.num_dropped + len(seq.pages) * self.config.page_size
             assert 0 <= seq.num_computed <= num_computed, f"{seq.id}: computed beyond its pages"
         assert len(set(private)) == len(private), "a private page has two owners"
         assert all(map(self.allocator.is_allocated, private)), "a private page is free"
@@ -288,7 +408,7 @@ class KvMemory:
             num_holders = holders.get(view.id, 0)
             assert view.holders == num_holders, f"node {view.id}: {view.holders} != {num_holders}"
         for tenant in self._tenants:
-            assert tenant.num_pages == sum(len(seq.pages) for seq in tenant.running)
+            assert tenant.num_pages == sum(map(self.num_held, tenant.running))
         if self.states is not None:
             self.states.check_integrity(running)
         slots = self._free_slots + [seq.slot for seq in running]

@@ -7,6 +7,7 @@ content, which no other content has had. So equal pictures share pages, and othe
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -18,8 +19,9 @@ class Picture:
     """A picture in a prompt. The sequences of a request share it.
 
     begin: its first token in the prompt.
-    rows, columns: of its tokens, which are row by row.
+    rows, columns: of the tokens that show it, which are row by row.
     height, width: in pixels. pixels: three bytes each, row by row.
+    row_gap: tokens of text behind each row; the prompt has them.
     """
 
     begin: int
@@ -28,6 +30,7 @@ class Picture:
     height: int
     width: int
     pixels: bytes
+    row_gap: int = 0
     digest: bytes = field(init=False)  # of size and pixels
 
     def __post_init__(self) -> None:
@@ -41,7 +44,13 @@ class Picture:
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.columns
+        """With those behind its rows."""
+        return self.rows * (self.columns + self.row_gap)
+
+    @property
+    def is_shown(self) -> list[bool]:
+        """Whether each token shows the picture: not those behind its rows."""
+        return ([True] * self.columns + [False] * self.row_gap) * self.rows
 
     @property
     def end(self) -> int:
@@ -53,18 +62,20 @@ class PictureNumbers:
     """Numbers of pictures by their content.
 
     The least recently used are forgotten. Then the same picture gets another number: the cache does
-    not find its pages, but none of another picture.
+    not find its pages, but none of another picture. For any thread.
     """
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._next = 0
+        self._lock = threading.Lock()
 
     def of(self, picture: Picture) -> int:
-        number = self._numbers.pop(picture.digest, None)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-        self._numbers[picture.digest] = number
-        if len(self._numbers) > _MOST_NUMBERS:
-            self._numbers.popitem(last=False)
-        return number
+        with self._lock:
+            number = self._numbers.pop(picture.digest, None)
+            if number is None:
+                number, self._next = self._next, self._next + 1
+            self._numbers[picture.digest] = number
+            if len(self._numbers) > _MOST_NUMBERS:
+                self._numbers.popitem(last=False)
+            return number

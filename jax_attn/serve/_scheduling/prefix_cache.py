@@ -3,7 +3,9 @@
 Source: "SGLang: Efficient Execution of Structured Language Model Programs", section
 "RadixAttention": a radix tree from token sequences to kv, leaf-first LRU eviction, reference counts
 for running sequences. Here every edge is a whole number of pages: a node splits only between pages,
-and a page belongs to exactly one node. Partial pages stay with the sequence that writes them.
+and a page belongs to exactly one node. A page that agrees with a prompt in its first tokens only
+is shared by copy-on-write (`partial_page`). A page that is not full stays with the sequence that
+writes it.
 
 Tokens are packed, 4 bytes each (`Sequence.key`), so comparing a whole edge is one memcmp.
 
@@ -21,12 +23,19 @@ one on the host is there, too, and that of one on the device may be.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, KeysView
 from typing import Literal, NamedTuple, TypeAlias
 
 from jax_attn.serve._scheduling.cache_events import CacheEvent, CacheLog
 from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
+
+# Children of a node that are compared with the tokens after a match, the oldest first: there may be
+# thousands below the root.
+_PARTIAL_LOOKUPS = 64
+# The least part of a page that is worth a copy. All prompts may begin with the same token.
+_LEAST_PART = 1 / 4
 
 # A child is found by its first page; below the root, where namespaces part, by (namespace, page).
 _ChildKey: TypeAlias = bytes | tuple[str, bytes]
@@ -221,6 +230,25 @@ class RadixCache:
         assert last is not None
         return Match(pages, len(pages) * self.page_size, last, node, num_on_host)
 
+    def partial_page(self, namespace: str, node: Node, key: bytes) -> tuple[int, int] | None:
+        """A page of the device after `node` that begins with tokens of `key`: (page, how many).
+
+        None: there is none with a quarter of a page of them.
+
+        node: of a match, where its part on the device ends. key: the packed tokens that follow. The
+        page is the cache's: copy it, before anything that writes it now or later.
+        """
+        wanted = key[: self._page_bytes]
+        best: tuple[int, int] | None = None
+        for child_key, child in itertools.islice(node.children.items(), _PARTIAL_LOOKUPS):
+            if child.on_host or (isinstance(child_key, tuple) and child_key[0] != namespace):
+                continue
+            most = min(len(wanted), self._page_bytes) // 4
+            num_tokens = num_common(wanted, child.key, most)
+            if num_tokens > (0 if best is None else best[1]):
+                best = child.pages[0], num_tokens
+        return best if best is not None and best[1] >= _LEAST_PART * self.page_size else None
+
     def insert(self, namespace: str, key: bytes, pages: list[int]) -> Inserted:
         """Gives the cache the pages that hold the tokens of `key`.
 
@@ -330,7 +358,7 @@ class RadixCache:
         for node in list(self._with_host_state):
             self._drop_host_state(node)
         if self._host is not None:
-            self._host.take_moves()
+            self._host.moves.clear()
             self._make_room(self._host, self._host.allocator.num_pages, self._clock)
 
     def _evict(self, num_pages: int, host: HostTier | None) -> int:
@@ -751,6 +779,19 @@ class RadixCache:
     def _check_alive(self, op: str, node: Node) -> None:
         if node.parent is None and node is not self._root:
             raise ValueError(f"{op}: node {node.serial} was evicted: lock a match before evicting")
+
+
+def num_common(one: bytes | bytearray, other: bytes | bytearray, most: int) -> int:
+    """The number of leading tokens in which two packed texts agree, at most `most`."""
+    a, b = memoryview(one), memoryview(other)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[4 * low : 4 * middle] == b[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _path_to(node: Node) -> list[Node]:

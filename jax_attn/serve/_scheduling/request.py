@@ -168,7 +168,13 @@ class Sequence:
     )  # launched samples that the host does not know
 
     node: Node | None = field(default=None, init=False)  # holds the lock on pages[:num_shared]
-    num_shared: int = field(default=0, init=False)  # leading pages that the prefix cache owns
+    # Leading pages that the prefix cache owns: of `pages_by_text`.
+    num_shared: int = field(default=0, init=False)
+    # With a kv policy, see `streaming`: the tokens between sinks and window that `pages` lacks.
+    num_dropped: int = field(default=0, init=False)
+    # Then the first pages of the text that are held outside of `pages`: the sinks as they were
+    # written, and what other sequences may share. `pages` begins with rotated copies of the sinks.
+    originals: array[int] = field(default_factory=lambda: array("i"), init=False)
     # Recurrent states, if the model has some; see `states`.
     state: int = field(default=-1, init=False)  # the slot of its own while RUNNING
     read_state: int = field(default=-1, init=False)  # the slot to read next, if not its own
@@ -181,7 +187,8 @@ class Sequence:
     spare_states: list[int] = field(default_factory=list, init=False)  # allocated, not used yet
     order: int = field(default=-1, init=False)  # arrival number
     num_preempted: int = field(default=0, init=False)  # number of preemptions
-    num_overtaken: int = field(default=0, init=False)  # steps that admitted a later arrival instead
+    # When admission first looked it up: since then later arrivals may overtake it.
+    looked_up: float | None = field(default=None, init=False)
     is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
     # Drafts are in flight, so its position is unknown: it takes no part in steps either.
     is_drafting: bool = field(default=False, init=False)
@@ -243,16 +250,3 @@ class Sequence:
         if num_tokens is None or num_packed < num_tokens:
             self._packed += array("i", self.tokens[num_packed:]).tobytes()
         return self._packed
-
-
-def num_common(one: bytes | bytearray, other: bytes | bytearray, most: int) -> int:
-    """The number of leading tokens in which two packed texts agree, at most `most`."""
-    a, b = memoryview(one), memoryview(other)
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[4 * low : 4 * middle] == b[4 * low : 4 * middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -39,6 +39,7 @@ class SchedulerStats:
     num_free_pages: int
     num_cached_pages: int
     num_preemptions: int
+    num_dropped_pages: int | None  # by the kv policy; None: there is none
     num_prompt_tokens: int  # of admitted sequences
     num_prompt_tokens_cached: int  # the part of them found in the prefix cache
     states: dict[str, int] | None  # slots of recurrent states: free, cached and used; None: no such
@@ -79,7 +80,16 @@ class Scheduler:
     @property
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
+        if self.config.kv_policy is not None:
+            return self.config.kv_policy.max_tokens
         return self.config.page_size * min(self.config.num_pages, self.config.max_kv_pages_step)
+
+    def _end_of_chunk(self, seq: Sequence) -> int:
+        """The index that the tokens of `seq` in the next step end at, at most."""
+        end = seq.num_computed + seq.num_pending
+        if self.memory.streaming is None:
+            return end
+        return min(end, self.memory.streaming.block_end(seq.num_computed))
 
     # ---- what happens to a sequence ----
 
@@ -239,7 +249,7 @@ class Scheduler:
             self._preempt(seq, step)
         self._secure_pages(step)
         num_left, reading = self._schedule_decodes(step)
-        if not self._schedule_prompts(step, num_left, reading):
+        if not self._schedule_prompts(step, num_left, reading, now):
             self._add_drafts(step)
         if self.memory.states is not None:
             num_left = self.config.step_checkpoints
@@ -283,15 +293,18 @@ class Scheduler:
     # ---- those that run ----
 
     def _secure_pages(self, step: StepPlan) -> None:
-        """Gives running sequences pages for their pending tokens.
+        """Gives running sequences pages for their pending tokens, after a kv policy took some.
 
         Preempts the youngest sequence of the tenant with the most pages, but a borrower last.
         """
         page_size = self.config.page_size
         for seq in self.running:
-            if len(seq.tokens) + seq.num_in_flight <= len(seq.pages) * page_size:
+            while seq.status is Status.RUNNING and not self.memory.drop(seq):
+                self._preempt(self.admission.last_of_largest(), step)
+            num_room = seq.num_dropped + len(seq.pages) * page_size
+            if len(seq.tokens) + seq.num_in_flight <= num_room:
                 continue  # the common case
-            num_new = -(-(seq.num_computed + seq.num_pending) // page_size) - len(seq.pages)
+            num_new = -(-(self._end_of_chunk(seq) - num_room) // page_size)
             # `seq` itself may be preempted: for an earlier one, or as the youngest.
             while (
                 num_new > 0 and seq.status is Status.RUNNING and not self.memory.grow(seq, num_new)
@@ -340,23 +353,29 @@ class Scheduler:
         for i, entry in enumerate(drafting):
             seq = entry.seq
             most = min(num_left // (len(drafting) - i), seq.max_drafts)
+            if self.memory.streaming is not None:
+                end = self.memory.streaming.block_end(seq.num_computed)
+                most = min(most, end - seq.num_computed - 1)
             if most <= 0 or seq.drafter is None or seq.num_output < seq.params.min_tokens:
                 continue
             # Drafts use only pages that the sequence has, or that nobody else needs.
             page_size = self.config.page_size
-            num_new = -(-(seq.num_computed + 1 + most) // page_size) - len(seq.pages)
+            num_room = seq.num_dropped + len(seq.pages) * page_size
+            num_new = -(-(seq.num_computed + 1 + most - num_room) // page_size)
             has_pages = num_new <= 0 or (
                 self.memory.has_room(num_new, num_new) and self.memory.grow(seq, num_new)
             )
             if not has_pages:
-                most = len(seq.pages) * page_size - seq.num_computed - 1
+                most = num_room - seq.num_computed - 1
             entry.drafts = tuple(seq.drafter.propose(seq, most))
             entry.num_tokens += len(entry.drafts)
             entry.num_more_rows = len(entry.drafts)
             step.num_more_rows += len(entry.drafts)
             num_left -= len(entry.drafts)
 
-    def _schedule_prompts(self, step: StepPlan, num_left: int, reading: list[Sequence]) -> bool:
+    def _schedule_prompts(
+        self, step: StepPlan, num_left: int, reading: list[Sequence], now: float
+    ) -> bool:
         """Schedules chunks of prompts, tenants in turn.
 
         A tenant's running sequences come first, then newly admitted ones. Returns whether there are
@@ -372,7 +391,8 @@ class Scheduler:
             num_others = self.config.max_step_tokens - num_left
             num_left = min(num_left, self._chunk_beside(num_others, chunk))
         # A sequence is not preempted and admitted again within a step.
-        candidates = self.admission.candidates() if num_left > 0 and not step.preempted else {}
+        may_enter = num_left > 0 and not step.preempted
+        candidates = self.admission.candidates(now) if may_enter else {}
         if self.memory.states is not None:
             self.admission.want_parts(reading, candidates)
         coming = [self.admission.coming(seq) for seq in reading] if candidates else []
@@ -398,7 +418,6 @@ class Scheduler:
             num_left -= num_tokens
             turn = num_had + num_tokens, len(tenant.running), serial
             heapq.heapreplace(turns, (turn, tenant))
-        self.admission.count_overtaken(step.admitted)
         return len(step.entries) > num_entries
 
     def _wanted_chunk(self, reading: list[Sequence]) -> int:
@@ -431,7 +450,9 @@ class Scheduler:
 
     def _schedule_chunk(self, step: StepPlan, seq: Sequence, max_tokens: int) -> int:
         num_pending, num_scored = seq.num_pending + seq.num_behind, 0
-        num_tokens = min(num_pending, max_tokens)
+        num_tokens = min(self._end_of_chunk(seq) - seq.num_computed + seq.num_behind, max_tokens)
+        if self.config.whole_pictures and seq.pictures:
+            num_tokens = self._with_whole_pictures(step, seq, num_tokens)
         if seq.params.prompt_logprobs:
             # Half of the rows stay for waiting sequences, which enter while this one reads.
             num_spare = self._num_spare_rows(step) // (2 if self.admission.num_waiting else 1)
@@ -446,6 +467,21 @@ class Scheduler:
             step.entries.append(entry)
             step.num_more_rows += num_more_rows
         return num_tokens
+
+    def _with_whole_pictures(self, step: StepPlan, seq: Sequence, num_tokens: int) -> int:
+        """Returns the length of a chunk of about num_tokens that ends within no picture.
+
+        It may be longer if the step has room: else a chunk could be too short for any picture.
+        """
+        begin, end = seq.num_computed, seq.num_computed + num_tokens
+        cut = next((x for x in seq.pictures if x.begin < end < x.end), None)
+        if cut is None:
+            return num_tokens
+        if cut.begin > begin:
+            return cut.begin - begin
+        num_others = sum(entry.num_tokens for entry in step.entries)
+        rest = cut.end - begin
+        return rest if num_others + rest <= self.config.max_step_tokens else 0
 
     def _num_spare_rows(self, step: StepPlan) -> int:
         """Rows of the step's logits that are left after one for each running sequence."""
@@ -486,6 +522,7 @@ class Scheduler:
             num_free_pages=memory.allocator.num_free,
             num_cached_pages=memory.cache.num_cached,
             num_preemptions=self._num_preemptions,
+            num_dropped_pages=None if memory.streaming is None else memory.num_dropped_pages,
             num_prompt_tokens=admission.num_prompt_tokens,
             num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
             states=None if memory.states is None else memory.states.counts(),

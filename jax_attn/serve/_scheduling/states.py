@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections import Counter
 
 from jax_attn.serve._scheduling.pages import PageAllocator
-from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
-from jax_attn.serve._scheduling.request import Sequence, num_common
+from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache, num_common
+from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
 _OUTPUT_TOKENS = 64  # between checkpoints of an output, which has the last one only

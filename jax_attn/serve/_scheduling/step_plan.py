@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
+
+STARVATION_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class SchedulerConfig:
     max_waiting: int
     max_kv_pages_step: int  # entries of a step's page table; shared pages count once per sequence
     max_prefill_chunk: int = 0  # below prefill_chunk: chunks do not grow
-    starvation_steps: int = 16  # after that many steps a sequence is overtaken no more
+    # A sequence that has waited so long since it might have entered is not overtaken any more.
+    starvation_seconds: float = STARVATION_SECONDS
     prefix_cache: bool = True
     step_sizes: tuple[int, ...] = ()  # sizes, in tokens, that steps are padded to
     # Slots of recurrent states, of running sequences and checkpoints; 0: the model has no states.
@@ -37,16 +41,23 @@ class SchedulerConfig:
     checkpoint_tokens: int = 2048  # between the checkpoints of a long prompt
     num_host_pages: int = 0  # of the prefix cache in the host's memory
     num_host_states: int = 0  # and slots of states
+    # Tokens of a picture see each other, so a step has all of them that are not computed, or none.
+    whole_pictures: bool = False
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
+    kv_policy: Streaming | None = None  # None: a sequence keeps all its pages; not with states
 
     def __post_init__(self) -> None:
         for name in (
             "page_size", "num_pages", "max_running", "max_step_tokens", "prefill_chunk",
-            "max_waiting", "max_kv_pages_step", "starvation_steps",
+            "max_waiting", "max_kv_pages_step",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.starvation_seconds >= 0:
+            raise ValueError(
+                f"starvation_seconds: expected at least 0, got {self.starvation_seconds}"
+            )
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"max_step_tokens: expected at least max_running {self.max_running}, so that every "
@@ -57,11 +68,30 @@ class SchedulerConfig:
                 f"num_states: expected at least 2 for each of max_running {self.max_running} "
                 f"sequences, got {self.num_states}"
             )
+        if self.kv_policy is not None:
+            self._check_kv_policy()
+
+    def _check_kv_policy(self) -> None:
+        streaming = self.streaming
+        assert streaming is not None and not self.num_states
+        for name in ("num_pages", "max_kv_pages_step"):
+            if getattr(self, name) < streaming.max_pages:
+                raise ValueError(
+                    f"{name}: expected at least {streaming.max_pages}, which a sequence may hold"
+                    f" with kv_policy {self.kv_policy}, got {getattr(self, name)}"
+                )
+
+    @property
+    def streaming(self) -> StreamingPages | None:
+        """kv_policy in pages."""
+        return None if self.kv_policy is None else StreamingPages(self.kv_policy, self.page_size)
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
     """seq.tokens[begin : begin + num_tokens] go through the model, in seq.pages.
+
+    With a kv policy they are the last of those pages, see Sequence.num_dropped.
 
     An index beyond seq.tokens is the sample in flight, which is read from the device.
     """

@@ -43,7 +43,7 @@ class Tenant:
     num_tokens: int  # the counter: its start value plus the tokens of steps
     waiting: list[Sequence] = field(default_factory=list)  # ordered by waiting_rank
     running: list[Sequence] = field(default_factory=list)  # ordered by rank
-    num_pages: int = 0  # sum of len(seq.pages) over the running
+    num_pages: int = 0  # sum of KvMemory.num_held over the running
     # Admission.num_pages_given when one of its sequences last entered, or its queue was last empty
     given_at_entry: int = 0
 

@@ -13,7 +13,7 @@ namespace jax_attn {
 namespace {
 
 int g_failures = 0;
-int g_split = 0, g_trees = 0, g_faults = 0, g_shared = 0, g_flat = 0;
+int g_split = 0, g_ranges = 0, g_trees = 0, g_faults = 0, g_shared = 0, g_flat = 0;
 int g_listed = 0, g_list_faults = 0, g_split_lists = 0;
 int g_shared_lists = 0, g_flat_lists = 0;  // of levels
 
@@ -316,6 +316,13 @@ void Compare(const AttentionProblem& problem, const Batch& batch, unsigned seed)
     return;
   }
   g_split += header.num_merge_groups > 0;
+  const auto* items = reinterpret_cast<const WorkItem*>(got.data() + layout.items);
+  int64_t per_head[2] = {};
+  for (int32_t i = 0; i < header.num_items; ++i) {
+    if (items[i].kv_head < 2)
+      per_head[items[i].kv_head] += items[i].kv_end * int64_t{1 + items[i].kv_begin};
+  }
+  g_ranges += problem.spec.num_kv_heads > 1 && per_head[0] != per_head[1];
   const auto* groups = reinterpret_cast<const MergeGroup*>(got.data() + layout.merge_groups);
   g_trees += std::any_of(groups, groups + header.num_merge_groups,
                          [](const MergeGroup& g) { return g.parent >= 0; });
@@ -532,6 +539,16 @@ void RunRetries(unsigned seed) {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 8, Pick(random, {132, 264}));
 }
 
+// Few equal decodes: ranges that cut the heads of a partition at different positions.
+void RunRanges(unsigned seed) {
+  Random random(seed);
+  const std::vector<Request> requests(
+      1 + random() % 40, {Pick(random, {1, 1, 300}), 500 + static_cast<int64_t>(random() % 5000)});
+  const int64_t num_kv_heads = Pick(random, {5, 8, 14, 48});
+  RunOnH200<TraitsOf<128, 16 * 1024>>(requests, num_kv_heads, 132);
+  RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, num_kv_heads, 132);
+}
+
 // More shared tiles than a plan holds: 200 for 400 requests. 13 cover all requests, one covers each
 // pair.
 void RunPairs() {
@@ -666,8 +683,11 @@ void RunAll(unsigned num_cases) {
   RunServing(128, 8, true, false);
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
-  std::printf("%u batches: %d with splits, %d with trees of merges, %d refused by both\n",
-              num_cases, g_split, g_trees, g_faults);
+  for (unsigned seed = 0; seed < 30; ++seed) RunRanges(seed);
+  std::printf(
+      "%u batches: %d with splits, %d with cuts of one head unit, %d with trees of merges, %d"
+      " refused by both\n",
+      num_cases, g_split, g_ranges, g_trees, g_faults);
   std::printf("told what is shared: %d plans that share, %d that do not\n", g_shared, g_flat);
   if (g_shared < static_cast<int>(num_cases / 8) || g_flat < static_cast<int>(num_cases / 10)) {
     std::printf("FAILED: the levels are too tame\n");
@@ -682,7 +702,7 @@ void RunAll(unsigned num_cases) {
     ++g_failures;
   }
   const auto few = static_cast<int>(num_cases / 20);
-  if (g_split < 2 * few || g_faults < few || g_trees < few / 2) {
+  if (g_split < 2 * few || g_faults < few || g_trees < few / 2 || g_ranges < few) {
     std::printf("FAILED: the batches are too tame\n");
     ++g_failures;
   }

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from jax_attn.serve._scheduling.host_tier import PageCopy
 from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
@@ -81,15 +82,17 @@ class FakeDevice:
         self.num_tokens_run = 0
         self.writers: dict[int, str] = {}  # page -> namespace; free pages have none
         self.states: dict[int, int] = {}  # slot -> digest
+        self.rotated: dict[int, int] = {}  # copy of a page of sinks -> by how many tokens
         self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
+        self.num_copies = 0  # of pages that began like a prompt's
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
         free = scheduler.allocator.free
         scheduler.allocator.free = lambda pages: free(self._note_freed(pages))
 
     def _note_freed(self, pages: Iterable[int]) -> list[int]:
-        pages, host = list(pages), self.scheduler.memory.host
-        self.freed |= dict.fromkeys(pages, 0 if host is None else len(host.moves))
+        pages = list(pages)
+        self.freed |= dict.fromkeys(pages, len(self.scheduler.memory.moves))
         return pages
 
     def _move(self) -> None:
@@ -97,10 +100,17 @@ class FakeDevice:
 
         What was in them lasts until the next step, and the moves come before it.
         """
-        host = self.scheduler.memory.host
-        moves = [] if host is None else host.take_moves()
         offsets, arrived = range(self.page_size), dict[int, int]()
-        for i, (to_host, page, host_page, is_state) in enumerate(moves):
+        for i, move in enumerate(self.scheduler.memory.moves.take()):
+            if isinstance(move, PageCopy):
+                source, page = move
+                assert self.slots[source, 0] != POISON, "a page that is free is copied"
+                self.writers[page] = self.writers[source]
+                self.slots |= {(page, offset): self.slots[source, offset] for offset in offsets}
+                arrived[page] = i
+                self.num_copies += 1
+                continue
+            to_host, page, host_page, is_state = move
             if is_state and to_host:
                 self.host_states[host_page] = self.states[page]
             elif is_state:
@@ -118,6 +128,9 @@ class FakeDevice:
                 self.writers.pop(page, None)
                 self.slots |= {(page, offset): POISON for offset in offsets}
         self.freed = {}
+        for source, target, distance in self.scheduler.memory.take_rotations():
+            self.writers[target], self.rotated[target] = self.writers[source], distance
+            self.slots |= {(target, offset): self.slots[source, offset] for offset in offsets}
 
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
         """Returns (sequence, sampled token or None, digest of its context) for each entry."""
@@ -150,7 +163,12 @@ class FakeDevice:
         begin, end = seq.num_computed, seq.num_computed + entry.num_tokens
         self.num_computed[seq.id] = end
         self.num_tokens_run += entry.num_tokens
-        assert end <= len(seq.pages) * page_size
+        assert end <= seq.num_dropped + len(seq.pages) * page_size
+        streaming = self.scheduler.memory.streaming
+        if streaming is not None:
+            assert end <= streaming.block_end(begin), "a chunk is of two blocks"
+            # More, if the token was void before.
+            assert seq.num_dropped >= streaming.num_dropped(begin), "more is seen than the window"
         assert (begin // page_size) >= seq.num_shared
 
         context = salt(seq.namespace)
@@ -159,6 +177,8 @@ class FakeDevice:
                 context = digest(context, seq.tokens[position])
             else:
                 context = self._read(seq, position)
+            if streaming and 0 <= position - streaming.sinks < seq.num_dropped:
+                continue
             assert self._read(seq, position) == context, "a page does not hold the context"
         for position in range(begin, end):
             if position < len(seq.tokens):
@@ -167,7 +187,7 @@ class FakeDevice:
                 assert position == len(seq.tokens) + seq.num_in_flight - 1
                 token = self.last_tokens[seq.slot]
             context = digest(context, token)
-            page = seq.pages[position // page_size]
+            page = seq.pages[(position - seq.num_dropped) // page_size]
             assert page not in cached, "a shared page is written"
             assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
             assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
@@ -198,7 +218,12 @@ class FakeDevice:
         self.states |= written
 
     def _read(self, seq: Sequence, position: int) -> int:
-        page = seq.pages[position // self.page_size]
+        streaming = self.scheduler.memory.streaming
+        if streaming and position < streaming.sinks and seq.num_dropped:
+            page = seq.pages[position // self.page_size]
+            assert self.rotated[page] == seq.num_dropped, "sinks at other positions"
+        else:
+            page = seq.pages[(position - seq.num_dropped) // self.page_size]
         value = self.slots[page, position % self.page_size]
         assert value != POISON, "a page that is free is read"
         assert self.writers[page] == seq.namespace, "a foreign page is read"

@@ -14,7 +14,7 @@ SMALL = SchedulerConfig(
     prefill_chunk=16,
     max_waiting=100,
     max_kv_pages_step=200,
-    starvation_steps=4,
+    starvation_seconds=4,
 )
 
 
