@@ -347,9 +347,9 @@ def attend_sequence(
         each device of the mesh processes its part.
 
     Returns o, and with return_lse lse, of this device's tokens. Differentiable in q, k, v and
-    sinks, lse included, as jax_attn.attention is. In the backward pass of a ring, keys and values go around once more,
-    together with their gradients in f32. A device holds the keys and values of two devices at a
-    time: those it attends to and those that arrive.
+    sinks, lse included, as jax_attn.attention is. In the backward pass of a ring, keys and values
+    go around once more, together with their gradients in f32. A device holds the keys and values of
+    two devices at a time: those it attends to and those that arrive.
 
     The same inputs and plan give the same bits. Raises like jax_attn.attention.
     """

@@ -547,6 +547,15 @@ def with_second_axis(spec: P, array: Any) -> P:
     return P(*entries)
 
 
+def on_two_axes(mesh: Any, tree: Any, spec: P) -> Any:
+    """A tree of arrays on the mesh, split as with_second_axis says."""
+
+    def put(x: Any) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, with_second_axis(spec, np.asarray(x))))
+
+    return jax.tree.map(put, tree)
+
+
 def check_partly_manual(names: tuple[str, ...], most: int = 2) -> None:
     """Calls in a shard_map over one of two axes, with arrays that are split over the other one.
 
@@ -561,15 +570,7 @@ def check_partly_manual(names: tuple[str, ...], most: int = 2) -> None:
             for kind in (AxisType.Auto, AxisType.Explicit):
                 mesh = jax.make_mesh((SIZE, SIZE), (AXIS, "y"), axis_types=(AxisType.Auto, kind))
                 pairs = zip(on_mesh.entry.arrays, on_mesh.specs, strict=True)
-                arrays = [
-                    jax.tree.map(
-                        lambda x, spec=spec: jax.device_put(
-                            x, NamedSharding(mesh, with_second_axis(spec, np.asarray(x)))
-                        ),
-                        array,
-                    )
-                    for array, spec in pairs
-                ]
+                arrays = [on_two_axes(mesh, *pair) for pair in pairs]
                 mapped = {"in_specs": on_mesh.specs, "out_specs": on_mesh.results}
                 call = jax.shard_map(on_mesh.entry.call, mesh=mesh, axis_names={AXIS}, **mapped)
                 run = jax.jit(with_slopes(dataclasses.replace(on_mesh.entry, call=call)))
@@ -604,7 +605,7 @@ def derivatives(entry: Entry) -> Callable[..., Any]:
 
 
 def check_derivatives(names: tuple[str, ...]) -> None:
-    """Forward mode and second derivatives, with a mesh and inside of shard_map, are one device's."""
+    """Forward mode and second derivatives, on a mesh and in shard_map, are those of one device."""
     for name in names:
         for case, on_mesh in grouped(name):
             truth = on_mesh.whole or on_mesh.entry
