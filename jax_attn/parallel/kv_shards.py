@@ -243,13 +243,13 @@ def plan_kv_shards(
             f"plan_kv_shards: kv_shards: expected KvShards, got {type(kv_shards).__name__}."
         )
     given = (qo_indptr, kv_lens, page_indptr, page_indices)
+    is_in_shard_map("plan_kv_shards", given)
     checked = plan(
         kv_shards.check_spec if prefix_levels is None else kv_shards.spec,
         *given,
         q_offsets=q_offsets,
         prefix_levels=prefix_levels,
     )
-    is_in_shard_map("plan_kv_shards", given)
     is_manual = kv_shards.axis_name in jax.sharding.get_abstract_mesh().manual_axes
     is_traced = is_manual or not isinstance(checked.buffer, np.ndarray)
     xp: Any = jnp if is_traced else np
