@@ -278,6 +278,11 @@ FAKE int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t
           {}});
   return 0;
 }
+FAKE int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t count,
+                              const void* stream) {
+  Record({"copy " + std::to_string(from), context_stack.back(), stream, to, count, 0, 0, 0, {}});
+  return 0;
+}
 FAKE int cuMemsetD32Async(unsigned long long address, unsigned value, size_t count,
                           const void* stream) {
   Record({"memset32 " + std::to_string(value),
@@ -1098,6 +1103,14 @@ void TestAppendAndMerge() {
   calls = TakeCalls();
   CHECK(calls.size() == 1 && calls[0].name == "memset8 255" && calls[0].context == 2);
   CHECK(calls[0].address == 0x1234 && calls[0].count == 99);
+
+  auto* memory = reinterpret_cast<void*>(0x1234);
+  CHECK_OK(CopyBytes(memory, reinterpret_cast<void*>(0x99), 7, Stream(1)));
+  CHECK_OK(CopyBytes(memory, memory, 7, Stream(1)));
+  CHECK_OK(CopyBytes(nullptr, memory, 0, Stream(1)));
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].name == "copy 153" && calls[0].context == 2);
+  CHECK(calls[0].address == 0x1234 && calls[0].count == 7);
   const JitStats stats = GetJitStats();
   CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
