@@ -1201,13 +1201,13 @@ void TestRecurrenceGrid() {
   problem.num_qk_heads = 16, problem.num_v_heads = 32;
   problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
   CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
-  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  CHECK(SizeLinearAttention(problem).num_ctas == 4 * 132);  // 128 threads each
   problem.max_chunks = 3;
-  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32 * 2);
   problem.kernel.decay = kChannelDecay;
   problem.kernel.head_dim_v = 256;
   problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
-  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 4);
 }
 
 // Long prompts of bf16 are chunks: split if they are longer than a segment.
