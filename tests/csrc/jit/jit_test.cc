@@ -1178,9 +1178,15 @@ void TestShortConvolution() {
     int64_t max_qo_len;
     unsigned grid;
   };
-  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
-  for (const auto& [channels, max_qo_len, grid] :
-       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four; two
+  // where 3 CTAs for each of 11 multiprocessors remain.
+  for (const auto& [channels, max_qo_len, grid] : {Case{0, 1, 0},
+                                                   {768, 1, 10},
+                                                   {776, 8, 20},
+                                                   {97, 1, 20},
+                                                   {768, 4096, 40},
+                                                   {1536, 4096, 40},
+                                                   {8, 17, 20}}) {
     convolution.num_channels = channels;
     CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
     const std::vector<Call> calls = TakeCalls();
@@ -1189,7 +1195,7 @@ void TestShortConvolution() {
   convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
   CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
               "short_convolution: plan: expected at most 2^31 - 1 CTAs");
-  CHECK(GetJitStats().short_convolution_launches == 7);
+  CHECK(GetJitStats().short_convolution_launches == 8);
 }
 
 // The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
