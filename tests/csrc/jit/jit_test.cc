@@ -1191,9 +1191,15 @@ void TestShortConvolution() {
     int64_t max_qo_len;
     unsigned grid;
   };
-  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
-  for (const auto& [channels, max_qo_len, grid] :
-       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four; two
+  // where 3 CTAs for each of 11 multiprocessors remain.
+  for (const auto& [channels, max_qo_len, grid] : {Case{0, 1, 0},
+                                                   {768, 1, 10},
+                                                   {776, 8, 20},
+                                                   {97, 1, 20},
+                                                   {768, 4096, 40},
+                                                   {1536, 4096, 40},
+                                                   {8, 17, 20}}) {
     convolution.num_channels = channels;
     CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
     const std::vector<Call> calls = TakeCalls();
@@ -1202,7 +1208,7 @@ void TestShortConvolution() {
   convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
   CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
               "short_convolution: plan: expected at most 2^31 - 1 CTAs");
-  CHECK(GetJitStats().short_convolution_launches == 7);
+  CHECK(GetJitStats().short_convolution_launches == 8);
 }
 
 // The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
@@ -1214,13 +1220,13 @@ void TestRecurrenceGrid() {
   problem.num_qk_heads = 16, problem.num_v_heads = 32;
   problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
   CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
-  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  CHECK(SizeLinearAttention(problem).num_ctas == 4 * 132);  // 128 threads each
   problem.max_chunks = 3;
-  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32 * 2);
   problem.kernel.decay = kChannelDecay;
   problem.kernel.head_dim_v = 256;
   problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
-  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 4);
 }
 
 // Long prompts of bf16 are chunks: split if they are longer than a segment.
