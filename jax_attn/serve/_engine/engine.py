@@ -479,7 +479,7 @@ class Engine:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            if host is not None:
+            if host is not None and any(isinstance(move, Move) for move in moves):
                 host.is_open = False
                 log.exception("the host has no memory for pages; it is used no more")
             raise
