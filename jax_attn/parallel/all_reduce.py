@@ -24,6 +24,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _VECTOR_BYTES = 16
 _MOST_THREADS = 512
 _LARGEST_E4M3 = 448.0
+_LONGEST_TIMEOUT = 1e6  # seconds; the kernel counts ns in 64 bits
 # Bytes of x from which on devices send sums (two-shot) instead of rows, by the number of devices.
 # One-shot sends x to N - 1 devices, two-shot 2 (N - 1) / N of it, after one more wait of some 4 us:
 # with two devices that is no less. Predicted for 200 GB/s of each device to all others; not
@@ -164,8 +165,11 @@ def _check(
             "all_reduce: quantize: expected norm_weight, and bfloat16 or float16, got"
             f" {'no norm_weight' if norm_weight is None else x.dtype.name}."
         )
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"all_reduce: timeout: expected seconds above 0, got {timeout}.")
+    if not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"all_reduce: timeout: expected seconds above 0, up to {_LONGEST_TIMEOUT:.0e}, got"
+            f" {timeout}."
+        )
 
 
 # --- by XLA ---
