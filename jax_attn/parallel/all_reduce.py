@@ -274,7 +274,7 @@ def _by_kernel(
     }
     call = refusing(
         "all_reduce",
-        lambda operands, attributes: ffi.all_reduce(operands, columns, **attributes),
+        lambda operands, attributes: ffi.all_reduce(operands, **attributes),
         vmap="put the batch into the rows of x",
     )
     rows = tuple(a.reshape(-1, columns) if i <= has_residual else a for i, a in enumerate(operands))
