@@ -83,8 +83,8 @@ def all_reduce(
       norm_offset: the norm multiplies by norm_offset + norm_weight.
       eps: added to the mean square.
       quantize: the normed rows as float8_e4m3fn, each with a scale of its own. Not for float32.
-      timeout: seconds after which a device that waits for another gives up. Results are NaN then,
-        and later calls raise JaxRuntimeError; see `check_all_reduces`.
+      timeout: seconds, up to 1e6, after which a device that waits for another gives up. Results are
+        NaN then, and later calls raise JaxRuntimeError; see `check_all_reduces`.
 
     Returns:
       total: like x, residual + sum; alone without norm_weight. With it (total, normed), normed like
@@ -94,7 +94,8 @@ def all_reduce(
     Gradients are those of the sum by `jax.lax.psum`, which their computation repeats.
 
     Raises:
-      ValueError: an axis or mesh that is not the shard_map's, other shapes or dtypes.
+      ValueError: an axis or mesh that is not the shard_map's, other shapes or dtypes, a timeout out
+        of range.
       NotImplementedError: under vmap, where the kernel is used.
     """
     _check(x, axis_name, mesh, residual, norm_weight, quantize, timeout)
