@@ -152,7 +152,8 @@ def jobs_of(spec: AttentionSpec, gradient: tuple[int, ...] | None = None) -> Job
     return jobs
 
 
-def _cuda_target(target: str) -> tuple[int, int]:
+def _cuda_target(target: str | None) -> tuple[int, int]:
+    assert target is not None  # a spec has one
     found = parse_target(target)
     if found[0] == 0:
         raise ValueError(
