@@ -9,6 +9,8 @@ In README.md and docs/**/*.md, a block between these lines:
     example FILE     examples/FILE, which CI runs
     highlights       ten rows of benchmarks/results/*.json (result_tables.py)
     targets          benchmarks/targets.toml beside benchmarks/results/*.json (targets.py)
+    paper figures    rows of benchmarks/results/*.json by paper (paper_tables.py)
+    planned samples  schedules of random batches, of benchmarks/results/*-papers.json
 
 It also writes docs/images/results.svg, the plot of the ten rows. --check changes nothing and fails
 if anything differs from its source. Both fail on broken links, also in the other pages that LINKED
@@ -20,6 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import paper_tables
 import result_plot
 import result_tables
 import targets
@@ -28,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCKS: dict[str, Callable[[], str]] = {
     "highlights": result_tables.highlights_table,
     "targets": targets.table,
+    "paper figures": paper_tables.figures,
+    "planned samples": paper_tables.planned,
 }
 # Documents without blocks, whose links are checked.
 LINKED = (

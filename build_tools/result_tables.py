@@ -173,7 +173,7 @@ def attention_tables() -> str:
     A file: {"device", "driver", "jax", "date", "sources_digest", "rows": [{"workload", "median_us",
     "floor_us", "gbps", "tflops", "peers": {name: us}}]}. A row may lack all but the first two.
     """
-    paths = sorted(set(RESULTS.glob("*.json")) - set(_serving_files()))
+    paths = sorted(set(RESULTS.glob("*.json")) - {*_serving_files(), *paper_files()})
     return "\n\n".join(_attention_table(path) for path in paths)
 
 
@@ -189,6 +189,11 @@ def serving_tables() -> str:
 
 def _serving_files() -> list[Path]:
     return [*sorted(RESULTS.glob("*-engine.json")), *sorted(RESULTS.glob("*-serve.json"))]
+
+
+def paper_files() -> list[Path]:
+    """Results of benchmarks/papers.py, which docs/papers.md has (paper_tables.py)."""
+    return sorted(RESULTS.glob("*-papers.json"))
 
 
 def _heading(result: dict[str, Any], name: str) -> str:

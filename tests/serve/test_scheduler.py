@@ -116,7 +116,7 @@ SYSTEMS = {
     ),
     "streaming, host": config(num_pages=30, num_host_pages=40, kv_policy=Streaming(1, 20)),
     "streaming, no prefix cache": config(
-        num_pages=22, prefix_cache=False, kv_policy=Streaming(4, 16)
+        num_pages=22, prefix_cache=False, kv_policy=Streaming(4, 28)
     ),
     "states, host": config(
         num_states=16, checkpoint_tokens=8, num_pages=30, num_host_pages=40, num_host_states=12

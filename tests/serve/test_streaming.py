@@ -175,7 +175,7 @@ def test_long_prompts_find_only_what_comes_before_the_first_drop(model, make_eng
     check_all(logprobs_of, engine, first)
     assert engine.scheduler.cache.num_cached == PAGES.first_drop // PAGE
     check_all(logprobs_of, engine, second)
-    assert second.num_cached == PAGES.first_drop - PAGE
+    assert second.num_cached == PAGES.first_drop - 1  # with a copy of the last page
 
 
 def test_drafts_are_verified(model, make_engine, logprobs_of):

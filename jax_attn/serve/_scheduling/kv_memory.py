@@ -210,7 +210,8 @@ class KvMemory:
         pages."""
         if self.states is not None or not self.config.prefix_cache or seq.params.prompt_logprobs:
             return None
-        begin, end = seq.num_computed, len(seq.tokens) - 1
+        # As `lookup_key`: a sequence enters before the first drop.
+        begin, end = seq.num_computed, self._num_whole(len(seq.tokens)) - 1
         if end <= begin:
             return None
         end = min(end, begin + self.config.page_size)
