@@ -129,7 +129,6 @@ def jobs_of(spec: AttentionSpec, gradient: tuple[int, ...] | None = None) -> Job
 
     gradient: words of the variant's gradient, to include the backward pass; None: without it.
     """
-    assert spec.target is not None
     arch, _ = _cuda_target(spec.target)
     dtype = dtype_code(spec.dtype)
     jobs = {
