@@ -204,6 +204,10 @@ void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results) {
   }
 }
 
+Status CopyToResult(const ffi::AnyBuffer& operand, ffi::AnyBuffer result, CUstream_st* stream) {
+  return CopyBytes(result.untyped_data(), operand.untyped_data(), operand.size_bytes(), stream);
+}
+
 Status PoisonOnDevice(std::initializer_list<ffi::AnyBuffer> results, CUstream_st* stream) {
   for (const ffi::AnyBuffer& result : results) {
     JAX_ATTN_RETURN_IF_ERROR(FillBytes(result.untyped_data(), 0xFF, result.size_bytes(), stream));

@@ -217,7 +217,7 @@ Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOper
   JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
   JAX_ATTN_RETURN_IF_ERROR(CheckOperands(call, problem, &pool));
   JAX_ATTN_RETURN_IF_ERROR(CheckAlike("o", o, call.v));
-  JAX_ATTN_RETURN_IF_ERROR(CheckInPlace("states", states, call.states));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("states", states, call.states));
   const LinearAttentionLaunch launch = SizeLinearAttention(problem);
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "workspace", workspace, ffi::S32, {launch.workspace_words}));
@@ -242,6 +242,7 @@ Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOper
   p.segment_chunks = static_cast<i32>(launch.segment_chunks);
   p.workspace = workspace.untyped_data();
   if (attributes.poison) JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({o, workspace}, stream));
+  JAX_ATTN_RETURN_IF_ERROR(CopyToResult(call.states, states, stream));
   return LaunchLinearAttention(problem, p, stream, device_ordinal);
 }
 

@@ -71,17 +71,17 @@ Status CheckCall(const ConvolutionCall& call, ConvolutionShape* shape) {
                                         : CheckBuffer(kOp, "states", states, expected,
                                                       {slots, call.width - 1, channels}));
   }
-  if (call.states.size_bytes() > 0 &&
-      call.states.untyped_data() != call.states_out.untyped_data()) {
-    return Status::Error(
-        "short_convolution: result: expected the memory of states, got other memory.");
-  }
   return CheckBuffer(kOp, "layer", call.layer, ffi::S32, {});
 }
 
 Status ExecuteCpu(ffi::ThreadPool pool, const ConvolutionCall& call) {
   ConvolutionShape shape;
   JAX_ATTN_RETURN_IF_ERROR(CheckCall(call, &shape));
+  if (call.states.size_bytes() > 0 &&
+      call.states.untyped_data() != call.states_out.untyped_data()) {
+    return Status::Error(
+        "short_convolution: result: expected the memory of states, got other memory.");
+  }
   const int64_t layer = call.layer.typed_data<int32_t>()[0];
   JAX_ATTN_RETURN_IF_ERROR(CheckLayer(kOp, static_cast<int32_t>(layer), shape.layers));
   StatePlan plan;
@@ -137,6 +137,7 @@ Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const Convolutio
     return Status::Error("short_convolution: x: expected fewer than 2^31 channels, got " +
                          std::to_string(shape.channels) + ".");
   }
+  JAX_ATTN_RETURN_IF_ERROR(CopyToResult(call.states, call.states_out, stream));
   p.x = call.x.untyped_data();
   p.weight = call.weight.typed_data<float>();
   p.bias = call.bias.typed_data<float>();

@@ -84,6 +84,7 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
       Resolve(handle, "cuStreamSynchronize", d->cuStreamSynchronize),
       Resolve(handle, "cuStreamDestroy_v2", d->cuStreamDestroy),
       Resolve(handle, "cuMemsetD8Async", d->cuMemsetD8Async),
+      Resolve(handle, "cuMemcpyDtoDAsync_v2", d->cuMemcpyDtoDAsync),
       Resolve(handle, "cuMemsetD32Async", d->cuMemsetD32Async),
       Resolve(handle, "cuLaunchKernel", d->cuLaunchKernel),
       Resolve(handle, "cuTensorMapEncodeTiled", d->cuTensorMapEncodeTiled),

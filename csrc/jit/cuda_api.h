@@ -75,6 +75,8 @@ struct CudaDriver {
   CUresult (*cuStreamDestroy)(CUstream stream);
   CUresult (*cuMemsetD8Async)(CUdeviceptr address, unsigned char value, size_t count,
                               CUstream stream);
+  CUresult (*cuMemcpyDtoDAsync)(CUdeviceptr to, CUdeviceptr from, size_t num_bytes,
+                                CUstream stream);
   CUresult (*cuMemsetD32Async)(CUdeviceptr address, unsigned int value, size_t count,
                                CUstream stream);
   CUresult (*cuLaunchKernel)(CUfunction function, unsigned int grid_x, unsigned int grid_y,

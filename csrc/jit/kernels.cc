@@ -547,7 +547,11 @@ Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t nu
   return LaunchLoaded("plan", *loaded, launch, params, stream);
 }
 
-Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream) {
+namespace {
+
+// Calls run(driver, stream) in the context of the stream.
+template <typename Run>
+Status OnStream(void* stream, const char* name, const Run& run) {
   const CudaDriver* d = nullptr;
   JAX_ATTN_RETURN_IF_ERROR(GetCudaDriver(&d));
   auto* cu_stream = static_cast<CUstream>(stream);
@@ -556,11 +560,25 @@ Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* str
     return Status::Error(d->Describe("cuStreamGetCtx", r));
   }
   const ScopedContext context(*d, stream_context);
+  const CUresult r = run(*d, cu_stream);
+  return r == CUDA_SUCCESS ? Status::Ok() : Status::Error(d->Describe(name, r));
+}
+
+}  // namespace
+
+Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream) {
   if (num_bytes == 0) return Status::Ok();
-  const CUresult r =
-      d->cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, num_bytes, cu_stream);
-  if (r != CUDA_SUCCESS) return Status::Error(d->Describe("cuMemsetD8Async", r));
-  return Status::Ok();
+  return OnStream(stream, "cuMemsetD8Async", [&](const CudaDriver& d, CUstream cu_stream) {
+    return d.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), value, num_bytes, cu_stream);
+  });
+}
+
+Status CopyBytes(void* to, const void* from, size_t num_bytes, void* stream) {
+  if (num_bytes == 0 || to == from) return Status::Ok();
+  return OnStream(stream, "cuMemcpyDtoDAsync", [&](const CudaDriver& d, CUstream cu_stream) {
+    return d.cuMemcpyDtoDAsync(reinterpret_cast<CUdeviceptr>(to),
+                               reinterpret_cast<CUdeviceptr>(from), num_bytes, cu_stream);
+  });
 }
 
 void SetJitPaths(const JitPaths& paths) {

@@ -99,6 +99,9 @@ Status LaunchPlan(const PlanKernel& kernel, const PlanParams& params, int64_t nu
 // Sets every byte on the stream. Poisons results before a launch, for tests.
 Status FillBytes(void* address, unsigned char value, size_t num_bytes, void* stream);
 
+// Copies on the stream. Does nothing if both are the same memory.
+Status CopyBytes(void* to, const void* from, size_t num_bytes, void* stream);
+
 // Where libraries and the disk cache are. Applies to libraries that are not loaded yet and to later
 // Prepares.
 struct JitPaths {

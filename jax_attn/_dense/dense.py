@@ -24,7 +24,7 @@ from jax_attn._spec.spec import AttentionSpec, dtype_code
 from jax_attn._spec.target import LARGEST_HEAD_DIM
 from jax_attn._variant.variant import Variant
 from jax_attn._xla.attention_operands import BackwardOperands
-from jax_attn._xla.transforms import Axes, on_explicit_mesh, partitioned, varying_alike
+from jax_attn._xla.transforms import Axes, jvp_of, on_explicit_mesh, partitioned, varying_alike
 
 _OP = "dot_product_attention"
 
@@ -592,18 +592,6 @@ def _tangents_abstract(*avals: Any, problem: Problem, wanted: tuple[str, ...]) -
     return list(avals[3 + n : 5 + n])  # as o and lse
 
 
-def _tangents_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    is_zero = [isinstance(t, ad.Zero) for t in tangents]
-
-    def run(*varying: jax.Array) -> Any:
-        rest = iter(varying)
-        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
-        return _tangents(*arrays, **params)
-
-    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
-    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
-
-
 def _tangents_transpose(
     cotangents: Any, *arrays: Any, problem: Problem, wanted: tuple[str, ...]
 ) -> Any:
@@ -631,7 +619,7 @@ def _tangents_batched(arrays: Any, axes: Any, *, problem: Problem, wanted: tuple
 
 _tangents_p.def_impl(_tangents)
 _tangents_p.def_abstract_eval(_tangents_abstract)
-ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_jvps[_tangents_p] = functools.partial(jvp_of, _tangents)
 ad.primitive_transposes[_tangents_p] = _tangents_transpose
 batching.primitive_batchers[_tangents_p] = _tangents_batched
 mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))

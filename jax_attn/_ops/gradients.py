@@ -19,7 +19,14 @@ from jax_attn._ops.operands import as_known
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla import ffi
 from jax_attn._xla.attention_operands import AttentionOperands, BackwardOperands
-from jax_attn._xla.transforms import HeadSplit, Operand, over_heads, refusing, varying_alike
+from jax_attn._xla.transforms import (
+    HeadSplit,
+    Operand,
+    jvp_of,
+    over_heads,
+    refusing,
+    varying_alike,
+)
 
 # Names for jax.checkpoint policies. Besides the operands, the backward pass needs these two results
 # of the forward pass.
@@ -159,18 +166,6 @@ def _tangents(*arrays: jax.Array, call: _Tangents) -> Any:
     return list(jax.jvp(_in_jnp(call, operands), primals, [*linear])[1])
 
 
-def _tangents_jvp(primals: Any, tangents: Any, call: _Tangents) -> Any:
-    is_zero = [isinstance(t, ad.Zero) for t in tangents]
-
-    def run(*varying: jax.Array) -> Any:
-        rest = iter(varying)
-        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
-        return _tangents(*arrays, call=call)
-
-    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
-    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
-
-
 def _tangents_transpose(cotangents: Any, *arrays: Any, call: _Tangents) -> Any:
     operands, o, lse, linear = _split_tangents(call, arrays)
     d_o, d_lse = map(ad.instantiate_zeros, cotangents)
@@ -191,7 +186,7 @@ _tangents_p.def_impl(_tangents)
 _tangents_p.def_abstract_eval(
     lambda *avals, call: list(avals[call.tree.num_leaves : call.tree.num_leaves + 2])
 )
-ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_jvps[_tangents_p] = functools.partial(jvp_of, _tangents)
 ad.primitive_transposes[_tangents_p] = _tangents_transpose
 batching.primitive_batchers[_tangents_p] = _tangents_batched
 mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))

@@ -20,7 +20,7 @@ from jax_attn._plan.state_plan import words_of_sequences
 from jax_attn._spec.state_spec import CHUNK, LinearAttentionSpec
 from jax_attn._spec.target import gpu_target
 from jax_attn._xla import ffi
-from jax_attn._xla.transforms import Axes, partitioned, varying_alike
+from jax_attn._xla.transforms import Axes, jvp_of, partitioned, varying_alike
 
 
 class LinearOperands(NamedTuple):
@@ -204,19 +204,6 @@ def _tangents(*arrays: jax.Array, call: LinearCall, has_beta: bool) -> Any:
 
 
 @with_default_promotion
-def _tangents_jvp(primals: Any, tangents: Any, call: LinearCall, has_beta: bool) -> Any:
-    is_zero = [isinstance(t, ad.Zero) for t in tangents]
-
-    def run(*varying: jax.Array) -> Any:
-        rest = iter(varying)
-        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
-        return _tangents(*arrays, call=call, has_beta=has_beta)
-
-    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
-    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
-
-
-@with_default_promotion
 def _tangents_transpose(cotangents: Any, *arrays: Any, call: LinearCall, has_beta: bool) -> Any:
     operands, plan, moved = _split(call, has_beta, arrays)
     tree: Any = jax.tree.structure((operands, *plan))
@@ -248,7 +235,7 @@ def _tangents_types(*arrays: Any, call: LinearCall, has_beta: bool) -> Any:
 
 _tangents_p.def_impl(_tangents)
 _tangents_p.def_abstract_eval(_tangents_types)
-ad.primitive_jvps[_tangents_p] = _tangents_jvp
+ad.primitive_jvps[_tangents_p] = functools.partial(jvp_of, _tangents)
 ad.primitive_transposes[_tangents_p] = _tangents_transpose
 batching.primitive_batchers[_tangents_p] = _tangents_batched
 mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))

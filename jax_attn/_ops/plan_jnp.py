@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn._plan.records import HEADER_FIELDS, WORK_ITEM
+from jax_attn._plan.search import searchsorted
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._variant.evaluate import evaluate
 from jax_attn._variant.program import At
@@ -269,7 +270,7 @@ def batch_of(buffer: jax.Array, spec: AttentionSpec) -> tuple[Rows, Keys]:
 
 
 def _request_of(indptr: jax.Array, at: jax.Array) -> jax.Array:
-    found = jnp.searchsorted(indptr, at, side="right").astype(jnp.int32) - 1
+    found = searchsorted(jnp, indptr, at) - 1
     return found.clip(0, len(indptr) - 2)
 
 

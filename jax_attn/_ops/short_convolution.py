@@ -18,6 +18,7 @@ from jax_attn._ops.linear_attention import (
 )
 from jax_attn._ops.operands import as_array, check_array, with_default_promotion
 from jax_attn._plan import state_plan
+from jax_attn._plan.search import searchsorted
 from jax_attn._plan.state_plan import StatePlan
 from jax_attn._spec.formats import DTYPES
 from jax_attn._spec.state_spec import MAX_CONVOLUTION_WIDTH, StateSpec
@@ -160,7 +161,7 @@ def _in_jnp(
     read = jnp.asarray(plan.section("read_slots"))
     chunks = jnp.asarray(plan.section("chunks")).reshape(-1, 6)
     row = jnp.arange(spec.max_tokens)
-    request = jnp.clip(jnp.searchsorted(indptr, row, side="right") - 1, 0, spec.max_batch - 1)
+    request = jnp.clip(searchsorted(jnp, indptr, row) - 1, 0, spec.max_batch - 1)
     is_token = row < indptr[-1]
     x = jnp.where(is_token[:, None], x, 0)  # 0 times a NaN of padding would be one of the gradients
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -73,6 +74,19 @@ def varying_alike(arrays: Any) -> Any:
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
+
+
+def jvp_of(call: Callable[..., Any], primals: Any, tangents: Any, **static: Any) -> Any:
+    """The rule of ad.primitive_jvps for a primitive that computes `call(*primals, **static)`."""
+    is_zero = [isinstance(t, ad.Zero) for t in tangents]
+
+    def run(*varying: jax.Array) -> Any:
+        rest = iter(varying)
+        arrays = [x if z else next(rest) for x, z in zip(primals, is_zero, strict=True)]
+        return call(*arrays, **static)
+
+    varying = [x for x, z in zip(primals, is_zero, strict=True) if not z]
+    return jax.jvp(run, varying, [t for t in tangents if not isinstance(t, ad.Zero)])
 
 
 # The exceptions that the partitioner's callbacks have raised, newest last, by their text.
@@ -261,7 +275,7 @@ def partitioned(
         )(*arrays)
 
     def wrapped(*args: Any) -> Any:
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        is_manual = is_in_shard_map(op, args[num_static:])
         return (call if is_manual else on_mesh)(*args)
 
     return wrapped
@@ -296,6 +310,24 @@ def on_explicit_mesh(
         )(*arrays)
 
     return call
+
+
+def is_in_shard_map(op: str, arrays: Any) -> bool:
+    """Whether the call is inside of a shard_map, where each device runs it on its parts.
+
+    Raises NotImplementedError if the shard_map leaves an explicit axis over which an array is
+    split: the custom call would gather it, and its gradients would be of another type. XLA gathers
+    arrays over axes that are left to it.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for spec in (jax.typeof(x).sharding.spec for x in jax.tree.leaves(arrays) if manual):
+        if any(spec):
+            raise NotImplementedError(
+                f"{op}: sharding: expected arrays that are not split over axes other than those of"
+                f" the jax.shard_map around the call, {tuple(manual)}, got {spec}; make those axes"
+                " manual, too, by axis_names of shard_map."
+            )
+    return bool(manual)
 
 
 def placed(arrays: Iterable[Any], mesh: Any, specs: Iterable[P]) -> tuple[Any, ...]:
@@ -495,7 +527,7 @@ def over_heads(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
         )(*arrays)
 
     def wrapped(operands: Any, split: HeadSplit) -> Any:
-        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        is_manual = is_in_shard_map(op, operands)
         return (one_part if is_manual else on_mesh)(split, *jax.tree.leaves(operands))
 
     return wrapped

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -134,14 +135,15 @@ def _as_split(split: _Split, x: Any) -> Any:
     return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_gradient_as_split(split: _Split, x: jax.Array) -> jax.Array:
     return x
 
 
-_with_gradient_as_split.defvjp(
-    lambda split, x: (x, None), lambda split, _, gradient: (_as_split(split, gradient),)
-)
+@_with_gradient_as_split.defjvp
+def _(split: _Split, primals: Any, tangents: Any) -> Any:
+    moved = linear_call(lambda _, t: t, lambda _, d: _as_split(split, d), (), *tangents)
+    return _with_gradient_as_split(split, *primals), moved
 
 
 def _partition(split: _Split, mesh: Any, arguments: Any, results: Any) -> Any:
@@ -166,5 +168,5 @@ _partitioned = partitionable(
     sharding_rule=_rule,
 )
 _jitted = jax.jit(_partitioned, static_argnums=(0,))  # jit provides the array's mesh
-_seen_by_xla = jax.custom_vjp(_jitted, nondiff_argnums=(0,))
-_seen_by_xla.defvjp(lambda split, x: (_jitted(split, x), None), lambda _, __, gradient: (gradient,))
+_seen_by_xla = jax.custom_jvp(_jitted, nondiff_argnums=(0,))
+_seen_by_xla.defjvp(lambda split, primals, tangents: (_seen_by_xla(split, *primals), *tangents))

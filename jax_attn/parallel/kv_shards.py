@@ -19,8 +19,9 @@ from jax_attn._ops.merge import merge_states
 from jax_attn._ops.operands import check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._plan.records import HEADER_FIELDS
+from jax_attn._plan.search import searchsorted
 from jax_attn._spec.spec import AttentionSpec
-from jax_attn._xla.transforms import refusing
+from jax_attn._xla.transforms import is_in_shard_map, refusing
 from jax_attn.parallel._common import add_sinks, check_axis, mapped, windows
 
 _FAULT_WORD = HEADER_FIELDS.index("fault")
@@ -242,6 +243,7 @@ def plan_kv_shards(
             f"plan_kv_shards: kv_shards: expected KvShards, got {type(kv_shards).__name__}."
         )
     given = (qo_indptr, kv_lens, page_indptr, page_indices)
+    is_in_shard_map("plan_kv_shards", given)
     checked = plan(
         kv_shards.check_spec if prefix_levels is None else kv_shards.spec,
         *given,
@@ -305,7 +307,7 @@ class _Rows(NamedTuple):
         row = xp.arange(num_rows, dtype=np.int32)
         borders = batch.qo_indptr
         last = len(batch.kv_lens) - 1
-        request = xp.clip(xp.searchsorted(borders[1:], row, side="right"), 0, last)
+        request = xp.clip(searchsorted(xp, borders[1:], row, side="right"), 0, last)
         position = first_position[request] + row - borders[request]
         return cls(request, position, row < borders[-1], row == borders[request])
 
@@ -402,7 +404,7 @@ def _begins(xp: Any, batch: _Batch, starts: Any, num_parts: int) -> tuple[Any, A
 
     Surplus parts have no rows.
     """
-    begin = xp.searchsorted(xp.cumsum(starts), xp.arange(1, num_parts + 2), side="left")
+    begin = searchsorted(xp, xp.cumsum(starts), xp.arange(1, num_parts + 2), side="left")
     begin = xp.minimum(begin, batch.qo_indptr[-1])
     return begin, xp.clip(begin[:-1], 0, len(starts) - 1)
 
@@ -410,7 +412,7 @@ def _begins(xp: Any, batch: _Batch, starts: Any, num_parts: int) -> tuple[Any, A
 def _finish_parts(
     xp: Any, batch: _Batch, begin: Any, kv_lens: Any, q_offsets: Any, first_page: Any
 ) -> _Parts:
-    of_request = xp.searchsorted(begin[:-1], batch.qo_indptr, side="left")
+    of_request = searchsorted(xp, begin[:-1], batch.qo_indptr, side="left")
     return _Parts(begin, kv_lens, q_offsets, first_page, batch.page_indices, of_request)
 
 
@@ -425,7 +427,7 @@ def _level_of_parts(
     lens = prefix_lens // kv_shards.spec.page_size * kv_shards.stripe_len
     # The first rows of a request may see less than its prefix.
     prefix = xp.clip(
-        xp.searchsorted(borders[1:], xp.arange(num_parts), side="right"), 0, num_prefixes - 1
+        searchsorted(xp, borders[1:], xp.arange(num_parts), side="right"), 0, num_prefixes - 1
     )
     kv_lens = xp.where(xp.diff(parts.qo_indptr) > 0, parts.kv_lens, 2**30)
     if xp is np:
@@ -446,7 +448,7 @@ def _plan_parts(
     if len(parts.kv_lens):
         total = page_indptr[-1] if xp is np else spec.max_kv_pages
         entry = xp.arange(total)
-        part = xp.searchsorted(page_indptr[1:], entry, side="right")
+        part = searchsorted(xp, page_indptr[1:], entry, side="right")
         part = xp.minimum(part, len(parts.kv_lens) - 1)
         at = parts.first_page[part] + entry - page_indptr[part]
         pages = parts.page_indices[xp.clip(at, 0, len(parts.page_indices) - 1)]
@@ -487,6 +489,7 @@ def append_kv_shards(
     """
     kv_shards = _kv_shards_of("append_kv_shards", plan, mesh)
     if mesh is None:
+        is_in_shard_map("append_kv_shards", (k_pages, v_pages, k_new, v_new))
         append: Any = append_kv  # its overloads cannot express an optional v
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return append(k_pages, v_pages, k_new, v_new, plan.append_plan(), layer=layer, **scales)
@@ -549,6 +552,8 @@ def attend_kv_shards(
     """
     op = "attend_kv_shards"
     kv_shards = _kv_shards_of(op, plan, mesh)
+    if mesh is None:
+        is_in_shard_map(op, (q, k_pages, v_pages))
     parts = {"rows": kv_shards.spec.max_qo_tokens, "heads": kv_shards.spec.num_qo_heads}
     if scatter is not None and scatter not in parts:
         raise ValueError(f"{op}: scatter: expected 'heads', 'rows' or None, got {scatter!r}.")

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jax_core
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_attn._dense.dense import soft_cap_of, window_of
@@ -22,6 +24,7 @@ from jax_attn._ops.operands import as_known, check_array
 from jax_attn._plan.plan import AttentionPlan, plan, traced_int32
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._xla.attention_operands import BackwardOperands
+from jax_attn._xla.transforms import is_in_shard_map, jvp_of, varying_alike
 from jax_attn.parallel._common import add_sinks, check_axis, mapped, windows
 
 Order = Literal["striped", "contiguous"]
@@ -257,6 +260,7 @@ def plan_sequence(shards: SequenceShards, indptr: Any = None) -> SequencePlan:
             "plan_sequence: indptr: expected None with num_rows > 1, where each row is a document,"
             " got an array."
         )
+    is_in_shard_map("plan_sequence", indptr)
     is_manual = shards.axis_name in jax.sharding.get_abstract_mesh().manual_axes
     is_traced = is_manual or isinstance(indptr, jax.core.Tracer)
     xp: Any = jnp if is_traced else np
@@ -342,10 +346,10 @@ def attend_sequence(
     mesh: None inside shard_map. Otherwise the arrays are global, in the order of positions, and
         each device of the mesh processes its part.
 
-    Returns o, and with return_lse lse, of this device's tokens. Differentiable on cpu in q, k, v
-    and sinks, lse included. In the backward pass of a ring, keys and values go around once more,
-    together with their gradients in f32. A device holds the keys and values of two devices at a
-    time: those it attends to and those that arrive.
+    Returns o, and with return_lse lse, of this device's tokens. Differentiable in q, k, v and
+    sinks, lse included, as jax_attn.attention is. In the backward pass of a ring, keys and values
+    go around once more, together with their gradients in f32. A device holds the keys and values of
+    two devices at a time: those it attends to and those that arrive.
 
     The same inputs and plan give the same bits. Raises like jax_attn.attention.
     """
@@ -368,12 +372,14 @@ def attend_sequence(
         }
         call = functools.partial(attend_sequence, return_lse=return_lse)
         return mapped(op, call, mesh, arrays, (tokens, tokens) if return_lse else tokens)
+    is_in_shard_map(op, (q, k, v, sinks))
     if sinks is not None:
         sinks = check_array(op, "sinks", sinks, (shards.spec.num_qo_heads,), "float32")
     if shards.algorithm == "heads":
         o, lse = _attend_heads(q, k, v, plan, sinks)
     else:
-        o, lse = _ring(shards, q, k, v, tuple(x[0] for x in plan.buffers))
+        ring = varying_alike((q, k, v, tuple(x[0] for x in plan.buffers)))
+        o, lse = _ring(shards, ring)
         if sinks is not None:
             o, lse = add_sinks(o, lse, sinks)
     return (o, lse) if return_lse else o
@@ -420,15 +426,19 @@ def _shift(shards: SequenceShards, arrays: Any, distance: int) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, shards.axis_name, pairs), arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    shards: SequenceShards,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    buffers: tuple[jax.Array, ...],
+Ring = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...]]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _ring(shards: SequenceShards, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    """o and lse of this device's rows by a ring. ring: q, k, v, the device's plan of each step."""
+    return _by_steps(shards, *ring)
+
+
+def _by_steps(
+    shards: SequenceShards, q: jax.Array, k: jax.Array, v: jax.Array, buffers: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """o and lse of this device's rows by a ring. buffers: the device's plan for each step."""
+    """As _ring; JAX differentiates it step by step."""
 
     def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, state: Any) -> Any:
         (k, v), (o, lse) = keys, state
@@ -481,26 +491,68 @@ def _merge(
 
     XLA fuses this; merge_state would need both states in f32 in one array.
     """
-    total = jnp.logaddexp(lse, lse_step)
+    is_empty = jnp.isneginf(lse) & jnp.isneginf(lse_step)
+    # -inf - -inf is NaN, and so is its derivative, even where it is not selected.
+    lse, lse_step = (jnp.where(is_empty, 0.0, x) for x in (lse, lse_step))
     # Not exp(lse - total): far from 0, total is the larger one alone.
-    rise = jnp.where(jnp.isneginf(total), 0.0, lse_step - lse)
+    rise = lse_step - lse
     old, new = (jax.nn.sigmoid(x)[..., None] for x in (-rise, rise))
+    total = jnp.where(is_empty, -jnp.inf, jnp.logaddexp(lse, lse_step))
     return old * o + new * o_step.astype(jnp.float32), total
 
 
-def _ring_forward(
-    shards: SequenceShards, q: jax.Array, k: jax.Array, v: jax.Array, buffers: Any
-) -> tuple[Any, Any]:
+@_ring.defjvp
+def _ring_jvp(shards: SequenceShards, primals: Any, tangents: Any) -> Any:
     gradients.check_differentiable(shards.steps[0][1])
-    o, lse = _ring(shards, q, k, v, buffers)
+    (ring,), ((*moved, _),) = primals, tangents
+    o, lse = _ring(shards, ring)
     o, lse = checkpoint_name(o, gradients.O_NAME), checkpoint_name(lse, gradients.LSE_NAME)
-    return (o, lse), (q, k, v, buffers, o, lse)
+    q, k, v, buffers = ring
+    return (o, lse), tuple(_tangents_p.bind(q, k, v, *buffers, o, lse, *moved, shards=shards))
 
 
-def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+# Tangents of o and lse, step by step. Its transpose in the tangents is one more ring.
+# Operands: q, k, v, the plan of each step, o, lse, and the tangents of q, k and v.
+_tangents_p = jax_core.Primitive("jax_attn_ring_tangents")
+_tangents_p.multiple_results = True
+
+
+def _split_tangents(arrays: Any) -> tuple[Ring, Any, Any, Any]:
+    """The ring, o, lse, and the tangents."""
+    q, k, v, *buffers, o, lse, d_q, d_k, d_v = arrays
+    return (q, k, v, tuple(buffers)), o, lse, (d_q, d_k, d_v)
+
+
+def _of_arrays(shards: SequenceShards, buffers: Any) -> Callable[..., Any]:
+    return lambda q, k, v: _by_steps(shards, q, k, v, buffers)
+
+
+def _tangents(*arrays: jax.Array, shards: SequenceShards) -> list[jax.Array]:
+    (q, k, v, buffers), _, _, moved = _split_tangents(arrays)
+    return [*jax.jvp(_of_arrays(shards, buffers), (q, k, v), moved)[1]]
+
+
+def _tangents_transpose(cotangents: Any, *arrays: Any, shards: SequenceShards) -> Any:
+    ring, o, lse, moved = _split_tangents(arrays)
+    found = _ring_gradients(shards, ring, o, lse, *map(ad.instantiate_zeros, cotangents))
+    of_moved = zip(moved, found, strict=True)
+    none = [None] * (len(arrays) - len(moved))
+    return none + [d if ad.is_undefined_primal(x) else None for x, d in of_moved]
+
+
+_tangents_p.def_impl(_tangents)
+_tangents_p.def_abstract_eval(lambda *avals, shards: list(avals[-5:-3]))
+ad.primitive_jvps[_tangents_p] = functools.partial(jvp_of, _tangents)
+ad.primitive_transposes[_tangents_p] = _tangents_transpose
+mlir.register_lowering(_tangents_p, mlir.lower_fun(_tangents, multiple_results=True))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _ring_gradients(
+    shards: SequenceShards, ring: Ring, o: jax.Array, lse: jax.Array, d_o: Any, d_lse: Any
+) -> tuple[jax.Array, ...]:
     """Gradients of the ring, step by step, from the lse and o of all steps (FlashAttention-2)."""
-    q, k, v, buffers, o, lse = saved
-    d_o, d_lse = cotangents
+    q, k, v, buffers = ring
     d = gradients.row_sums(o, d_o, d_lse, shards.steps[0][1].target)
 
     def visit(spec: AttentionSpec, buffer: Any, hop: int, keys: Any, carry: Any) -> Any:
@@ -516,10 +568,20 @@ def _ring_backward(shards: SequenceShards, saved: Any, cotangents: Any) -> tuple
     nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     d_q, *d_keys = _go_around(shards, buffers, (k, v), nothing, visit)
     d_k, d_v = _shift(shards, d_keys, -shards.num_hops)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+@_ring_gradients.defjvp
+def _second_derivatives(shards: SequenceShards, primals: Any, tangents: Any) -> Any:
+    """o and lse follow from q, k and v, so that their tangents say nothing more."""
+    (*arrays, buffers), _, _, *cotangents = primals
+    (*of_arrays, _), _, _, *of_cotangents = tangents
+
+    def run(arrays: Any, cotangents: Any) -> Any:
+        return jax.vjp(_of_arrays(shards, buffers), *arrays)[1](tuple(cotangents))
+
+    moved = jax.jvp(run, (arrays, cotangents), (of_arrays, of_cotangents))[1]
+    return _ring_gradients(shards, *primals), moved
 
 
 def _refuse(name: str, expected: str, got: Any) -> NoReturn:

@@ -43,6 +43,7 @@ OTHERS = {
     "jax_attn.masks.HIDDEN": "a number",
     "jax_attn.masks.MIXED": "a number",
     "jax_attn.masks.VISIBLE": "a number",
+    "jax_attn.parallel.check_all_reduces": "on the host, after a step",
     "jax_attn.parallel.KvShards": "static",
     "jax_attn.parallel.KvShardPlan": "what plan_kv_shards makes",
     "jax_attn.parallel.SequencePlan": "what plan_sequence makes",
@@ -122,6 +123,25 @@ def attention_cases() -> dict[str, Entry]:
 
     slope = normal(HEADS)
     variant = ja.Variant(logits=sloped, operands={"slope": slope})
+
+    def scaled(x: Any, at: Any, weight: Any) -> Any:
+        return x * weight * (1 + at.head)
+
+    def turned(x: Any, at: Any, angle: Any) -> Any:
+        a, b, rest = x[:4], x[4:8], x[8:]
+        cos, sin = jnp.cos(angle[at.kv_pos]), jnp.sin(angle[at.kv_pos])
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest])
+
+    def shifted(x: Any, at: Any) -> Any:
+        return x + at.kv_pos * 0.1
+
+    def gated(x: Any, at: Any) -> Any:
+        return x * jax.nn.sigmoid(at.q_pos * 0.1)
+
+    transforms = {"weight": normal(DIM), "angle": normal(9, 4)}
+    transformed = ja.Variant(
+        q=scaled, k=turned, v=shifted, o=gated, head_dim=DIM, operands=transforms
+    )
     latent = {"num_kv_heads": 1, "head_dim_qk": 32, "head_dim_vo": 16, "mla": True, "sm_scale": 1.0}
     codes = normal(*pages[1:]).astype(jnp.float8_e4m3fn)
     scale = np.ones(KV_HEADS, np.float32)
@@ -139,6 +159,12 @@ def attention_cases() -> dict[str, Entry]:
             lambda q, k, v, slope, plan: attend(q, k, v, plan, variant_operands={"slope": slope}),
             (rows, keys, keys + 1, slope, plan_of(ragged(variant=variant))),
             (0, 1, 2, 3), REFUSES_VMAP,
+        ),
+        "transforms": Entry(
+            lambda q, k, v, weight, angle, plan: attend(
+                q, k, v, plan, variant_operands={"weight": weight, "angle": angle}),
+            (rows, keys, keys + 1, *transforms.values(), plan_of(ragged(variant=transformed))),
+            (0, 1, 2, 3, 4), REFUSES_VMAP,
         ),
         "e4m3": Entry(
             lambda q, k, scale, plan: attend(q, k, k, plan, k_scale=scale, v_scale=scale),

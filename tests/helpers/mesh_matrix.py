@@ -377,6 +377,28 @@ def made_plans(which: str) -> dict[str, OnMesh]:
     return {"gqa": OnMesh(entry, (P(),) * len(arrays), results, places="shard_map")}
 
 
+def reduced() -> dict[str, OnMesh]:
+    """Sums of what devices have, with what follows them."""
+    parts, residual, weight = normal(SIZE, 3, 8), normal(3, 8), normal(8)
+
+    def call(parts: Any, residual: Any, weight: Any) -> Any:
+        more = {"residual": residual, "norm_weight": weight}
+        return parallel.all_reduce(parts[0], AXIS, **more)
+
+    def whole(parts: Any, residual: Any, weight: Any) -> Any:
+        total = residual + parts.sum(0)
+        norm = jnp.sqrt(jnp.mean(total * total, axis=-1, keepdims=True) + 1e-6)
+        return total, total / norm * weight[None]
+
+    arrays, of = (parts, residual, weight), (0, 1, 2)
+    return {
+        "": OnMesh(
+            Entry(call, arrays, of), (P(AXIS), P(), P()), (P(), P()), Entry(whole, arrays, of),
+            places="shard_map",
+        )
+    }  # fmt: skip
+
+
 # The calls of each public name.
 BUILDERS: dict[str, Callable[[], dict[str, OnMesh]]] = {
     "jax_attn.dot_product_attention": dense,
@@ -392,6 +414,7 @@ BUILDERS: dict[str, Callable[[], dict[str, OnMesh]]] = {
     "jax_attn.parallel.dot_product_attention": dense_sequences,
     "jax_attn.parallel.attend_kv_shards": functools.partial(kv_shards, "attend"),
     "jax_attn.parallel.append_kv_shards": functools.partial(kv_shards, "append"),
+    "jax_attn.parallel.all_reduce": reduced,
     "jax_attn.parallel.plan_kv_shards": functools.partial(made_plans, "plan_kv_shards"),
     "jax_attn.parallel.plan_sequence": functools.partial(made_plans, "plan_sequence"),
 }
@@ -502,3 +525,100 @@ def check_modes(names: tuple[str, ...]) -> None:
                 with enter():
                     found = list(failures(on_mesh, lambda way: way in ("Auto", "shard_map")))
                 assert not found, f"{name} {case}, {mode}: {found[0]}"
+
+
+# ---- more of JAX ---------------------------------------------------------------------------------
+
+
+def grouped(name: str) -> Iterator[tuple[str, OnMesh]]:
+    """The cases of a name, but for those of other groups of heads."""
+    for case, on_mesh in BUILDERS[name]().items():
+        if "mha" not in case and "mqa" not in case:
+            yield case, on_mesh
+
+
+def with_second_axis(spec: P, array: Any) -> P:
+    """The spec, with axis "y" over the first axis of the array that can be split so."""
+    entries = [*spec, *[None] * (array.ndim - len(spec))]
+    for axis, size in enumerate(array.shape):
+        if size and size % SIZE == 0 and entries[axis] is None:
+            entries[axis] = "y"
+            break
+    return P(*entries)
+
+
+def on_two_axes(mesh: Any, tree: Any, spec: P) -> Any:
+    """A tree of arrays on the mesh, split as with_second_axis says."""
+
+    def put(x: Any) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, with_second_axis(spec, np.asarray(x))))
+
+    return jax.tree.map(put, tree)
+
+
+def check_partly_manual(names: tuple[str, ...], most: int = 2) -> None:
+    """Calls in a shard_map over one of two axes, with arrays that are split over the other one.
+
+    If that one is left to XLA, they have the values and gradients of one device. If it is explicit,
+    they may be refused, in one sentence. Needs four devices. most: cases of a name.
+    """
+    for name in names:
+        cases = (x for x in grouped(name) if x[1].places != "mesh")
+        for case, on_mesh in itertools.islice(cases, most):
+            truth = on_mesh.whole or on_mesh.entry
+            want = jax.jit(with_slopes(truth))(*truth.arrays)
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                mesh = jax.make_mesh((SIZE, SIZE), (AXIS, "y"), axis_types=(AxisType.Auto, kind))
+                pairs = zip(on_mesh.entry.arrays, on_mesh.specs, strict=True)
+                arrays = [on_two_axes(mesh, *pair) for pair in pairs]
+                mapped = {"in_specs": on_mesh.specs, "out_specs": on_mesh.results}
+                call = jax.shard_map(on_mesh.entry.call, mesh=mesh, axis_names={AXIS}, **mapped)
+                run = jax.jit(with_slopes(dataclasses.replace(on_mesh.entry, call=call)))
+                is_explicit = kind == AxisType.Explicit
+                try:
+                    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+                        compare(run(*arrays), want, on_mesh.order)
+                except NotImplementedError as error:
+                    sentence = str(error)
+                    is_ours = "sharding: expected arrays that are not split over axes" in sentence
+                    assert is_explicit and is_ours and "\n" not in sentence, (name, case, sentence)
+                except Exception as error:
+                    raise AssertionError(f"{name} {case}, {kind}: {error}") from error
+
+
+def derivatives(entry: Entry) -> Callable[..., Any]:
+    """Tangents of the call, and second derivatives: forward over reverse."""
+
+    def run(*arrays: Any) -> Any:
+        def call(*varying: Any) -> Any:
+            whole = list(arrays)
+            for i, x in zip(entry.of, varying, strict=True):
+                whole[i] = x
+            return entry.call(*whole)
+
+        at = tuple(arrays[i] for i in entry.of)
+        along = tuple(jnp.cos(x) for x in at)
+        slopes = jax.grad(lambda *x: entry_points.loss_of(call(*x)), tuple(range(len(at))))
+        return jax.jvp(call, at, along), jax.jvp(slopes, at, along)[1]
+
+    return run
+
+
+def check_derivatives(names: tuple[str, ...]) -> None:
+    """Forward mode and second derivatives, on a mesh and in shard_map, are those of one device."""
+    for name in names:
+        for case, on_mesh in grouped(name):
+            truth = on_mesh.whole or on_mesh.entry
+            want = jax.jit(derivatives(truth))(*truth.arrays)
+            mesh = jax.make_mesh((SIZE,), (AXIS,), axis_types=(AxisType.Auto,))
+            assert on_mesh.with_mesh is not None
+            calls = {"mesh": functools.partial(on_mesh.with_mesh, mesh)}
+            if on_mesh.places != "mesh":
+                mapped = {"in_specs": on_mesh.specs, "out_specs": on_mesh.results}
+                calls["shard_map"] = jax.shard_map(on_mesh.entry.call, mesh=mesh, **mapped)
+            for way, call in calls.items():
+                run = jax.jit(derivatives(dataclasses.replace(on_mesh.entry, call=call)))
+                try:
+                    compare(run(*on_mesh.entry.arrays), want, on_mesh.order)
+                except Exception as error:
+                    raise AssertionError(f"{name} {case}, {way}: {error}") from error

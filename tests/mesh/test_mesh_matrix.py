@@ -24,3 +24,13 @@ def test_with_gspmd():
     """XLA's other partitioner, with JAX_USE_SHARDY_PARTITIONER=0."""
     program = "import jax; jax.config.update('jax_use_shardy_partitioner', False)\n" + START
     run_on_cpus(2, program + f"mesh_matrix.check({(*BUILDERS,)}, lambda way: way == 'Auto')")
+
+
+@pytest.mark.parametrize("names", [DENSE, SHARDS, REST], ids=["dense", "shards", "rest"])
+def test_some_axes_manual(names):
+    run_on_cpus(4, START + f"mesh_matrix.check_partly_manual({names})")
+
+
+def test_forward_mode_and_second_derivatives():
+    names = ("jax_attn.parallel.attend_sequence", "jax_attn.parallel.dot_product_attention")
+    run_on_cpus(2, START + f"mesh_matrix.check_derivatives({names})")

@@ -314,6 +314,13 @@ def test_calls_that_are_written_otherwise(format, raw):
         assert [call.function.name for call in splitter.calls] == ["f"]
 
 
+def test_infinite_numbers_are_sent_as_json_and_strings_stay():
+    text = json.dumps({"a": -float("inf"), "b": [float("inf"), 'Infinity "Infinity"']})
+    sent = strict_json.sendable(text)
+    assert sent == '{"a": -1e999, "b": [1e999, "Infinity \\"Infinity\\""]}'
+    assert json.loads(sent) == json.loads(text)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stream_ends_in_arguments(format):
     """A call that is cut has a valid beginning of its arguments, and none is complete."""

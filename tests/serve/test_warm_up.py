@@ -8,11 +8,13 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from helpers.serve.small_engine import CONFIG, sequence
 from jax_attn import _environment
 from jax_attn.serve import _executable_cache
+from jax_attn.serve._engine import compilations
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine import Engine
 
@@ -108,6 +110,20 @@ def test_compiling_later_is_not_counted_but_a_shape_that_changes_is(model, compi
     other.start()
     other.join()
     assert device.num_compiles_after_warm_up > 0
+
+
+def test_each_compilation_outside_of_expected_counts_once():
+    def compile(number):
+        before = compilations.num_unexpected()
+        jax.jit(lambda x: x * number)(np.float32(1))
+        return compilations.num_unexpected() - before
+
+    assert compile(0.25) == 1
+    with compilations.expected():
+        with compilations.expected():
+            assert compile(0.5) == 0
+        assert compile(0.75) == 0
+    assert compile(1.25) == 1
 
 
 def test_it_serves_while_it_compiles(model, compiled, monkeypatch):

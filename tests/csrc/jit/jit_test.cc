@@ -278,6 +278,11 @@ FAKE int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t
           {}});
   return 0;
 }
+FAKE int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t count,
+                              const void* stream) {
+  Record({"copy " + std::to_string(from), context_stack.back(), stream, to, count, 0, 0, 0, {}});
+  return 0;
+}
 FAKE int cuMemsetD32Async(unsigned long long address, unsigned value, size_t count,
                           const void* stream) {
   Record({"memset32 " + std::to_string(value),
@@ -1098,6 +1103,14 @@ void TestAppendAndMerge() {
   calls = TakeCalls();
   CHECK(calls.size() == 1 && calls[0].name == "memset8 255" && calls[0].context == 2);
   CHECK(calls[0].address == 0x1234 && calls[0].count == 99);
+
+  auto* memory = reinterpret_cast<void*>(0x1234);
+  CHECK_OK(CopyBytes(memory, reinterpret_cast<void*>(0x99), 7, Stream(1)));
+  CHECK_OK(CopyBytes(memory, memory, 7, Stream(1)));
+  CHECK_OK(CopyBytes(nullptr, memory, 0, Stream(1)));
+  calls = TakeCalls();
+  CHECK(calls.size() == 1 && calls[0].name == "copy 153" && calls[0].context == 2);
+  CHECK(calls[0].address == 0x1234 && calls[0].count == 7);
   const JitStats stats = GetJitStats();
   CHECK(stats.append_launches == 3 && stats.merge_launches == 4);
 }
@@ -1178,9 +1191,15 @@ void TestShortConvolution() {
     int64_t max_qo_len;
     unsigned grid;
   };
-  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four.
-  for (const auto& [channels, max_qo_len, grid] :
-       {Case{0, 1, 0}, {768, 1, 10}, {776, 8, 20}, {97, 1, 20}, {768, 4096, 40}, {8, 17, 20}}) {
+  // A CTA has 96 vectors of 8 channels, or 96 channels; a chunk is one tile of rows, or four; two
+  // where 3 CTAs for each of 11 multiprocessors remain.
+  for (const auto& [channels, max_qo_len, grid] : {Case{0, 1, 0},
+                                                   {768, 1, 10},
+                                                   {776, 8, 20},
+                                                   {97, 1, 20},
+                                                   {768, 4096, 40},
+                                                   {1536, 4096, 40},
+                                                   {8, 17, 20}}) {
     convolution.num_channels = channels;
     CHECK_OK(LaunchShortConvolution(kernel, convolution, max_qo_len, Stream(1), 1));
     const std::vector<Call> calls = TakeCalls();
@@ -1189,7 +1208,7 @@ void TestShortConvolution() {
   convolution.num_channels = 1 << 30, convolution.plan.max_chunks = 1 << 20;
   CHECK_ERROR(LaunchShortConvolution(kernel, convolution, 1, Stream(1), 1),
               "short_convolution: plan: expected at most 2^31 - 1 CTAs");
-  CHECK(GetJitStats().short_convolution_launches == 7);
+  CHECK(GetJitStats().short_convolution_launches == 8);
 }
 
 // The grid of the recurrence: one CTA for each unit of long requests, and those that fit the device
@@ -1201,13 +1220,13 @@ void TestRecurrenceGrid() {
   problem.num_qk_heads = 16, problem.num_v_heads = 32;
   problem.max_tokens = 64, problem.max_qo_len = 1, problem.max_chunks = 129;
   CHECK(SelectLinearAttention(problem).main_loop == kRecurrence);
-  CHECK(SizeLinearAttention(problem).num_ctas == 2 * 132);  // 256 threads each
+  CHECK(SizeLinearAttention(problem).num_ctas == 4 * 132);  // 128 threads each
   problem.max_chunks = 3;
-  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32);
+  CHECK(SizeLinearAttention(problem).num_ctas == 3 * 32 * 2);
   problem.kernel.decay = kChannelDecay;
   problem.kernel.head_dim_v = 256;
   problem.max_tokens = problem.max_qo_len = 4096, problem.max_chunks = 66;
-  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 2);
+  CHECK(SizeLinearAttention(problem).num_ctas == 66 * 32 * 4);
 }
 
 // Long prompts of bf16 are chunks: split if they are longer than a segment.
