@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from urllib.parse import urlsplit
 
 import jax
 
@@ -163,7 +164,7 @@ def parse(
     shown = f"of a request, for models that read them ({MAX_PICTURES})"
     add("--max-pictures", type=_positive, metavar="N", help=shown)
     hosts = "fetch pictures by URLs of this host, if its addresses are public; may be repeated"
-    add("--allow-image-urls", action="append", default=[], metavar="HOST", help=hosts)
+    add("--allow-image-urls", type=_host, action="append", default=[], metavar="HOST", help=hosts)
     add = parser.add_argument_group("keys, and limits of each").add_argument
     shown = "a key, which process lists show; may be repeated (see --api-key-file)"
     add("--api-key", action="append", default=[], metavar="KEY", help=shown)
@@ -336,6 +337,12 @@ def _positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
+
+
+def _host(text: str) -> str:
+    if not text.isascii() or urlsplit(f"//{text}").hostname != text.lower():
+        raise argparse.ArgumentTypeError(f"expected a host such as example.com, got {text!r}")
+    return text
 
 
 def _kv_policy(text: str) -> Streaming:

@@ -26,7 +26,7 @@ RadixAttention|SGLang|LRU|cache-aware|hit rate|jump-forward|copy-on-write|Stream
 SnapKV|RazorAttention|Gated DeltaNet|KDA|Mamba-2|Orca|Sarathi|SpecInfer|Medusa|EAGLE|RingAttention|
 Ulysses|Helix
 """.replace("\n", "").split("|")
-# Of README only the reader's search words: families of papers are named once there.
+# README: only the reader's search words: families of papers are named once there.
 NOT_IN_README = {"FlashAttention-2", "FlashAttention-3", "vLLM", "SGLang"}
 
 

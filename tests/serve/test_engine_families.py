@@ -19,6 +19,7 @@ from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._options import parse
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+from jax_attn.serve._scheduling.streaming import Streaming
 
 # Small, so that there are few executables to compile.
 LIMITS = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=8)
@@ -143,6 +144,9 @@ def test_a_page_of_a_hybrid_is_that_of_its_layers_with_attention():
     assert sizing._host_capacities(config, args) == fields
     args.host_cache_bytes = 2 * slot - 1
     with pytest.raises(ValueError, match="--host-cache-bytes: expected at least .* of a slot of"):
+        sizing._host_capacities(config, args)
+    args.kv_policy = Streaming()
+    with pytest.raises(ValueError, match="kv_policy: expected None, as .* has recurrent layers"):
         sizing._host_capacities(config, args)
 
 

@@ -255,6 +255,15 @@ def test_what_cannot_be_served_is_one_sentence(capsys, options, sentence):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["http://a.example", "a.example:80", "a.example/b", "x@b", ""])
+def test_a_host_of_pictures_that_is_no_host(capsys, host):
+    """A URL would never match it."""
+    with pytest.raises(SystemExit):
+        parse(["--allow-image-urls", host])
+    assert f"expected a host such as example.com, got {host!r}" in capsys.readouterr().err
+    assert parse(["--allow-image-urls", "A.example"]).allow_image_urls == ["A.example"]
+
+
 def test_a_port_that_is_no_port(capsys):
     for port in ("80000", "-1"):
         with pytest.raises(SystemExit):

@@ -105,7 +105,7 @@ PRIVATE = [
     *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
     *("0.0.0.0", "255.255.255.255", "224.0.0.1", "198.18.0.1", "::1", "::", "fe80::1%eth0"),
     *("fc00::1", "ff02::1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1", "no"),
-    "2001:0:53aa:64c:0:0:80ff:fffe",
+    *("2001:0:53aa:64c:0:0:80ff:fffe", "fec0::1"),
 ]
 
 
@@ -142,6 +142,7 @@ def test_redirects_are_checked(web):
         ("http://inner/b", (HOST, "inner"), "public addresses alone, got 'inner'"),
         ("file:///etc/passwd", (HOST,), "expected a URL of http or https"),
         ("/a", (HOST,), "expected at most 3 redirects"),
+        ("http://[", (HOST,), "expected a redirect to a URL of http or https"),
     ]:
         web.answers["/a"] = 302, {"Location": location}, b""
         if words is None:
@@ -205,6 +206,32 @@ def test_a_server_that_says_nothing(monkeypatch):
     fetcher.close()
     for sock in kept:
         sock.close()
+
+
+def test_a_server_that_begins_a_line_and_is_silent():
+    """http.client has let go of the socket then, but the thread still reads it."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1")
+    fetcher = PictureFetcher([HOST], lambda host, port: [PUBLIC], lambda *_: ours)
+    refusals = []
+
+    def fetch_it() -> None:
+        try:
+            fetcher._fetch_all([f"http://{HOST}/"], time.monotonic() + 0.2)
+        except FetchError as error:
+            refusals.append(str(error))
+
+    thread = threading.Thread(target=fetch_it)
+    thread.start()
+    theirs.settimeout(30)
+    try:
+        while theirs.recv(1000):  # the end of the socket, as the time is over
+            pass
+    finally:
+        theirs.close()
+        thread.join()
+        fetcher.close()
+    assert refusals == [f"the pictures took longer than {picture_urls.SECONDS:g} s"]
 
 
 def test_what_does_not_speak_http(web):

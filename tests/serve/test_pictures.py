@@ -195,7 +195,7 @@ def test_a_model_with_states(tmp_path):
 
 
 def test_tokens_that_see_each_other_are_of_one_step(tmp_path):
-    """Of Gemma 3: chunks end before a picture or behind it, decodes go on, a part may be cached."""
+    """Gemma 3: chunks end before a picture or behind it, decodes go on, a part may be cached."""
     picture_cases.write(tmp_path, "gemma3")
     model, vision = random_model("gemma3"), models.load_vision(tmp_path, "float32")
     limits = dataclasses.replace(LIMITS, prefill_chunk=4, max_step_tokens=24)
@@ -282,7 +282,7 @@ def test_steps_that_are_too_small_for_a_picture(tmp_path):
 
 
 def test_rows_with_a_token_behind_them(tmp_path):
-    """Of Mistral 3."""
+    """Mistral 3 has them."""
     picture_cases.write(tmp_path, "mistral3")
     model, vision = random_model("mistral3"), models.load_vision(tmp_path, "float32")
     engine = Engine(model, LIMITS, vision=vision)

@@ -416,6 +416,25 @@ def test_locks_count_and_are_never_negative():
         cache.lock(node)
 
 
+def test_a_state_of_the_host_stays_while_those_above_make_room_for_it():
+    pages, states = PageAllocator(3), PageAllocator(2)
+    cache = RadixCache(pages, 1, states, HostTier(3, Moves(), num_states=1))
+    kept = pages.allocate(3)
+
+    def put(num_pages: int) -> Node:
+        node = cache.insert("", pack(*range(num_pages)), kept[:num_pages]).node
+        assert cache.put_state(node, states.allocate(1)[0])
+        return node
+
+    deepest = put(3)
+    assert cache.evict_state() and deepest.host_state >= 0
+    put(1)
+    put(2)
+    cache.lock(cache.match("", pack(0, 1, 2)).host_node)
+    assert cache.bring_back_state(deepest) and deepest.state >= 0
+    cache.check_integrity()
+
+
 def test_insert_refuses_partial_pages_and_page_lists_of_other_lengths():
     allocator, cache = make()
     pages = allocator.allocate(2)

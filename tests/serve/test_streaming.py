@@ -154,7 +154,7 @@ def test_n_share_their_prompt_and_drop_it(model, make_engine, logprobs_of):
     seqs = [sequence(tokens, 60), sequence(tokens, 70), sequence(tokens, 80)]
     check_all(logprobs_of, engine, *seqs)
     assert engine.scheduler.admission.num_prompt_tokens_cached == 2 * 44
-    # Of the texts only the prompt is cached, and nobody holds it.
+    # Only the prompt of the texts is cached, and nobody holds it.
     assert engine.scheduler.cache.num_cached == engine.scheduler.cache.num_evictable == 11
 
 

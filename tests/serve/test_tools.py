@@ -1003,6 +1003,20 @@ def test_what_cannot_be_demanded_of_gemma_is_refused(tmp_path, schema):
         assert server.post(CHAT, asks).status == 200
 
 
+def test_tools_beside_a_strict_one_keep_their_arguments_in_gemmas_format(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }} <|tool_call>")
+    strict, other = {"name": "strict", "strict": True}, PLAIN_WEATHER
+    body = ASKED | {"tools": [{"type": "function", "function": each} for each in (strict, other)]}
+    with serving(directory=tmp_path) as server:
+        assert server.post(CHAT, body).status == 200
+        made = server.engine.submitted[-1].params.grammar
+        encode = server.engine.tokenizer.encode
+        for arguments, fits in (({"city": "Oslo", "unit": "C"}, True), ({"town": "Oslo"}, False)):
+            text = calls(GEMMA_4, call("get_weather", arguments, GEMMA_4))
+            matcher = server.engine._grammars.matcher(made)
+            assert follows(matcher, encode(f"Wait.\n{text}").ids) == fits, arguments
+
+
 @pytest.mark.parametrize("format", [LISTED, LISTED_SPACE, NAMED, NAMED_ID])
 def test_mistral(tmp_path, monkeypatch, format):
     """Special tokens are found in requests with tools; identifiers fit its template."""

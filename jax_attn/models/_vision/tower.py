@@ -30,7 +30,7 @@ FAMILIES: dict[str, ModuleType] = {
 # Parts of names in some files, and what others have in their place.
 _ALIASES = (("vision_tower.vision_model.", "vision_tower."),)
 _OTHERS = ("language_model.", "lm_head.", "mtp.", "audio_tower.", "embed_audio.")
-# Of SigLIP, which no text model reads.
+# SigLIP has these, and no text model reads them.
 _POOLING_HEADS = "vision_tower.head.", "vision_tower.vision_model.head."
 
 

@@ -59,7 +59,6 @@ from typing import Any
 import jax
 
 from jax_attn import models
-from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
@@ -480,7 +479,7 @@ class Engine:
             with self._counters.phases["dispatch"]:
                 self.device.move(moves)
         except Exception:
-            if host is not None:
+            if host is not None and any(isinstance(move, Move) for move in moves):
                 host.is_open = False
                 log.exception("the host has no memory for pages; it is used no more")
             raise
@@ -722,14 +721,9 @@ def _check_kv_policy(
     has_draft_model: bool,
     has_pictures: bool,
 ) -> None:
-    """Refuses what does not work with a kv policy."""
+    """Refuses what does not work with a kv policy. `capacities` refuses models."""
     if config.kv_policy is None:
         return
-    if (reason := why_not_moved(model)) is not None:
-        raise ValueError(
-            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
-            f" {config.kv_policy}."
-        )
     refused = [
         ("kv_dtype", None, config.kv_dtype),
         ("tensor_parallel", 1, config.tensor_parallel),

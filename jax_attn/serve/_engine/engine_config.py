@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_attn import models
+from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
@@ -94,7 +95,15 @@ _STATES_EACH = 4  # slots for each running sequence: its own, and some checkpoin
 
 
 def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConfig:
-    """The scheduler's configuration."""
+    """The scheduler's configuration.
+
+    Raises ValueError: a kv policy for a model whose keys cannot be moved.
+    """
+    if config.kv_policy is not None and (reason := why_not_moved(model)) is not None:
+        raise ValueError(
+            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
+            f" {config.kv_policy}."
+        )
     max_positions, num_states = model.max_positions, 0
     if model.recurrent is not None:
         num_states = config.num_states or _STATES_EACH * config.max_running

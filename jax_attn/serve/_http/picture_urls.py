@@ -39,7 +39,9 @@ Connect = Callable[[str, int, float], socket.socket]
 
 
 class FetchError(Exception):
-    """A URL cannot be used, in one sentence."""
+    """A URL cannot be used, in one sentence. url: it; "" if it is none alone."""
+
+    url = ""
 
 
 class PictureFetcher:
@@ -71,7 +73,11 @@ class PictureFetcher:
         found: dict[str, bytes] = {}
         num_left = MAX_BYTES
         for url in urls:
-            found[url] = self._fetch(url, num_left, deadline)
+            try:
+                found[url] = self._fetch(url, num_left, deadline)
+            except FetchError as error:
+                error.url = url
+                raise
             num_left -= len(found[url])
         return found
 
@@ -81,7 +87,10 @@ class PictureFetcher:
             answer = self._get(parts, max_bytes, deadline)
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer.url)
+            try:
+                url = urljoin(url, answer.url)
+            except ValueError:
+                raise FetchError("expected a redirect to a URL of http or https") from None
         raise FetchError(f"expected at most {_MAX_REDIRECTS} redirects")
 
     def _get(self, parts: SplitResult, max_bytes: int, deadline: float) -> bytes | _Redirect:
@@ -96,14 +105,17 @@ class PictureFetcher:
         seconds = deadline - time.monotonic()
         connection: Any = _CONNECTIONS[parts.scheme](host)
         connection.sock = self._connected(addresses, port, host, seconds)
-        # One limit for all: a server could else send a byte now and then.
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), _end, [connection])
+        # One limit for all: a server could else send a byte now and then. http.client forgets a
+        # socket that its answer still reads, so the timer has a list of its own.
+        sockets = [connection.sock]
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), _end, [sockets])
         timer.start()
         try:
             if parts.scheme == "https":
                 connection.sock = ssl.create_default_context().wrap_socket(
                     connection.sock, server_hostname=host, do_handshake_on_connect=False
                 )
+                sockets.append(connection.sock)
                 connection.sock.do_handshake()
             return _exchange(connection, parts, max_bytes, deadline)
         except (OSError, http.client.HTTPException, ValueError):
@@ -162,6 +174,8 @@ def is_public(address: str) -> bool:
             return False
         if ip in _NAT64:
             return False
+        if ip.is_site_local:  # fec0::/10, of a site's own network (RFC 3879)
+            return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
@@ -174,10 +188,11 @@ def _connect(address: str, port: int, seconds: float) -> socket.socket:
     return socket.create_connection((address, port), seconds)
 
 
-def _end(connection: http.client.HTTPConnection) -> None:
-    """Has the thread that waits for a connection's socket go on, with an error."""
-    with contextlib.suppress(OSError, AttributeError):  # it has ended
-        connection.sock.shutdown(socket.SHUT_RDWR)
+def _end(sockets: list[socket.socket]) -> None:
+    """Has the thread that waits for one of the sockets go on, with an error."""
+    for each in sockets:
+        with contextlib.suppress(OSError):  # it has ended
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _exchange(
@@ -201,7 +216,7 @@ def _exchange(
     data = bytearray()
     while chunk := response.read1(_CHUNK):
         data += chunk
-        if time.monotonic() >= deadline:  # http.client may have taken the socket from the timer
+        if time.monotonic() >= deadline:
             raise TimeoutError
         if len(data) > max_bytes:
             raise too_long

@@ -653,7 +653,8 @@ class _Server:
         try:
             found = await self._fetcher.fetch(ticket.tenant, wanted.urls)
         except FetchError as error:
-            raise bad_field(next(iter(wanted.urls.values())), str(error)) from None
+            first = next(iter(wanted.urls.values()))
+            raise bad_field(wanted.urls.get(error.url, first), str(error)) from None
         ticket.take(body_bytes=sum(map(len, found.values())))
         return found
 

@@ -327,12 +327,15 @@ class Preparer:
     def _grammar_once_begun(
         self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
     ) -> str | None:
-        """The grammar for a text whose calls of strict tools follow their schemas, if any."""
+        """The grammar for a text whose calls of strict tools follow their schemas, if any.
+
+        In Gemma's format calls of the other tools do, too: it has no grammar for any object.
+        """
         functions = [tool.function.model_dump() for tool in body.tools]
         if not any(function["strict"] for function in functions):
             return None
         for function in functions:
-            if not function["strict"]:
+            if not (function["strict"] or tool_format.quote):
                 function["parameters"] = {"type": "object"}
         self._make_usable(functions, tool_format)
         thoughts = (reasoning.THINK, reasoning.END_THINK) if self._template.thinks else ()

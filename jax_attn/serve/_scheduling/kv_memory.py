@@ -80,7 +80,7 @@ class KvMemory:
         return -(-self._num_whole(len(seq.tokens)) // self.config.page_size)
 
     def _num_whole(self, num_tokens: int) -> int:
-        """Of the first num_tokens tokens of a text, those before the first drop of a kv policy."""
+        """The number of the first num_tokens tokens of a text before the first drop, if any."""
         if self.streaming is None:
             return num_tokens
         return min(num_tokens, self.streaming.first_drop)

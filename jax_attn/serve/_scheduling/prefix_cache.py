@@ -477,7 +477,8 @@ class RadixCache:
             return
         if not host.states.num_free:
             oldest = min(self._with_host_state, key=self._age)
-            if oldest.last_access > node.last_access:
+            # The deeper of two on one path stays: a sequence may be about to bring it back.
+            if self._age(oldest) > self._age(node):
                 return
             self._drop_host_state(oldest)
         taken = host.states.allocate(1)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# Of prompt and output together, unless given: f32 angles of RoPE are right to 0.06 radians there.
+# Prompt and output together, unless given: f32 angles of RoPE are right to 0.06 radians there.
 _MAX_TOKENS = 1 << 20
 # A block is a window's eighth: a token sees at most so much more than the window, and sinks are
 # rotated once in a block.
