@@ -30,9 +30,6 @@ from jax_attn import parallel
 _ROUNDS = 7
 _LOOPS = 4
 _ROW = 4096  # bfloat16
-importlib.import_module("jax_attn.parallel.all_reduce")._XLA_FROM = dict.fromkeys(  # type: ignore[attr-defined]
-    (False, True), math.inf
-)
 
 
 def _chain(mesh: Any, by_kernel: bool, has_norm: bool, calls: int) -> Any:
@@ -75,6 +72,8 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=64 << 20)
     parser.add_argument("--calls", type=int, default=32)
     arguments = parser.parse_args()
+    module = importlib.import_module("jax_attn.parallel.all_reduce")
+    module._XLA_FROM = dict.fromkeys((False, True), math.inf)  # type: ignore[attr-defined]
     devices = jax.devices()[: arguments.devices]
     mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
     print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, us a call")

@@ -649,8 +649,8 @@ struct QuantizedProductParams {
 // Rows that a thread of merge has at a time.
 constexpr i32 MergeRows(const MergeParams& p) { return p.num_states <= 2 ? 2 : 1; }
 
-// ---- recurrent states (jax_attn/_spec/state_spec.py has the recurrence)
-// --------------------------
+// ---- recurrent states ----
+// jax_attn/_spec/state_spec.py has the recurrence.
 
 // A row of a plan's chunks (jax_attn/_plan/state_plan.py).
 struct StateChunk {

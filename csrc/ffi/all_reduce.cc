@@ -1,5 +1,6 @@
 // jax_attn_all_reduce: unpack, check, launch, return. CUDA only: elsewhere JAX sums.
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@ namespace {
 
 constexpr char kOp[] = "all_reduce";
 constexpr int64_t kNsPerMs = 1'000'000;
+constexpr int64_t kMostMs = INT64_MAX / kNsPerMs;
 
 // Attributes of the call, in the order of BindAttributes. devices: [num_groups, group_size], the
 // ordinals of each group by rank. call: of the call site. limit: ms.
@@ -46,7 +48,9 @@ Status ReadKernel(const Attributes& a, AllReduceKernel* kernel) {
   if (a.num_ctas < 1 || a.num_ctas > kAllReduceCtas) {
     return Refuse("num_ctas", "1 to " + std::to_string(kAllReduceCtas), a.num_ctas);
   }
-  if (a.limit < 1) return Refuse("limit", "at least 1", a.limit);
+  if (a.limit < 1 || a.limit > kMostMs) {
+    return Refuse("limit", "1 to " + std::to_string(kMostMs), a.limit);
+  }
   if (a.quantizes && (!a.norm || a.dtype == kF32)) {
     return Status::Error("all_reduce: quantizes: expected a norm and 16 bits.");
   }

@@ -38,8 +38,8 @@ struct Chunk {
 void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks);
 
-// Chunks and their queues, for tiles of one tile M: ranges of equal cost of one line, on which
-// every tile lies once for each head unit. Returns false if no queue could have less than
+// Chunks and their queues, for tiles that share nothing: ranges of equal cost of one line, on which
+// every tile lies once for each head unit. Returns false if ranges would not take less than
 // `makespan`.
 bool CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 makespan,
                  std::vector<Chunk>* chunks, std::vector<int32_t>* queue_of);

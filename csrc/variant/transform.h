@@ -41,9 +41,6 @@ struct TransformLanes {
   i32 value, offset, length;
 };
 
-// The inputs that a value depends on, as bits. Values without them differ by row alone.
-enum : i32 { kOfVector = 1, kOfKvHead = 2 };
-
 struct TransformLine {
   i32 op;      // a VariantOp or a TransformOp
   i32 type;    // VariantType
@@ -51,12 +48,11 @@ struct TransformLine {
   i32 own;     // bits of a const; see TransformOp; operand of a load
   i32 num_args;
   TransformLanes args[kMaxTransformArgs];
-  i32 depends;  // derived from the other fields
 };
 
 // A program as kernels read it. dim 0: the vectors stay as they are.
 struct TransformView {
-  i32 dim, num_lines, num_results, num_operands;
+  i32 dim, num_lines, num_results;
   const TransformLine* lines;
   const TransformLanes* results;  // the lanes of the result, one after the other
   const i32* pool;

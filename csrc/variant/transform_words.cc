@@ -92,7 +92,6 @@ class Reader {
     for (i32 a = 0; a < kMaxTransformArgs; ++a) {
       if (a < x.num_args) {
         JAX_ATTN_RETURN_IF_ERROR(ReadLanes(name + ": argument", i, &x.args[a]));
-        x.depends |= t_.lines[x.args[a].value].depends;
         continue;
       }
       i32 zero;
@@ -100,8 +99,6 @@ class Reader {
         JAX_ATTN_RETURN_IF_ERROR(Take(name + ": what is no argument", 0, 0, &zero));
       }
     }
-    if (x.op == kOpHead || x.op == kOpKvHead) x.depends |= kOfKvHead;
-    if (x.op == kVectorX) x.depends |= kOfVector;
     JAX_ATTN_RETURN_IF_ERROR(x.op < kFirstTransformOp ? CheckElementwise(name, x)
                                                       : CheckVector(name, x));
     t_.lines.push_back(x);
@@ -211,6 +208,7 @@ class Reader {
       default: {  // products
         JAX_ATTN_RETURN_IF_ERROR(CheckOperand(name, x.own));
         const ProgramOperand& operand = operands_[x.own];
+        if (operand.rank < 2) return Refuse(name + ": axes of a matrix", "2 or more", operand.rank);
         JAX_ATTN_RETURN_IF_ERROR(CheckType(name, LoadedType(operand.type), kVariantF32));
         JAX_ATTN_RETURN_IF_ERROR(CheckArgs(name, x, operand.rank - 1));
         JAX_ATTN_RETURN_IF_ERROR(CheckType(name, TypeOf(x.args[0]), kVariantF32));
@@ -247,7 +245,6 @@ TransformView Transform::View(const VariantProgram& program) const {
   return {dim,
           static_cast<i32>(lines.size()),
           static_cast<i32>(results.size()),
-          program.num_operands,
           lines.data(),
           results.data(),
           pool.data(),

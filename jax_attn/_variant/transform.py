@@ -246,7 +246,8 @@ class _Builder:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Line, int] = {}
+        self._lines: list[Line] = []
+        self._values: dict[Line, int] = {}  # the index of each
         self._numbers: dict[Lanes, int] = {}
         self._lanes: list[Lanes] = []
         self.pool: list[int] = []
@@ -267,10 +268,10 @@ class _Builder:
         return no if yes == no else self.add("select", kind, which, yes, no)
 
     def kind(self, number: int) -> int:
-        return self._line_of(self._lanes[number]).kind
+        return self._lines[self._lanes[number].value].kind
 
     def constant_of(self, number: int) -> Any:
-        line = self._line_of(self._lanes[number])
+        line = self._lines[self._lanes[number].value]
         return constant_value(line.kind, line.own) if line.op == "const" else None
 
     def constant(self, value: Any, kind: int) -> int:
@@ -292,10 +293,10 @@ class _Builder:
         self, op: str, kind: int, length: int, own: int, args: tuple[Lanes, ...] = ()
     ) -> Lanes:
         line = Line(op, kind, length, own, args)
-        return Lanes(self._lines.setdefault(line, len(self._lines)), 0, length)
-
-    def _line_of(self, lanes: Lanes) -> Line:
-        return list(self._lines)[lanes.value]
+        value = self._values.setdefault(line, len(self._lines))
+        if value == len(self._lines):
+            self._lines.append(line)
+        return Lanes(value, 0, length)
 
     def entries(self, words: Sequence[int]) -> int:
         """Where the pool has these words."""
@@ -322,24 +323,21 @@ class _Builder:
         sources = list(dict.fromkeys(value.tolist()))
         while len(sources) > _MAX_ARGS:  # join some of them first
             joined, rest = sources[:_MAX_ARGS], sources[_MAX_ARGS:]
-            lengths = [self._line_at(s).length for s in joined]
+            lengths = [self._lines[s].length for s in joined]
             args = tuple(Lanes(s, 0, n) for s, n in zip(joined, lengths, strict=True))
             own = self.entries(range(sum(lengths)))
-            kind = self._line_at(joined[0]).kind
+            kind = self._lines[joined[0]].kind
             whole = self.line("pick", kind, sum(lengths), own, args).value
             starts = dict(zip(joined, np.cumsum([0, *lengths[:-1]]), strict=True))
             for source, start in starts.items():
                 lane = np.where(value == source, lane + start, lane)
             value = np.where(np.isin(value, joined), whole, value)
             sources = [whole, *rest]
-        lengths = [self._line_at(s).length for s in sources]
+        lengths = [self._lines[s].length for s in sources]
         starts = dict(zip(sources, np.cumsum([0, *lengths[:-1]]), strict=True))
         picks = [int(starts[v] + at) for v, at in zip(value.tolist(), lane.tolist(), strict=True)]
         args = tuple(Lanes(s, 0, n) for s, n in zip(sources, lengths, strict=True))
-        return self.line("pick", self._line_at(sources[0]).kind, size, self.entries(picks), args)
-
-    def _line_at(self, value: int) -> Line:
-        return list(self._lines)[value]
+        return self.line("pick", self._lines[sources[0]].kind, size, self.entries(picks), args)
 
     def _constants(self, flat: np.ndarray) -> Lanes:
         kind = {"f": F32, "i": I32, "b": BOOL}[flat.dtype.kind]
@@ -358,14 +356,13 @@ class _Builder:
 
     def words(self, dim: int, results: list[Lanes]) -> tuple[int, ...]:
         """The program as words: only the values that the results need, in dependency order."""
-        lines = list(self._lines)
         numbers: dict[int, int] = {}
         order: list[Line] = []
 
         def visit(value: int) -> None:
             if value in numbers:
                 return
-            line = lines[value]
+            line = self._lines[value]
             for arg in line.args:
                 visit(arg.value)
             numbers[value] = len(order)

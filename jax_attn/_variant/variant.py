@@ -161,11 +161,6 @@ class Variant:
             fields["transforms"] = {name: x.words for name, x in self.transforms.items()}
         return fields
 
-    @functools.cached_property
-    def without_transforms(self) -> Variant | None:
-        """The logits and the mask alone; None if it has neither."""
-        return self.with_transforms(())
-
     def with_transforms(self, names: Sequence[str]) -> Variant | None:
         """The same with no transforms but these; None if nothing is left."""
         kept = {name: x for name, x in self.transforms.items() if name in names}

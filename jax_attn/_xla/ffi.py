@@ -259,9 +259,7 @@ def append_rotated(
     return q, k_out, v_out
 
 
-def all_reduce(
-    operands: tuple[jax.Array, ...], columns: int, **attributes: Any
-) -> tuple[jax.Array, ...]:
+def all_reduce(operands: tuple[jax.Array, ...], **attributes: Any) -> tuple[jax.Array, ...]:
     """The sum over a group of GPUs, and normed rows and their scales
     (csrc/cuda/any/all_reduce_params.h).
 

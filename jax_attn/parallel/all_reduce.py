@@ -24,6 +24,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _VECTOR_BYTES = 16
 _MOST_THREADS = 512
 _LARGEST_E4M3 = 448.0
+_LONGEST_TIMEOUT = 1e6  # seconds; the kernel counts ns in 64 bits
 # Bytes of x from which on devices send sums (two-shot) instead of rows, by the number of devices.
 # One-shot sends x to N - 1 devices, two-shot 2 (N - 1) / N of it, after one more wait of some 4 us:
 # with two devices that is no less. Predicted for 200 GB/s of each device to all others; not
@@ -82,8 +83,8 @@ def all_reduce(
       norm_offset: the norm multiplies by norm_offset + norm_weight.
       eps: added to the mean square.
       quantize: the normed rows as float8_e4m3fn, each with a scale of its own. Not for float32.
-      timeout: seconds after which a device that waits for another gives up. Results are NaN then,
-        and later calls raise JaxRuntimeError; see `check_all_reduces`.
+      timeout: seconds, up to 1e6, after which a device that waits for another gives up. Results are
+        NaN then, and later calls raise JaxRuntimeError; see `check_all_reduces`.
 
     Returns:
       total: like x, residual + sum; alone without norm_weight. With it (total, normed), normed like
@@ -93,7 +94,8 @@ def all_reduce(
     Gradients are those of the sum by `jax.lax.psum`, which their computation repeats.
 
     Raises:
-      ValueError: an axis or mesh that is not the shard_map's, other shapes or dtypes.
+      ValueError: an axis or mesh that is not the shard_map's, other shapes or dtypes, a timeout out
+        of range.
       NotImplementedError: under vmap, where the kernel is used.
     """
     _check(x, axis_name, mesh, residual, norm_weight, quantize, timeout)
@@ -164,8 +166,11 @@ def _check(
             "all_reduce: quantize: expected norm_weight, and bfloat16 or float16, got"
             f" {'no norm_weight' if norm_weight is None else x.dtype.name}."
         )
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"all_reduce: timeout: expected seconds above 0, got {timeout}.")
+    if not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ValueError(
+            f"all_reduce: timeout: expected seconds above 0, up to {_LONGEST_TIMEOUT:.0e}, got"
+            f" {timeout}."
+        )
 
 
 # --- by XLA ---
@@ -270,7 +275,7 @@ def _by_kernel(
     }
     call = refusing(
         "all_reduce",
-        lambda operands, attributes: ffi.all_reduce(operands, columns, **attributes),
+        lambda operands, attributes: ffi.all_reduce(operands, **attributes),
         vmap="put the batch into the rows of x",
     )
     rows = tuple(a.reshape(-1, columns) if i <= has_residual else a for i, a in enumerate(operands))

@@ -149,6 +149,7 @@ def check_errors(num_devices: int) -> None:
         ("norm_weight: expected bfloat16[16], got", (x, residual, weight[:8]), {}),
         ("quantize: expected norm_weight", (x, residual, None), {"quantize": True}),
         ("timeout: expected seconds above 0", own, {"timeout": 0.0}),
+        ("timeout: expected seconds above 0, up to 1e+06", own, {"timeout": 1e17}),
         ("x: expected [..., columns] of", (x.astype(jnp.int32), None, None), {}),
     ):
         got = sentence(*arguments, **options)

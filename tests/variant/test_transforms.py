@@ -109,10 +109,10 @@ VARIANTS = {
 
 @functools.cache
 def variant_of(name, **more):
-    return ja.Variant(**VARIANTS[name], **more, head_dim=DIM, operands=OPERANDS_OF(name))
+    return ja.Variant(**VARIANTS[name], **more, head_dim=DIM, operands=named_operands(name))
 
 
-def OPERANDS_OF(name):
+def named_operands(name):
     named = [f.__code__.co_varnames[2 : f.__code__.co_argcount] for f in VARIANTS[name].values()]
     return {x: OPERANDS[x] for x in dict.fromkeys(sum(named, ()))}
 
@@ -176,7 +176,7 @@ def appended(spec, arguments, k, v, new):
 def check(batch, name, **more):
     variant = variant_of(name, **more)
     spec, arguments, q, k, v, new = batch.make(variant)
-    operands = OPERANDS_OF(name)
+    operands = named_operands(name)
     o, lse = attend(q, k, v, ja.plan(spec, *arguments), operands, new)
     if new:
         k, v = appended(spec, arguments, k, v, new)
@@ -256,7 +256,7 @@ def test_equals_keys_that_were_rotated():
         variant=variant_of("rope"), target="cpu",
     )  # fmt: skip
     plan = ja.plan(spec, np.int32([0, qo_len]), np.int32([kv_len]), np.int32([0, 5]), order)
-    o = ja.attention(q, *pages, plan, variant_operands=OPERANDS_OF("rope"))
+    o = ja.attention(q, *pages, plan, variant_operands=named_operands("rope"))
     q_pos, kv_pos = np.arange(kv_len - qo_len, kv_len), np.arange(kv_len)
     want = jax.nn.dot_product_attention(
         rotated(q, q_pos[:, None, None])[None],
@@ -300,8 +300,8 @@ def test_gradients(batch, name):
         o = apply(VARIANTS[name].get("o"), o, facts["q"], operands)
         return (o[: qo_indptr[-1]] * weights[: qo_indptr[-1]]).sum()
 
-    operands = {x: jnp.asarray(array, jnp.float32) for x, array in OPERANDS_OF(name).items()}
-    given = {x: jnp.asarray(array) for x, array in OPERANDS_OF(name).items()}
+    operands = {x: jnp.asarray(array, jnp.float32) for x, array in named_operands(name).items()}
+    given = {x: jnp.asarray(array) for x, array in named_operands(name).items()}
     found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, given)
     want = jax.jit(jax.grad(plain_loss, argnums=(0, 1, 2, 3)))(q, k, v, operands)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
@@ -358,14 +358,14 @@ def test_identity_costs_nothing():
 
 
 def test_equal_programs_are_equal_and_survive():
-    one, two = (ja.Variant(k=rope_k, head_dim=DIM, operands=OPERANDS_OF("rope")) for _ in "ab")
+    one, two = (ja.Variant(k=rope_k, head_dim=DIM, operands=named_operands("rope")) for _ in "ab")
     assert one == two and hash(one) == hash(two) and one != variant_of("rope")
     copy = pickle.loads(pickle.dumps(one))
     assert copy == one and "sub" in str(copy)
     spec, arguments, q, k, v, _ = Batch().make(variant_of("rope"))
     again = ja.AttentionSpec.from_fields(spec.to_fields())
     assert again == spec
-    operands = OPERANDS_OF("rope")
+    operands = named_operands("rope")
     o = [attend(q, k, v, ja.plan(s, *arguments), operands, {})[0] for s in (spec, again)]
     np.testing.assert_array_equal(*o)
 
@@ -445,7 +445,7 @@ def test_requests_share_only_what_is_the_same():
 @pytest.mark.parametrize("at", range(0, 60))
 def test_damaged_words_are_refused_or_harmless(at):
     variant = variant_of("partial")
-    (name, transform), words = next(iter(variant.transforms.items())), None
+    [(name, transform)] = variant.transforms.items()
     words = list(transform.words)
     for value in (-1, 0, 1, 7, 2**40):
         changed = [*words[:at], value, *words[at + 1 :]]
@@ -457,11 +457,20 @@ def test_damaged_words_are_refused_or_harmless(at):
             assert again.transforms[name].words == tuple(changed)
 
 
+def test_a_product_needs_a_matrix():
+    variant = ja.Variant(q=norm, head_dim=DIM, operands=named_operands("norm"))
+    product = _core.first_transform_op + _core.transform_ops.index("product")
+    line = [product, 0, DIM, 0, 0, *[0] * (3 * _core.max_transform_args)]
+    words = [_core.transform_version, DIM, 1, 1, 0, *line, 0, 0, DIM]
+    with pytest.raises(ValueError, match="value 0: axes of a matrix: expected 2 or more, got 1"):
+        ja.Variant.from_words(variant.words, variant.names, {"q": words})
+
+
 def test_hopper_routes_to_the_portable_loop():
     spec = Batch(dtype="bfloat16", spec=(("target", "sm_90"),)).make(variant_of("rope"))[0]
     assert spec.kernel_config["main_loop"] == 0
     assert any("transforms of k and v" in why for _, why in spec.problem.reasons)
     text = _core.attention_source(spec.problem).text
     assert "struct GivenOfK" in text and "using TransformOfV = NoTransform" in text
-    queries = ja.Variant(q=rope_q, head_dim=DIM, operands=OPERANDS_OF("rope"))
+    queries = ja.Variant(q=rope_q, head_dim=DIM, operands=named_operands("rope"))
     assert dataclasses.replace(spec, variant=queries).kernel_config["main_loop"] == 1

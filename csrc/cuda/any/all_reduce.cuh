@@ -88,7 +88,7 @@ struct AllReduceBody {
     const i32 first = static_cast<i32>(smem_.first_piece);
     Waiting waiting;
     while (LoadAcquire(done) != first) {
-      if (!waiting.GoesOn(*this, kAllReduceBusy, p_.rank, smem_.first_piece, 0)) break;
+      if (!waiting.GoesOn(*this, kAllReduceBusy, p_.rank)) break;
     }
     smem_.is_fine = LoadRelaxedSystem(&head->is_faulted) == 0;
   }
@@ -179,10 +179,10 @@ struct AllReduceBody {
       const u32 tag = static_cast<u32>(seen >> 32);
       if (tag != 0 && static_cast<u32>(seen) == piece) {
         if (tag == smem_.tag) return true;
-        GiveUp(p_, smem_.tag, kAllReduceOther, from, piece, tag);
+        GiveUp(kAllReduceOther, from);
         return false;
       }
-      if (!waiting.GoesOn(*this, kAllReduceLate, from, piece, tag)) return false;
+      if (!waiting.GoesOn(*this, kAllReduceLate, from)) return false;
     }
   }
 
@@ -191,14 +191,14 @@ struct AllReduceBody {
     i64 begin = 0;
     int num_looks = 0;
 
-    __device__ __forceinline__ bool GoesOn(AllReduceBody& cta, AllReduceFaultCode code, int peer,
-                                           u32 piece, u32 tag) {
+    __device__ __forceinline__ bool GoesOn(const AllReduceBody& cta, AllReduceFaultCode code,
+                                           int peer) {
       if (++num_looks % 32 != 0) return true;
       if (LoadRelaxedSystem(&cta.Head()->is_faulted) != 0) return false;
       const i64 now = GlobalTimer();
       if (begin == 0) begin = now;
       if (now - begin > cta.p_.limit) {
-        GiveUp(cta.p_, cta.smem_.tag, code, peer, piece, tag);
+        cta.GiveUp(code, peer);
         return false;
       }
       Nap();
@@ -207,19 +207,11 @@ struct AllReduceBody {
   };
 
   // Tells the host why, once, and the other devices that they need not wait.
-  __device__ __forceinline__ static void GiveUp(const AllReduceParams& p, u32 tag,
-                                                AllReduceFaultCode code, int peer, u32 piece,
-                                                u32 peer_tag) {
-    const auto head = [&](int rank) {
-      return reinterpret_cast<AllReduceHead*>(p.memory[rank].begin);
-    };
-    if (AddAcquireRelease(&head(p.rank)->is_faulted, 1) != 0) return;
-    StoreRelaxedSystem(&p.fault->piece, static_cast<i32>(piece));
-    StoreRelaxedSystem(&p.fault->tag, static_cast<i32>(tag));
-    StoreRelaxedSystem(&p.fault->peer_tag, static_cast<i32>(peer_tag));
-    StoreReleaseSystem(&p.fault->code_and_peer, static_cast<u64>(peer) << 32 | code);
+  __device__ __forceinline__ void GiveUp(AllReduceFaultCode code, int peer) const {
+    if (AddAcquireRelease(&Head()->is_faulted, 1) != 0) return;
+    StoreReleaseSystem(&p_.fault->code_and_peer, static_cast<u64>(peer) << 32 | code);
     for (int i = 0; i < kNumDevices; ++i) {
-      if (i != p.rank) StoreRelaxedSystem(&head(i)->is_faulted, 1);
+      if (i != p_.rank) StoreRelaxedSystem(&HeadOf(i)->is_faulted, 1);
     }
   }
 

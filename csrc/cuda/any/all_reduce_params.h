@@ -24,9 +24,7 @@ enum AllReduceFaultCode : i32 {
   kAllReduceBusy,   // an earlier call of the same device did not end in time
 };
 struct AllReduceFault {
-  u64 code_and_peer;  // the code, and above it the rank of the peer; written last
-  i32 piece, tag, peer_tag;
-  i32 padding[3];
+  u64 code_and_peer;  // the code, and above it the rank of the peer
 };
 
 // The head of a device's memory. CTAs with one number, of all devices and launches, form a channel.

@@ -84,11 +84,11 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
     const i32 dealers = kNumTeams > 1 ? (end - first) * kTeamThreads : 0;
     if (records && thread >= dealers) record(thread - dealers, Context::kNumThreads - dealers);
     __syncthreads();
+    if (first == 0) schedule->makespan = c.shared.makespan[0];
     if (chosen || rules.schedule != kBalanced) return {};
     // What was made, and what comes next.
     bool may_retry = false;
     if (first == 0) {
-      schedule->makespan = c.shared.makespan[0];
       may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
       if (may_retry) {
         const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));

@@ -158,9 +158,8 @@ void TestDeviceThatIsGone() {
   Group group(2);
   std::vector<Call<Traits>> calls;
   for (int i = 0; i < 2; ++i) calls.emplace_back(group, 3, 16, false, 1, i);
-  for (auto& call : calls) {
-    for (AllReduceParams& p : call.params) p.limit = 20'000'000;
-  }
+  // Only waits for the device that is gone are short: threads may be late on a busy machine.
+  for (AllReduceParams& p : calls[1].params) p.limit = 20'000'000;
   RunOnThreads(calls, {{0, 1}, {0}}, 1, 1, kNothing);
   CHECK(calls[0].IsRight() && calls[1].HasNan(0), "values");
   CHECK(group.code(0) == kAllReduceLate && group.faults[0].code_and_peer >> 32 == 1, "reason");

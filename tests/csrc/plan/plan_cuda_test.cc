@@ -549,6 +549,18 @@ void RunRanges(unsigned seed) {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, num_kv_heads, 132);
 }
 
+// Fixed splits with prefixes that are given: sharing is not always faster.
+void RunFixedSplits(unsigned seed) {
+  Random random(seed);
+  AttentionProblem problem = HopperProblem(Pick(random, {1, 2, 8}), 132);
+  problem.spec.schedule = kFixedSplit;
+  problem.spec.kv_split = Pick(random, {256, 512, 1024});
+  problem.spec.share_prefixes = 1;
+  const Batch batch = RandomLevels(problem, random);
+  SettleProblem(batch, random, &problem);
+  Compare<TraitsOf<128, 16 * 1024, 1>>(problem, batch, seed);
+}
+
 // More shared tiles than a plan holds: 200 for 400 requests. 13 cover all requests, one covers each
 // pair.
 void RunPairs() {
@@ -684,6 +696,7 @@ void RunAll(unsigned num_cases) {
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
   for (unsigned seed = 0; seed < 30; ++seed) RunRanges(seed);
+  for (unsigned seed = 0; seed < 40; ++seed) RunFixedSplits(seed);
   std::printf(
       "%u batches: %d with splits, %d with cuts of one head unit, %d with trees of merges, %d"
       " refused by both\n",
