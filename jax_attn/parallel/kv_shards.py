@@ -234,7 +234,11 @@ def plan_kv_shards(
 
     Inside shard_map over the axis, each device plans for its own KV shard in the compiled function.
     Elsewhere the result has the plans of all devices, as host arrays if the arguments are host
-    arrays.
+    arrays. As in jax_attn.plan, the planner on CUDA devices does not search for shared prefixes:
+    without prefix_levels its bits equal those of the host planner with prefix_levels=(), where
+    nothing is shared.
+
+    prefix_levels: as in jax_attn.plan. With a left window nothing is shared by given levels.
 
     Raises like jax_attn.plan for the given batch.
     """
@@ -265,8 +269,10 @@ def plan_kv_shards(
     for device in devices:
         parts = _attended_parts(xp, kv_shards, batch, device)
         levels_of_parts = None
-        if prefix_levels is not None and kv_shards.attend_spec.window_left < 0:
-            levels_of_parts = [_level_of_parts(xp, kv_shards, parts, *level) for level in levels]
+        if prefix_levels is not None:
+            # With a left window the pages of a part begin where its window does.
+            used = levels if kv_shards.attend_spec.window_left < 0 else []
+            levels_of_parts = [_level_of_parts(xp, kv_shards, parts, *level) for level in used]
         attend.append(_plan_parts(xp, kv_shards.attend_spec, parts, levels_of_parts))
         parts = _appended_parts(xp, kv_shards, batch, device)
         append.append(_plan_parts(xp, kv_shards.append_spec, parts, None))

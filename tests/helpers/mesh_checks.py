@@ -327,7 +327,11 @@ def check_loops(mesh_name: str) -> None:
 
 
 def check_plans() -> None:
-    """Checks that plans made inside shard_map have the bits of the host's, prefix levels too."""
+    """Checks that plans made inside shard_map have the bits of the host's, prefix levels too.
+
+    A GPU does not search for shared prefixes: without levels its plans are those of the host that
+    is told that nothing is shared. The plans that attend are those of the host that searches.
+    """
     size = min(4, len(jax.devices()))
     mesh = make_mesh(1, size)
     tree = dict(  # noqa: C408
@@ -346,6 +350,8 @@ def check_plans() -> None:
         (dataclasses.replace(CHUNKS, causal=False, window_left=31, window_right=9), None),
         (dataclasses.replace(CHUNKS, q_offsets=(-3, 100, 0, 5, 2000)), None),
         (Case("tree", **tree), None),
+        (Case("tree", window_left=2000, **tree), None),
+        (Case("tree", window_left=2000, **tree), [tuple(map(np.array, level)) for level in levels]),
         (Case("tree", **tree), [tuple(map(np.array, level)) for level in levels]),
         (Case("tree", **(tree | {"qo_lens": (1, 1, 400, 1, 3, 2, 1, 1, 90, 1)})),
          [tuple(map(np.array, level)) for level in levels]),
@@ -358,7 +364,7 @@ def check_plans() -> None:
         for device in range(size):
             for plan in (host.attend_plan(device), host.append_plan(device)):
                 plan.spec.problem.check_plan(np.ascontiguousarray(plan.buffer), -1)
-        if prefix_levels is not None:
+        if prefix_levels and case.window_left < 0:
             groups = [host.attend_plan(d).items()["num_groups"].max() for d in range(size)]
             # A GPU has so many CTAs that it cuts no request of these lengths.
             assert size < 4 or on_gpu() or max(groups) > 1, groups
@@ -368,9 +374,11 @@ def check_plans() -> None:
             ),
             mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=kv_shards.plan_spec,
         )  # fmt: skip
-        inside = jax.jit(make)(lengths)
-        assert_same_bits("attend", inside.attend_buffers, host.attend_buffers)
-        assert_same_bits("append", inside.append_buffers, host.append_buffers)
+        inside, same = jax.jit(make)(lengths), host
+        if on_gpu() and prefix_levels is None:
+            same = parallel.plan_kv_shards(kv_shards, **lengths, prefix_levels=())
+        assert_same_bits("attend", inside.attend_buffers, same.attend_buffers)
+        assert_same_bits("append", inside.append_buffers, same.append_buffers)
         o, lse = parallel.attend_kv_shards(
             batch.q, *_arrays(kv_shards, mesh, batch), host, return_lse=True, mesh=mesh
         )

@@ -72,6 +72,30 @@ def test_a_chunk_costs_one_part_for_each_page_it_touches():
         assert live.sum() == 500 // 24 + 2
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize("window_left", [-1, 600])
+def test_prefixes_are_searched_only_where_none_are_given(window_left, target):
+    """The bits of a plan made on a GPU, which does not search, are those of prefix_levels=()."""
+    indptr, kv_lens = np.arange(9), np.full(8, 512)
+    pages = np.tile(np.arange(8), 8)  # all requests have the same pages
+    spec = _spec(
+        page_size=64, max_batch=8, max_qo_tokens=8, max_kv_pages=64, num_ctas=2,
+        window_left=window_left, target=target,
+    )  # fmt: skip
+    kv_shards = parallel.KvShards(spec, "kv", 2)
+
+    def num_shared(prefix_levels):
+        plan = parallel.plan_kv_shards(
+            kv_shards, indptr, kv_lens, 8 * indptr, pages, prefix_levels=prefix_levels
+        )
+        return [plan.attend_plan(device).header()["num_shared_tokens"] for device in range(2)]
+
+    assert min(num_shared(None)) > 0
+    assert num_shared(()) == [0, 0]
+    given = num_shared([([0, 8], [448])])
+    assert min(given) > 0 if window_left < 0 else given == [0, 0]
+
+
 def _spec(**fields):
     sizes = {"head_dim_qk": 16, "page_size": 24, "max_batch": 2, "max_qo_tokens": 5}
     options = sizes | {"max_kv_pages": 9, "dtype": "float32", "target": "cpu"} | fields
