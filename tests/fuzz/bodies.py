@@ -111,6 +111,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"model": "tiny", "prompt": "a", "stream": False, "options": {"num_predict": 2}}
     ],
     "/api/show": [{"model": "tiny"}],
+    "/api/embed": [{"model": "vectors", "input": "a"}, {"model": "vectors", "input": ["a", "b"]}],
+    "/api/embeddings": [{"model": "vectors", "prompt": "a"}],
     "/tokenize": [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
     "/detokenize": [{"tokens": [1, 2]}],
 }

@@ -101,7 +101,7 @@ def test_any_number_of_a_problem():
 def test_words_of_the_problem(op, step):
     """Each call is compiled, so there are few values, and few words for some handlers."""
     words = np.asarray(SPEC.problem.words, np.int64)
-    assert len(words) == len(WORDS)
+    assert len(words) == len(WORDS) + 2  # the numbers of words of transforms of k and v
     assert sentence_of(lambda: op(words, SPEC.workspace_words)) is None
     for i, name in list(enumerate(WORDS))[1::step]:
         other = words.copy()

@@ -74,10 +74,10 @@ class DeviceConfig:
 class Device:
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._has_drafts = config.max_drafts > 0
-        self._rotates = capacities.kv_policy is not None
         self._model_config = model.config
         self._split = _split(model.config, config)
+        self._has_drafts = config.max_drafts > 0
+        self._rotates = capacities.kv_policy is not None
         if self._split is not None:
             params = self._split.split_params(params)
         elif jax.default_backend() == "cpu":

@@ -389,9 +389,21 @@ def closes_over(x, at):
 @pytest.mark.parametrize(
     ("functions", "error", "words"),
     [
-        ({"k": sorts}, NotImplementedError, r"k: the primitive sort at .*test_transforms.py:\d+"),
-        ({"k": branches}, NotImplementedError, r"k: Python control flow .*test_transforms.py:\d+"),
-        ({"k": at_of_query}, NotImplementedError, r"\.q_pos at .*test_transforms.py:\d+ .*kv_pos"),
+        (
+            {"k": sorts},
+            NotImplementedError,
+            r"k: the primitive sort at .*test_row_transforms.py:\d+",
+        ),
+        (
+            {"k": branches},
+            NotImplementedError,
+            r"k: Python control flow .*test_row_transforms.py:\d+",
+        ),
+        (
+            {"k": at_of_query},
+            NotImplementedError,
+            r"\.q_pos at .*test_row_transforms.py:\d+ .*kv_pos",
+        ),
         ({"k": closes_over}, NotImplementedError, r"k: an index that is not constant.* at .*:\d+"),
         ({"v": project}, NotImplementedError, r"\.head at .* is not supported"),
         ({"q": lambda x, at: x[:5]}, ValueError, r"q: expected a function that returns 64 numbers"),
@@ -410,7 +422,7 @@ def test_refuses_a_product_with_the_users_line():
         return x @ matrix[at.kv_head]
 
     with pytest.raises(
-        NotImplementedError, match=r"k: a product .*test_transforms.py:\d+.* is not"
+        NotImplementedError, match=r"k: a product .*test_row_transforms.py:\d+.* is not"
     ):
         ja.Variant(k=f, head_dim=DIM, operands={"matrix": OPERANDS["matrix"]})
 
