@@ -43,14 +43,6 @@ def server(tmp_path_factory):
     (model / "chat_template.jinja").write_text(TOOLS_TEMPLATE + template)
     server = ServerProcess(directory, *OPTIONS, *key_options(directory), "--model", str(model))
     with contextlib.closing(server):
-        # The port is open while it compiles, and says so.
-        with server.engine_stopped():
-            status, body = server.get("/health")
-            assert (status, json.loads(body)) == (503, {"status": "compiling"})
-            assert server.get("/v1/models", KEYS[0])[0] == 200
-            with pytest.raises(openai.InternalServerError) as refused:
-                server.client().completions.create(model=MODEL, prompt="a")
-            assert refused.value.status_code == 503
         server.wait_until_ready()
         yield server
         assert server.metric("jax_attn_compilations_total") == 0
@@ -403,14 +395,12 @@ def test_sigterm_drains(tmp_path):
             client.models.list()
 
 
-def test_sigterm_while_compiling(tmp_path):
+def test_sigterm_at_the_start(tmp_path):
+    """The port is open; the first executables may be compiled by then, or not."""
     server = ServerProcess(tmp_path, *OPTIONS, "--model", str(model_directory()))
     with contextlib.closing(server):
-        with server.engine_stopped():
-            assert server.get("/health")[0] == 503
-            os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(START_SECONDS) == 0, server.log()
-        assert "ready; " not in server.log()  # it did not compile to the end first
 
 
 @pytest.mark.parametrize(
