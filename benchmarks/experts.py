@@ -39,7 +39,7 @@ def weights_of(kind: str, shape: tuple[int, int, int], rng: np.random.Generator)
 
 
 def milliseconds(run: Callable[[], jax.Array]) -> float:
-    """Of one call, by processor time on CPUs, otherwise by wall clock."""
+    """Seconds of one call: processor time on CPUs, wall clock elsewhere."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     jax.block_until_ready(run())
     begin, number = clock(), 0

@@ -742,6 +742,11 @@ enum LinearPhase : i32 {
   kLinearOutputs     // o, and the states behind chunks
 };
 
+// A log of a decay below it makes the decay 0 in f32. Sums of larger ones keep their precision.
+inline constexpr float kLowestDecayLog = -88.0f;
+// Under the root of l2_norm, as in transformers.
+inline constexpr float kL2NormEpsilon = 1e-6f;
+
 // Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
 inline constexpr i32 kLinearTokens = 64;
 

@@ -164,7 +164,7 @@ struct AttentionProblem {
   AttentionSpec spec;
   KernelConfig config;
   VariantProgram program = {};  // the spec's variant
-  // Of k and v, as they run in the kernels on rows of `dtype`.
+  // Those of k and v, as they run in the kernels on rows of `dtype`.
   Transform transforms[2];
 
   bool transforms_rows() const { return transforms[0].present() || transforms[1].present(); }

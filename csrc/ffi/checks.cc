@@ -204,6 +204,15 @@ void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results) {
   }
 }
 
+Status CheckSameMemory(const char* op, const char* name, const ffi::AnyBuffer& result,
+                       const ffi::AnyBuffer& operand) {
+  if (operand.size_bytes() == 0 || result.untyped_data() == operand.untyped_data()) {
+    return Status::Ok();
+  }
+  return Status::Error(std::string(op) + ": " + name +
+                       ": expected the memory of the operand, got other memory.");
+}
+
 Status CopyToResult(const ffi::AnyBuffer& operand, ffi::AnyBuffer result, CUstream_st* stream) {
   return CopyBytes(result.untyped_data(), operand.untyped_data(), operand.size_bytes(), stream);
 }

@@ -100,6 +100,10 @@ void PreferHugePages(std::initializer_list<ffi::AnyBuffer> results);
 void PoisonOnHost(std::initializer_list<ffi::AnyBuffer> results);
 Status PoisonOnDevice(std::initializer_list<ffi::AnyBuffer> results, CUstream_st* stream);
 
+// Checks that a result is in the memory of an operand, as XLA was asked. They may be empty.
+Status CheckSameMemory(const char* op, const char* name, const ffi::AnyBuffer& result,
+                       const ffi::AnyBuffer& operand);
+
 // Copies an operand to the result that XLA was asked to put in its memory, if it did not. On GPUs
 // XLA may fuse slices of operands and of results into a call in a loop, and then the two are apart.
 Status CopyToResult(const ffi::AnyBuffer& operand, ffi::AnyBuffer result, CUstream_st* stream);

@@ -139,11 +139,7 @@ Status CheckAlike(const char* name, const ffi::AnyBuffer& array, const ffi::AnyB
 // The same, and that both are in the same memory.
 Status CheckInPlace(const char* name, const ffi::AnyBuffer& result, const ffi::AnyBuffer& operand) {
   JAX_ATTN_RETURN_IF_ERROR(CheckAlike(name, result, operand));
-  if (operand.size_bytes() == 0 || result.untyped_data() == operand.untyped_data()) {
-    return Status::Ok();
-  }
-  return Status::Error(std::string("linear_attention: ") + name +
-                       ": expected the memory of the operand, got other memory.");
+  return CheckSameMemory(kOp, name, result, operand);
 }
 
 Status ExecuteCpu(ffi::ThreadPool pool, const LinearOperands& operands, ResultBuffer o,

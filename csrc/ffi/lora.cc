@@ -57,9 +57,7 @@ Status ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer y, ffi:
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "result", out, type, {p.num_rows, p.columns}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "adapters", adapters, ffi::S32, {p.num_rows}));
   JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "ranks", ranks, ffi::S32, {num_adapters, p.num_parts}));
-  if (y.untyped_data() != out.untyped_data()) {
-    return Status::Error("lora: result: expected the memory of y, got other memory.");
-  }
+  JAX_ATTN_RETURN_IF_ERROR(CheckSameMemory(kOp, "result", out, y));
   int64_t last = 0;
   for (const int64_t end : ends) {
     if (end < last || end > p.columns) last = p.columns + 1;

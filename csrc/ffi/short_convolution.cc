@@ -77,11 +77,7 @@ Status CheckCall(const ConvolutionCall& call, ConvolutionShape* shape) {
 Status ExecuteCpu(ffi::ThreadPool pool, const ConvolutionCall& call) {
   ConvolutionShape shape;
   JAX_ATTN_RETURN_IF_ERROR(CheckCall(call, &shape));
-  if (call.states.size_bytes() > 0 &&
-      call.states.untyped_data() != call.states_out.untyped_data()) {
-    return Status::Error(
-        "short_convolution: result: expected the memory of states, got other memory.");
-  }
+  JAX_ATTN_RETURN_IF_ERROR(CheckSameMemory(kOp, "states", call.states_out, call.states));
   const int64_t layer = call.layer.typed_data<int32_t>()[0];
   JAX_ATTN_RETURN_IF_ERROR(CheckLayer(kOp, static_cast<int32_t>(layer), shape.layers));
   StatePlan plan;

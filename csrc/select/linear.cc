@@ -16,14 +16,12 @@ constexpr int64_t kTileColumns = 64;
 // A decode or drafts: up to so many tokens a request.
 constexpr int64_t kFewTokens = 8;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+}  // namespace
 
 int64_t Processors(const LinearAttentionProblem& problem) {
   if (problem.num_processors > 0) return problem.num_processors;
   return DefaultProcessors(problem.kernel.arch > 0 ? problem.kernel.arch : 90);
 }
-
-}  // namespace
 
 Status ReadLinearProblem(const int64_t* words, int64_t num_words, LinearAttentionProblem* problem) {
   const auto refuse = [](const char* what, const std::string& expected, int64_t got) {

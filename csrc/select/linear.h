@@ -20,6 +20,11 @@ struct LinearAttentionProblem {
   int64_t max_chunks = 0;  // rows of the plan's chunks
 };
 
+// Multiprocessors of the device; where the target does not say them, those of the most common part.
+int64_t Processors(const LinearAttentionProblem& problem);
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // Words of a problem, in the order of the attribute "problem" of calls (jax_attn/_xla/ffi.py).
 inline constexpr int64_t kLinearProblemWords = 14;
 

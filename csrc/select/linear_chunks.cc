@@ -10,8 +10,6 @@ namespace {
 constexpr int64_t kFewestChunkTokens = 17;
 // S^T of more rows of k does not fit the registers.
 constexpr int64_t kMostDimK = 128;
-// Of the device on which most will run, where the target does not say it.
-constexpr int64_t kUsualProcessors = 132;
 // Times of a chunk in kLinearMaps and kLinearOutputs together over that of a map in kLinearStarts:
 // 5.1 us over 2.2 on an H200 with decays so slow that all maps count, before the latter was made
 // faster.
@@ -24,12 +22,7 @@ constexpr double kLeastNarrowSegments = 0.33;
 // Columns of v of an item of kLinearStarts.
 constexpr int64_t kStartColumns = 16;
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
-
-int64_t Processors(const LinearAttentionProblem& problem) {
-  return problem.num_processors > 0 ? problem.num_processors : kUsualProcessors;
-}
 
 // CTAs that a segment keeps busy.
 int64_t ItemsOfSegment(const LinearAttentionProblem& problem, int64_t tile_columns) {

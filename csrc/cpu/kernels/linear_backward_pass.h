@@ -555,7 +555,7 @@ class LinearBackward : LinearPass<Isa, T> {
     });
     float less = 0;
     if (p_.has_l2_norm) {
-      const float sum = Isa::ReduceAdd(squares) + 1e-6f;
+      const float sum = Isa::ReduceAdd(squares) + kL2NormEpsilon;
       scale /= sqrtf(sum);
       less = Isa::ReduceAdd(inner) / sum;
     }

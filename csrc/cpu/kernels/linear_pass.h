@@ -34,8 +34,6 @@ class LinearPass {
   static constexpr i64 kFewTokens = 2;
   // Vectors of columns of a recurrence whose two sums are in registers.
   static constexpr int kWideVecs = Isa::kRows * kVecs >= 24 ? 8 : 4;
-  // A log of a decay below it makes the decay 0 in f32. Sums of larger ones keep their precision.
-  static constexpr float kLowestLog = -88.0f;
 
  public:
   static size_t ScratchBytes(const LinearParams& p, const LinearTask& task) {
@@ -211,7 +209,7 @@ class LinearPass {
         const Vec x = Isa::LoadFirst(from + d, lanes);
         squares = Isa::Fma(x, x, squares);
       });
-      scale /= sqrtf(Isa::ReduceAdd(squares) + 1e-6f);
+      scale /= sqrtf(Isa::ReduceAdd(squares) + kL2NormEpsilon);
     }
     const Vec factor = Isa::Set(scale);
     ForChannels([&](i64 d, int lanes) {
@@ -230,8 +228,10 @@ class LinearPass {
     return p_.beta ? p_.beta[token * p_.num_v_heads + head] : 1.0f;
   }
   // The log of a token's decay in base-2 units; d: channel.
-  static float Log2Of(float g) { return (g < kLowestLog ? kLowestLog : g) * kLog2e; }
-  static Vec Log2Of(Vec g) { return Isa::Mul(Isa::Max(Isa::Set(kLowestLog), g), Isa::Set(kLog2e)); }
+  static float Log2Of(float g) { return (g < kLowestDecayLog ? kLowestDecayLog : g) * kLog2e; }
+  static Vec Log2Of(Vec g) {
+    return Isa::Mul(Isa::Max(Isa::Set(kLowestDecayLog), g), Isa::Set(kLog2e));
+  }
   const float* ChannelDecaysOf(i64 token, i64 head) const {
     return p_.g + (token * p_.num_v_heads + head) * dim_;
   }

@@ -40,9 +40,6 @@ struct LinearRecurrenceBody {
   static_assert(Traits::kTileColumns % kWarpColumns == 0 || kTiles == 1, "tiles are whole warps");
 
   static constexpr int kTokens = kDimK > 128 ? 4 : 8;  // that are prepared together
-  // A log of a decay below it makes the decay 0 in f32, as on CPUs.
-  static constexpr float kLowestLog = -88.0f;
-  static constexpr float kNormEpsilon = 1e-6f;
 
   // A channel of a token: decay * k, decay * q, k, decay. q has the scale; both are normalized.
   struct Tokens {
@@ -269,8 +266,8 @@ struct LinearRecurrenceBody {
         q_squares = fmaf(q[i], q[i], q_squares);
         k_squares = fmaf(k[i], k[i], k_squares);
       }
-      q_factor *= ReciprocalRoot(WarpSumOf(q_squares) + kNormEpsilon);
-      k_factor = ReciprocalRoot(WarpSumOf(k_squares) + kNormEpsilon);
+      q_factor *= ReciprocalRoot(WarpSumOf(q_squares) + kL2NormEpsilon);
+      k_factor = ReciprocalRoot(WarpSumOf(k_squares) + kL2NormEpsilon);
     }
     float qk = 0.0f;
 #pragma unroll
@@ -308,7 +305,7 @@ struct LinearRecurrenceBody {
   // exp(g); NaN stays NaN.
   __device__ __forceinline__ static float Decay(const float* g) {
     const float log = __uint_as_float(LoadOperand32(g));
-    return Exp2((log < kLowestLog ? kLowestLog : log) * kLog2E);
+    return Exp2((log < kLowestDecayLog ? kLowestDecayLog : log) * kLog2E);
   }
   __device__ __forceinline__ static float WarpSumOf(float x) {
 #pragma unroll

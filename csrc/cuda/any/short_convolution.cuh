@@ -24,8 +24,8 @@ struct ShortConvolutionBody {
   static constexpr int kRowsAhead = kWidth > 4 ? 4 : 8;  // loads in flight before the first is used
 
   struct Smem {
-    // Of the channels of each thread. The padding keeps threads that read theirs out of each
-    // other's banks.
+    // Each thread has those of its channels. The padding keeps threads that read theirs out of
+    // each other's banks.
     float taps[kNumThreads][kVector * kWidth + 1];
     // A bit for each of kNumThreads chunks: whether it writes a state, and whether it is of another
     // request.

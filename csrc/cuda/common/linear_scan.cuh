@@ -268,7 +268,7 @@ class LinearMapsPhase
       }
       WaitCopies<0>();
       Products::FenceTiles();
-      // Of the threads that wait here all have computed the step before.
+      // All threads that wait here have computed the step before.
       is_zero = step > 0 && !__syncthreads_or(!is_zero);
       if (step == 0) __syncthreads();
       if (is_zero) break;

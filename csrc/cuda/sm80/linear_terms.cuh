@@ -162,7 +162,7 @@ class LinearTermsPhase {
           sum = fmaf(value, value, sum);
         }
       }
-      shared_.norms[which][row] = ReciprocalRoot(sum + 1e-6f);
+      shared_.norms[which][row] = ReciprocalRoot(sum + kL2NormEpsilon);
     } else {
       shared_.norms[which][row] = 1.0f;
     }
@@ -234,8 +234,7 @@ class LinearTermsPhase {
     for (int half = 0; half < 2; ++half) {
       float sum = 0.0f;
       if constexpr (Traits::kDecay != kNoDecay) {
-        // A log below -88 makes the decay 0 in f32; sums of larger ones keep their precision.
-        sum = (tokens.g[half] < -88.0f ? -88.0f : tokens.g[half]) * kLog2E;
+        sum = (tokens.g[half] < kLowestDecayLog ? kLowestDecayLog : tokens.g[half]) * kLog2E;
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
           const float before = __shfl_up_sync(kFullWarp, sum, distance);
