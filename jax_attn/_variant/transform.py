@@ -568,6 +568,8 @@ def _step(builder: _Builder, what: str, eqn: Any, arguments: list[Any], where: s
         return _split(arguments[0], params)
     if name in _REDUCED:
         return [_reduced(builder, what, eqn, arguments[0], where)]
+    if any(0 in var.aval.shape for var in eqn.outvars):
+        _unsupported(what, f"the primitive {name} of an array without elements", where)
     rule = RULES.get(name)
     if rule is None or len(eqn.outvars) != 1:
         _unsupported(what, f"the primitive {name}", where)

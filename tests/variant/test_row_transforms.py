@@ -406,6 +406,11 @@ def closes_over(x, at):
         ),
         ({"k": closes_over}, NotImplementedError, r"k: an index that is not constant.* at .*:\d+"),
         ({"v": project}, NotImplementedError, r"\.head at .* is not supported"),
+        (
+            {"k": lambda x, at: jnp.append(x, x[DIM:] * 2)},
+            NotImplementedError,
+            "mul of an array wi",
+        ),
         ({"q": lambda x, at: x[:5]}, ValueError, r"q: expected a function that returns 64 numbers"),
         ({"q": lambda x, at, y: x}, ValueError, r"q: expected fn\(x, at, \.\.\.\)"),
         ({"q": lambda x, at: x * 2, "head_dim": None}, ValueError, "head_dim: expected elements"),
