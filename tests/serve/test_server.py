@@ -458,8 +458,8 @@ def test_metrics(server):
         ("/v1/completions", {"prompt": "a", "max_tokens": 9}),
     ],
 )
-def test_the_first_event_that_is_measured_has_output(route, body):
-    """Once, also in a stream of responses, which begins with events that tell nothing."""
+def test_one_event_of_a_stream_is_measured(route, body):
+    """One event of a request is measured, after its first token."""
     with serving() as server:
 
         def num_measured() -> float:
