@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
+from helpers.serve.small_engine import FixedDrafts
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
@@ -191,19 +192,6 @@ def test_the_output_of_a_batch_is_what_it_is_without(run, repeated, text):
     assert engine.stats()["draft_tokens_taken"] > 20
 
 
-class Always:
-    """Proposes the same drafts, right or wrong."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def propose(self, seq, most):
-        return self.tokens[seq.num_output + seq.num_in_flight :][:most]
-
-    def settle(self, num_drafts, num_taken):
-        pass
-
-
 @pytest.mark.parametrize("right", [True, False])
 def test_penalties_count_the_drafts_that_were_right(run, repeated, monkeypatch, right):
     """Penalties count accepted tokens before a sample, and no refused drafts."""
@@ -211,7 +199,7 @@ def test_penalties_count_the_drafts_that_were_right(run, repeated, monkeypatch, 
     _, expected = run(0, request)
     tokens = expected[0][0]
     drafts = tokens if right else [7 if i % 3 == 2 else t for i, t in enumerate(tokens)]
-    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always(drafts))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: FixedDrafts(drafts))
     engine, got = run(4, request)
     assert got == expected
     stats = engine.stats()
@@ -280,7 +268,7 @@ def test_sampled_output_is_distributed_as_without(run, model, monkeypatch, draft
         for b, q in zip(*odds([*prompt, a]), strict=True):
             expected[a, b] = p * q
     likeliest = max(expected, key=expected.get)
-    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always([*likeliest, 7, 7]))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: FixedDrafts([*likeliest, 7, 7]))
     counts = dict.fromkeys(expected, 0)
     num_taken = 0
     for begin in range(0, n, 4):  # four sequences leave rows for drafts
@@ -297,7 +285,7 @@ def test_sampled_output_is_distributed_as_without(run, model, monkeypatch, draft
 
 def test_refused_drafts_are_not_in_the_cache(run, repeated, monkeypatch):
     """A request with the same prefix as the first continues as without drafts: no tokens, no kv."""
-    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: Always([7] * 99))
+    monkeypatch.setattr(speculation, "NgramDrafter", lambda most: FixedDrafts([7] * 99))
     _, expected = run(0, (repeated, {}))
     longer = [*repeated, *expected[0][0]]
     engine, got = run(7, (repeated, {}))

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
 from helpers import model_cases
+from helpers.serve.small_engine import FixedDrafts
 from jax_attn import models
 from jax_attn.serve._engine import constrained_decoding, speculation
 from jax_attn.serve._engine.engine import Engine
@@ -257,19 +258,6 @@ def test_bits_depend_on_the_sequence_alone(model):
     assert engine.stats()["preemptions"] > before
 
 
-class Known:
-    """Proposes a text, right or wrong."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def propose(self, seq, most):
-        return self.tokens[seq.num_output + seq.num_in_flight :][:most]
-
-    def settle(self, num_drafts, num_taken):
-        pass
-
-
 @pytest.mark.parametrize("jumps", [True, False])
 def test_a_grammar_with_drafts(drafting, monkeypatch, jumps):
     """Forced tokens come behind accepted drafts that the state lacks."""
@@ -280,7 +268,9 @@ def test_a_grammar_with_drafts(drafting, monkeypatch, jumps):
     tokens, texts = [], []
     for _ in range(2):  # without guesses, then with right ones
         drafting.scheduler.cache.clear()
-        monkeypatch.setattr(speculation, "NgramDrafter", lambda most, known=tokens: Known(known))
+        monkeypatch.setattr(
+            speculation, "NgramDrafter", lambda most, known=tokens: FixedDrafts(known)
+        )
         sampling = SamplingParams(max_tokens=60, temperature=0, grammar=pattern)
         seq = Sequence("g", "g", list(STEM), sampling)
         before = drafting.stats()["draft_tokens_taken"]

@@ -53,3 +53,16 @@ def sequence(tokens=(0, 593, 633, 199, 593), **kwargs) -> Sequence:
     params = SamplingParams(**{"max_tokens": 20, "temperature": 0, "ignore_eos": True} | kwargs)
     name = f"s{next(_ids)}"
     return Sequence(name, name, list(tokens), params, arrival=time.monotonic())
+
+
+class FixedDrafts:
+    """A source of drafts that proposes one text, right or wrong."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, seq, most):
+        return self.tokens[seq.num_output + seq.num_in_flight :][:most]
+
+    def settle(self, num_drafts, num_taken):
+        pass
