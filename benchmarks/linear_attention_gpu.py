@@ -38,6 +38,8 @@ class Row:
     decay: str = "head"
     width: int = 0  # of a convolution; 0: linear attention
     calls: int = 8
+    log_decay: float = -0.3  # decays are exp of this times |a normal number|
+    backward: bool = False  # gradients, without the forward pass
 
     @property
     def channels(self) -> int:
@@ -57,13 +59,18 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """States are read and written, q, k, v, g and beta are read, o is written."""
+        """States are read and written, q, k, v, g and beta are read, o is written.
+
+        For gradients: also those of o and the states are read, and those of all arrays written.
+        """
         if self.width:
             return 2 * 2 * self.channels * (self.tokens + self.batch * (self.width - 1))
         size = 2 if self.state_dtype == "bfloat16" else 4
         of_token = 2 * (self.channels + self.v_heads * DIM) + 4 * self.v_heads
         of_token += 4 * self.v_heads * (DIM if self.decay == "channel" else 1)
-        return 2 * size * self.batch * self.v_heads * DIM * DIM + self.tokens * of_token
+        return (1 + self.backward) * (
+            2 * size * self.batch * self.v_heads * DIM * DIM + self.tokens * of_token
+        )
 
 
 ROWS = {
@@ -84,6 +91,13 @@ ROWS = {
     "prefill_1x65536_2_8": Row(1, 65536, 2, 8, "float32", calls=1),
     "prefill_4x4096_16_32": Row(4, 4096, 16, 32, "float32", calls=2),
     "prefill_1x8192_16_32": Row(1, 8192, 16, 32, "float32", calls=2),
+    "prefill_1x2048_2_8_slow": Row(1, 2048, 2, 8, "float32", calls=2, log_decay=-1e-3),
+    "prefill_1x8192_2_8_slow": Row(1, 8192, 2, 8, "float32", calls=2, log_decay=-1e-3),
+    "prefill_1x65536_2_8_slow": Row(1, 65536, 2, 8, "float32", calls=1, log_decay=-1e-3),
+    "backward_1x2048_16_32": Row(1, 2048, 16, 32, "float32", calls=2, backward=True),
+    "backward_1x8192_16_32": Row(1, 8192, 16, 32, "float32", calls=1, backward=True),
+    "backward_4x4096_16_32": Row(4, 4096, 16, 32, "float32", calls=1, backward=True),
+    "backward_1x8192_2_8": Row(1, 8192, 2, 8, "float32", calls=1, backward=True),
     "prefill_1x8192_kda": Row(1, 8192, 32, 32, "float32", "channel", calls=1),
 }
 
@@ -95,7 +109,7 @@ def arrays(row: Row) -> list[jax.Array]:
     shapes = [(t, row.qk_heads, DIM)] * 2 + [(t, heads, DIM)]
     q, k, v = (jax.random.normal(keys[i], shapes[i], "bfloat16") for i in range(3))
     of_g = (t, heads, DIM) if row.decay == "channel" else (t, heads)
-    g = -0.3 * jnp.abs(jax.random.normal(keys[3], of_g))
+    g = row.log_decay * jnp.abs(jax.random.normal(keys[3], of_g))
     return [q, k, v, g, jax.nn.sigmoid(jax.random.normal(keys[4], (t, heads)))]
 
 
@@ -130,7 +144,25 @@ def ours(row: Row) -> float:
     def step(given: Any, pool: jax.Array, layer: int) -> Any:
         return ja.linear_attention(*given, pool, plan, layer=layer)
 
+    if row.backward:
+        return time_gradients(row, step, pool)
     return time_steps(row, step, pool, arrays(row))
+
+
+def time_gradients(row: Row, step: Callable[..., Any], pool: jax.Array) -> float:
+    """Time of the gradients of a step, of which XLA leaves out the forward pass."""
+
+    def backward(given: Any, d_pool: jax.Array, layer: int) -> Any:
+        *operands, d_o, pool = given
+
+        def forward(operands: Any, pool: jax.Array) -> Any:
+            return step(operands, pool, layer)
+
+        gradients, d_pool = jax.vjp(forward, operands, pool)[1]((d_o, d_pool))
+        return gradients, d_pool
+
+    given = arrays(row)
+    return time_steps(row, backward, jnp.ones_like(pool), (*given, given[2], pool))
 
 
 def in_jnp(row: Row) -> float:
@@ -152,6 +184,8 @@ def in_jnp(row: Row) -> float:
         buffer = jnp.asarray(plan.buffer)
         return call.in_jnp(call, LinearOperands(*given, pool), buffer, jnp.int32(layer))
 
+    if row.backward:
+        return time_gradients(row, step, pool)
     return time_steps(row, step, pool, arrays(row))
 
 
@@ -232,7 +266,7 @@ def main() -> None:
         own = measured(ours, row)
         ratio = f"{float(own) / floor:7.2f}" if own.strip()[0].isdigit() else "       "
         print(f"{name:<26}{own}{floor:10.1f}{ratio}", end="", flush=True)
-        uses_fla = has_fla and not row.width and row.decay == "head"
+        uses_fla = has_fla and not row.width and not row.backward and row.decay == "head"
         jnp_time = measured(in_jnp, row) if arguments.peers else ""
         print(jnp_time, measured(by_fla, row) if arguments.peers and uses_fla else "", flush=True)
 

@@ -294,6 +294,7 @@ nb::dict StatsDict() {
   dict["quantized_product_launches"] = stats.quantized_product_launches;
   dict["all_reduce_launches"] = stats.all_reduce_launches;
   dict["linear_attention_launches"] = stats.linear_attention_launches;
+  dict["linear_gradient_launches"] = stats.linear_gradient_launches;
   dict["short_convolution_launches"] = stats.short_convolution_launches;
   dict["plan_launches"] = stats.plan_launches;
   return dict;
@@ -431,6 +432,11 @@ NB_MODULE(_core, m) {
     const LinearAttentionKernel kernel = LinearAttentionKernels(ReadLinear(words)).at(index);
     return Prepared([&](KernelInfo* info) { return PrepareLinearAttention(kernel, info); });
   });
+  // The kernel of linear_gradient_sources(words)[index].
+  m.def("prepare_linear_gradient", [](const std::vector<int64_t>& words, size_t index) {
+    const LinearAttentionKernel kernel = LinearGradientKernels(ReadLinear(words)).at(index);
+    return Prepared([&](KernelInfo* info) { return PrepareLinearAttention(kernel, info); });
+  });
   m.def("prepare_short_convolution", [](int64_t arch, int64_t dtype, int64_t width, bool silu) {
     return Prepared([&](KernelInfo* info) {
       return PrepareShortConvolution({arch, dtype, width, silu}, info);
@@ -489,6 +495,17 @@ NB_MODULE(_core, m) {
       sources.push_back(LinearAttentionKernelSource(kernel));
     }
     return sources;
+  });
+  // None where gradients are jax.numpy code.
+  m.def("linear_gradient_sources", [](const std::vector<int64_t>& words) {
+    std::vector<KernelSource> sources;
+    for (const LinearAttentionKernel& kernel : LinearGradientKernels(ReadLinear(words))) {
+      sources.push_back(LinearAttentionKernelSource(kernel));
+    }
+    return sources;
+  });
+  m.def("linear_gradient_workspace_words", [](const std::vector<int64_t>& words) {
+    return SizeLinearGradient(ReadLinear(words)).workspace_words;
   });
   m.def("linear_attention_workspace_words", [](const std::vector<int64_t>& words) {
     return SizeLinearAttention(ReadLinear(words)).workspace_words;

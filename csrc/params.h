@@ -739,7 +739,12 @@ enum LinearPhase : i32 {
   kLinearTerms = 0,  // what each chunk computes without a state
   kLinearMaps,       // the map of states of each segment that another one follows
   kLinearStarts,     // the states before these others
-  kLinearOutputs     // o, and the states behind chunks
+  kLinearOutputs,    // o, and the states behind chunks
+  // The gradients of a call are launches of their own.
+  kLinearGradientTerms,   // kLinearTerms, as LinearGradientTerms
+  kLinearStates,          // the states before chunks
+  kLinearStateGradients,  // the gradients of the states behind chunks, and of the pool
+  kLinearGradients        // the gradients of q, k, v, g and beta
 };
 
 // A log of a decay below it makes the decay 0 in f32. Sums of larger ones keep their precision.
@@ -770,6 +775,12 @@ struct LinearTerms {
 };
 
 // Segments of a call, in an order that does not matter.
+// The same for gradients; solve is (I + A)^-1.
+struct LinearGradientTerms : LinearTerms {
+  float beta[kLinearTokens];
+  float sums[kLinearTokens];  // G in units of log2
+};
+
 struct LinearSegment {
   i32 begin;        // its first chunk
   i32 first;        // the first chunk of its request
@@ -791,18 +802,48 @@ struct LinearWorkspace {
   i64 size;
 
   constexpr LinearWorkspace(i64 max_chunks, i64 num_v_heads, i64 dim_k, i64 dim_v,
-                            i64 segment_chunks)
+                            i64 segment_chunks, i64 terms_bytes = sizeof(LinearTerms))
       : num_segments(0), segments(128), terms(0), is_zero(0), m(0), b(0), states(0), size(0) {
     const i64 max_maps = segment_chunks > 0 ? max_chunks / segment_chunks + 1 : 0;
     const i64 maps = max_maps * num_v_heads;
     terms = RoundUpTo128(segments + max_chunks * static_cast<i64>(sizeof(LinearSegment)));
-    is_zero = terms + max_chunks * num_v_heads * static_cast<i64>(sizeof(LinearTerms));
+    is_zero = terms + max_chunks * num_v_heads * terms_bytes;
     m = RoundUpTo128(is_zero + maps * 4);
     b = m + maps * 4 * dim_k * dim_k;
     states = b + maps * 4 * dim_k * dim_v;
     size = states + maps * 4 * dim_k * dim_v;
   }
   static constexpr i64 RoundUpTo128(i64 bytes) { return (bytes + 127) / 128 * 128; }
+};
+
+// The gradients of a call of linear attention. The workspace of `forward` is that of the gradients;
+// its o is not read, and its requests are not split.
+struct LinearGradientParams {
+  LinearAttentionParams forward;
+  const void* d_o;      // like v
+  void *d_q, *d_k;      // like q
+  void* d_v;            // like v
+  float *d_g, *d_beta;  // like g and beta; null: none
+  void* d_states;       // like states: from that of the states after the call to that before it
+};
+
+struct LinearGradientWorkspace {
+  LinearWorkspace base;  // with LinearGradientTerms, without maps
+  // Of each chunk and v head, in 16 bits, transposed [dim_v, dim_k], in tiles: the state before it,
+  // and the gradient of the state behind it. Chunks without tokens have none of the former.
+  i64 states, d_states;
+  i64 fresh, d_r;  // like v: V' and the gradient of (I + A) V'
+  i64 size;
+
+  // dim_k, dim_v: with the padding of tiles. own_dim_v: v's.
+  constexpr LinearGradientWorkspace(i64 max_chunks, i64 max_tokens, i64 num_v_heads, i64 dim_k,
+                                    i64 dim_v, i64 own_dim_v)
+      : base(max_chunks, num_v_heads, dim_k, dim_v, 0, sizeof(LinearGradientTerms)),
+        states(LinearWorkspace::RoundUpTo128(base.size)),
+        d_states(states + max_chunks * num_v_heads * dim_k * dim_v * 2),
+        fresh(d_states + max_chunks * num_v_heads * dim_k * dim_v * 2),
+        d_r(LinearWorkspace::RoundUpTo128(fresh + max_tokens * num_v_heads * own_dim_v * 2)),
+        size(LinearWorkspace::RoundUpTo128(d_r + max_tokens * num_v_heads * own_dim_v * 2)) {}
 };
 
 // A causal depthwise convolution of the requests of a plan (jax_attn/_ops/short_convolution.py).

@@ -1,4 +1,4 @@
-// jax_attn_linear_attention: unpack, check, launch, return. Gradients on CPUs only.
+// jax_attn_linear_attention and its gradients: unpack, check, launch, return.
 #include "cpu/linear_attention.h"
 
 #include <algorithm>
@@ -158,20 +158,30 @@ Status ExecuteCpu(ffi::ThreadPool pool, const LinearOperands& operands, ResultBu
   return Status::Ok();
 }
 
-Status BackwardCpu(ffi::ThreadPool pool, const LinearOperands& operands, ffi::AnyBuffer d_o,
-                   ffi::AnyBuffer d_after, ResultBuffer d_q, ResultBuffer d_k, ResultBuffer d_v,
-                   ResultBuffer d_g, ResultBuffer d_beta, ResultBuffer d_states,
-                   const LinearAttributes& attributes) {
+// What gradients read and write besides the call's operands.
+struct LinearGradientBuffers {
+  ffi::AnyBuffer d_o, d_after;
+  ResultBuffer d_q, d_k, d_v, d_g, d_beta, d_states;
+};
+
+Status CheckGradients(const LinearOperands& operands, const LinearGradientBuffers& gradients) {
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_o", gradients.d_o, operands.v));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_q", gradients.d_q, operands.q));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_k", gradients.d_k, operands.k));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_v", gradients.d_v, operands.v));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_g", gradients.d_g, operands.g));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_beta", gradients.d_beta, operands.beta));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("gradient of states", gradients.d_after, operands.states));
+  return CheckAlike("d_states", gradients.d_states, gradients.d_after);
+}
+
+Status BackwardCpu(ffi::ThreadPool pool, const LinearOperands& operands,
+                   const LinearGradientBuffers& gradients, const LinearAttributes& attributes) {
   LinearProblem problem;
   JAX_ATTN_RETURN_IF_ERROR(Unpack(operands, attributes, &problem));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_o", d_o, operands.v));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_q", d_q, operands.q));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_k", d_k, operands.k));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_v", d_v, operands.v));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_g", d_g, operands.g));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("d_beta", d_beta, operands.beta));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("gradient of states", d_after, operands.states));
-  JAX_ATTN_RETURN_IF_ERROR(CheckInPlace("d_states", d_states, d_after));
+  JAX_ATTN_RETURN_IF_ERROR(CheckGradients(operands, gradients));
+  const auto& [d_o, d_after, d_q, d_k, d_v, d_g, d_beta, d_states] = gradients;
+  JAX_ATTN_RETURN_IF_ERROR(CheckSameMemory(kOp, "d_states", d_states, d_after));
   const StatePlan& plan = problem.plan;
   if (attributes.poison) PoisonOnHost({d_q, d_k, d_v, d_g, d_beta});
   const LinearParams& p = problem.params;
@@ -205,19 +215,15 @@ Status InitializeCuda(int32_t device_ordinal, const LinearAttributes& attributes
   return LoadLinearAttention(problem, device_ordinal);
 }
 
-Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOperands& call,
-                   ResultBuffer o, ResultBuffer states, ResultBuffer workspace,
-                   const LinearAttributes& attributes) {
-  LinearAttentionProblem problem;
+// Checks the operands of a call, and sets the params but for o and segment_chunks.
+Status SetParams(const LinearOperands& call, ResultBuffer workspace,
+                 const LinearAttentionLaunch& launch, const LinearAttributes& attributes,
+                 const LinearAttentionProblem& problem, LinearAttentionParams* params) {
   LinearPool pool;
-  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
   JAX_ATTN_RETURN_IF_ERROR(CheckOperands(call, problem, &pool));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("o", o, call.v));
-  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("states", states, call.states));
-  const LinearAttentionLaunch launch = SizeLinearAttention(problem);
   JAX_ATTN_RETURN_IF_ERROR(
       CheckBuffer(kOp, "workspace", workspace, ffi::S32, {launch.workspace_words}));
-  LinearAttentionParams p = {};
+  LinearAttentionParams& p = *params;
   JAX_ATTN_RETURN_IF_ERROR(SetStatePlan(kOp, call.plan, call.layer, attributes.chunks_begin,
                                         problem.max_tokens, pool.num_slots, pool.num_layers,
                                         &p.plan));
@@ -230,16 +236,75 @@ Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOper
   p.v = call.v.untyped_data();
   if (problem.kernel.decay != kNoDecay) p.g = call.g.typed_data<float>();
   if (call.beta.dimensions().size() != 1) p.beta = call.beta.typed_data<float>();
-  p.states = states.untyped_data();
-  p.o = o.untyped_data();
+  p.states = call.states.untyped_data();
   p.scale = attributes.scale;
   p.num_qk_heads = static_cast<i32>(problem.num_qk_heads);
   p.num_v_heads = static_cast<i32>(problem.num_v_heads);
   p.segment_chunks = static_cast<i32>(launch.segment_chunks);
   p.workspace = workspace.untyped_data();
+  return Status::Ok();
+}
+
+Status ExecuteCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOperands& call,
+                   ResultBuffer o, ResultBuffer states, ResultBuffer workspace,
+                   const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  LinearAttentionParams p = {};
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  JAX_ATTN_RETURN_IF_ERROR(
+      SetParams(call, workspace, SizeLinearAttention(problem), attributes, problem, &p));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("o", o, call.v));
+  JAX_ATTN_RETURN_IF_ERROR(CheckAlike("states", states, call.states));
+  p.states = states.untyped_data();
+  p.o = o.untyped_data();
   if (attributes.poison) JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({o, workspace}, stream));
   JAX_ATTN_RETURN_IF_ERROR(CopyToResult(call.states, states, stream));
   return LaunchLinearAttention(problem, p, stream, device_ordinal);
+}
+
+Status RequireGradient(const LinearAttentionProblem& problem) {
+  if (!LinearGradientKernels(problem).empty()) return Status::Ok();
+  return Status::Error(
+      "linear_attention: gradients: expected a call that has kernels of gradients on this GPU, got"
+      " another one.");
+}
+
+Status InstantiateBackwardCuda(const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  JAX_ATTN_RETURN_IF_ERROR(RequireGradient(problem));
+  return PrepareLinearGradient(problem);
+}
+
+Status InitializeBackwardCuda(int32_t device_ordinal, const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  return LoadLinearGradient(problem, device_ordinal);
+}
+
+Status BackwardCuda(CUstream_st* stream, int32_t device_ordinal, const LinearOperands& call,
+                    const LinearGradientBuffers& gradients, ResultBuffer workspace,
+                    const LinearAttributes& attributes) {
+  LinearAttentionProblem problem;
+  LinearGradientParams p = {};
+  JAX_ATTN_RETURN_IF_ERROR(ReadProblemOf(attributes, &problem));
+  JAX_ATTN_RETURN_IF_ERROR(RequireGradient(problem));
+  JAX_ATTN_RETURN_IF_ERROR(
+      SetParams(call, workspace, SizeLinearGradient(problem), attributes, problem, &p.forward));
+  JAX_ATTN_RETURN_IF_ERROR(CheckGradients(call, gradients));
+  const auto& [d_o, d_after, d_q, d_k, d_v, d_g, d_beta, d_states] = gradients;
+  p.d_o = d_o.untyped_data();
+  p.d_q = d_q.untyped_data();
+  p.d_k = d_k.untyped_data();
+  p.d_v = d_v.untyped_data();
+  if (p.forward.g) p.d_g = static_cast<float*>(d_g.untyped_data());
+  if (p.forward.beta) p.d_beta = static_cast<float*>(d_beta.untyped_data());
+  p.d_states = d_states.untyped_data();
+  if (attributes.poison) {
+    JAX_ATTN_RETURN_IF_ERROR(PoisonOnDevice({d_q, d_k, d_v, d_g, d_beta, workspace}, stream));
+  }
+  JAX_ATTN_RETURN_IF_ERROR(CopyToResult(d_after, d_states, stream));
+  return LaunchLinearGradient(problem, p, stream, device_ordinal);
 }
 
 template <typename Binding>
@@ -303,23 +368,54 @@ XLA_FFI_DEFINE_HANDLER(
         ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()))),
     {ffi::Traits::kCmdBufferCompatible});
 
+template <typename Binding>
+auto BindGradients(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()   // d_o
+      .template Arg<ffi::AnyBuffer>()   // gradient of the states after the call
+      .template Ret<ffi::AnyBuffer>()   // d_q
+      .template Ret<ffi::AnyBuffer>()   // d_k
+      .template Ret<ffi::AnyBuffer>()   // d_v
+      .template Ret<ffi::AnyBuffer>()   // d_g
+      .template Ret<ffi::AnyBuffer>()   // d_beta
+      .template Ret<ffi::AnyBuffer>()   // d_states
+      .template Ret<ffi::AnyBuffer>();  // workspace, as of a call
+}
+
 XLA_FFI_DEFINE_HANDLER(
     kBackwardCpu,
     [](ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer g, Buffer beta, Buffer states,
        Buffer plan, Buffer layer, Buffer d_o, Buffer d_after, Result d_q, Result d_k, Result d_v,
-       Result d_g, Result d_beta, Result d_states, auto... attributes) {
-      return ToFfi(BackwardCpu(pool, {q, k, v, g, beta, states, plan, layer}, d_o, d_after, d_q,
-                               d_k, d_v, d_g, d_beta, d_states, {attributes...}));
+       Result d_g, Result d_beta, Result d_states, Result, auto... attributes) {
+      return ToFfi(BackwardCpu(pool, {q, k, v, g, beta, states, plan, layer},
+                               {d_o, d_after, d_q, d_k, d_v, d_g, d_beta, d_states},
+                               {attributes...}));
     },
-    BindAttributes(BindOperands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())
-                       .Arg<ffi::AnyBuffer>()     // d_o
-                       .Arg<ffi::AnyBuffer>()     // gradient of the states after the call
-                       .Ret<ffi::AnyBuffer>()     // d_q
-                       .Ret<ffi::AnyBuffer>()     // d_k
-                       .Ret<ffi::AnyBuffer>()     // d_v
-                       .Ret<ffi::AnyBuffer>()     // d_g
-                       .Ret<ffi::AnyBuffer>()     // d_beta
-                       .Ret<ffi::AnyBuffer>()));  // d_states
+    BindAttributes(BindGradients(BindOperands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()))));
+
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiateBackwardCuda,
+    [](auto... attributes) { return ToFfi(InstantiateBackwardCuda({attributes...})); },
+    BindAttributes(ffi::Ffi::BindInstantiate()));
+XLA_FFI_DEFINE_HANDLER(
+    kInitializeBackwardCuda,
+    [](int32_t device_ordinal, auto... attributes) {
+      return ToFfi(InitializeBackwardCuda(device_ordinal, {attributes...}));
+    },
+    BindAttributes(ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(
+    kBackwardCuda,
+    [](CUstream_st* stream, int32_t device_ordinal, Buffer q, Buffer k, Buffer v, Buffer g,
+       Buffer beta, Buffer states, Buffer plan, Buffer layer, Buffer d_o, Buffer d_after,
+       Result d_q, Result d_k, Result d_v, Result d_g, Result d_beta, Result d_states,
+       Result workspace, auto... attributes) {
+      return ToFfi(BackwardCuda(stream, device_ordinal, {q, k, v, g, beta, states, plan, layer},
+                                {d_o, d_after, d_q, d_k, d_v, d_g, d_beta, d_states}, workspace,
+                                {attributes...}));
+    },
+    BindAttributes(BindGradients(BindOperands(
+        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>().Ctx<ffi::DeviceOrdinal>()))),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
@@ -327,6 +423,8 @@ const std::vector<Target> kLinearAttentionTargets = {
     {"jax_attn_linear_attention", "cpu", nullptr, nullptr, kExecuteCpu},
     {"jax_attn_linear_attention", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
     {"jax_attn_linear_attention_backward", "cpu", nullptr, nullptr, kBackwardCpu},
+    {"jax_attn_linear_attention_backward", "CUDA", kInstantiateBackwardCuda,
+     kInitializeBackwardCuda, kBackwardCuda},
 };
 
 }  // namespace jax_attn

@@ -244,10 +244,14 @@ const char* LoopName(int64_t main_loop) {
 }
 
 const char* PhaseName(int64_t phase) {
-  return phase == kLinearTerms    ? "terms"
-         : phase == kLinearMaps   ? "maps"
-         : phase == kLinearStarts ? "starts"
-                                  : "outputs";
+  return phase == kLinearTerms            ? "terms"
+         : phase == kLinearMaps           ? "maps"
+         : phase == kLinearStarts         ? "starts"
+         : phase == kLinearOutputs        ? "outputs"
+         : phase == kLinearGradientTerms  ? "gradient_terms"
+         : phase == kLinearStates         ? "states"
+         : phase == kLinearStateGradients ? "state_gradients"
+                                          : "gradients";
 }
 
 template <typename Visitor>
@@ -547,8 +551,9 @@ KernelSource MakeSource(const LinearAttentionKernel& kernel) {
   const std::string header =
       std::string("cuda/") + kFolders[kernel.main_loop] + "/linear_attention.cuh";
   return {name.str(), entry,
-          TranslationUnit(header, TraitsOf(kernel).str(), kBodies[kernel.main_loop],
-                          "LinearAttention", entry),
+          TranslationUnit(
+              header, TraitsOf(kernel).str(), kBodies[kernel.main_loop],
+              kernel.phase > kLinearGradientTerms ? "LinearGradient" : "LinearAttention", entry),
           Options(kernel.arch), FieldsOf(kernel)};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
@@ -27,8 +28,7 @@ constexpr int64_t kMaxGrid = 0x7fffffff;
 // of 1536: 9.4 and 7.8.)
 constexpr int64_t kConvolutionRows = 16, kFewConvolutionRows = 8;
 constexpr int64_t kConvolutionCtasPerSm = 3;
-constexpr int64_t kPlanChunkTokens = 64;  // of state plans
-constexpr int64_t kPagesPerThread = 4;    // plan: a thread copies 16 bytes of page ids at a time
+constexpr int64_t kPagesPerThread = 4;  // plan: a thread copies 16 bytes of page ids at a time
 
 std::atomic<int64_t> attention_launches{0};
 std::atomic<int64_t> backward_launches{0};
@@ -37,6 +37,7 @@ std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> quantized_product_launches{0};
 std::atomic<int64_t> all_reduce_launches{0};
 std::atomic<int64_t> linear_attention_launches{0};
+std::atomic<int64_t> linear_gradient_launches{0};
 std::atomic<int64_t> short_convolution_launches{0};
 std::atomic<int64_t> plan_launches{0};
 
@@ -451,14 +452,17 @@ Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ord
   return Status::Ok();
 }
 
-Status LaunchLinearAttention(const LinearAttentionProblem& problem,
-                             const LinearAttentionParams& params, void* stream,
-                             int device_ordinal) {
+namespace {
+
+// launch_one(kernel, launch): of a kernel with its CTAs.
+Status LaunchLinearKernels(
+    const LinearAttentionProblem& problem, const std::vector<LinearAttentionKernel>& kernels,
+    const LinearAttentionLaunch& size, void* workspace, int device_ordinal,
+    const std::function<Status(const LinearAttentionKernel&, const LoadedKernel&, const Launch&)>&
+        launch_one) {
   constexpr char kOp[] = "linear_attention";
-  linear_attention_launches.fetch_add(1, std::memory_order_relaxed);
-  const LinearAttentionLaunch size = SizeLinearAttention(problem);
   int64_t num_zero_words = size.num_zero_words;
-  for (const LinearAttentionKernel& kernel : LinearAttentionKernels(problem)) {
+  for (const LinearAttentionKernel& kernel : kernels) {
     const LoadedKernel* loaded;
     JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
     Launch launch;
@@ -470,12 +474,53 @@ Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                            std::to_string(launch.num_ctas) +
                            "; make max_batch or max_tokens smaller.");
     }
-    launch.zero_words = static_cast<i32*>(params.workspace);
+    launch.zero_words = static_cast<i32*>(workspace);
     launch.num_zero_words = num_zero_words;
     num_zero_words = 0;  // later launches read what the first one counted
-    JAX_ATTN_RETURN_IF_ERROR(LaunchLoaded(kOp, *loaded, launch, params, stream));
+    JAX_ATTN_RETURN_IF_ERROR(launch_one(kernel, *loaded, launch));
   }
   return Status::Ok();
+}
+
+}  // namespace
+
+Status LaunchLinearAttention(const LinearAttentionProblem& problem,
+                             const LinearAttentionParams& params, void* stream,
+                             int device_ordinal) {
+  linear_attention_launches.fetch_add(1, std::memory_order_relaxed);
+  return LaunchLinearKernels(
+      problem, LinearAttentionKernels(problem), SizeLinearAttention(problem), params.workspace,
+      device_ordinal,
+      [&](const LinearAttentionKernel&, const LoadedKernel& loaded, const Launch& launch) {
+        return LaunchLoaded("linear_attention", loaded, launch, params, stream);
+      });
+}
+
+Status PrepareLinearGradient(const LinearAttentionProblem& problem) {
+  for (const LinearAttentionKernel& kernel : LinearGradientKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(PrepareLinearAttention(kernel));
+  }
+  return Status::Ok();
+}
+
+Status LoadLinearGradient(const LinearAttentionProblem& problem, int device_ordinal) {
+  for (const LinearAttentionKernel& kernel : LinearGradientKernels(problem)) {
+    JAX_ATTN_RETURN_IF_ERROR(LoadResolved(kernel, device_ordinal));
+  }
+  return Status::Ok();
+}
+
+Status LaunchLinearGradient(const LinearAttentionProblem& problem,
+                            const LinearGradientParams& params, void* stream, int device_ordinal) {
+  linear_gradient_launches.fetch_add(1, std::memory_order_relaxed);
+  return LaunchLinearKernels(
+      problem, LinearGradientKernels(problem), SizeLinearGradient(problem),
+      params.forward.workspace, device_ordinal,
+      [&](const LinearAttentionKernel& kernel, const LoadedKernel& loaded, const Launch& launch) {
+        return kernel.phase == kLinearGradientTerms
+                   ? LaunchLoaded("linear_attention", loaded, launch, params.forward, stream)
+                   : LaunchLoaded("linear_attention", loaded, launch, params, stream);
+      });
 }
 
 Status PrepareShortConvolution(const ShortConvolutionKernel& kernel, KernelInfo* info) {
@@ -496,7 +541,7 @@ Status LaunchShortConvolution(const ShortConvolutionKernel& kernel,
   if (params.num_channels == 0) return Status::Ok();
   const auto tiles = [](int64_t count, int64_t tile) { return (count + tile - 1) / tile; };
   ShortConvolutionParams complete = params;
-  const int64_t rows = std::clamp<int64_t>(max_qo_len, 1, kPlanChunkTokens);
+  const int64_t rows = std::clamp<int64_t>(max_qo_len, 1, kLinearTokens);
   const int64_t width = ConvolutionVector(kernel.dtype, kernel.width, params.num_channels);
   const auto ctas = [&](int64_t tile_rows) {
     return std::max<int64_t>(params.plan.max_chunks, 1) * tiles(rows, tile_rows) *
@@ -646,6 +691,7 @@ JitStats GetJitStats() {
   stats.quantized_product_launches = quantized_product_launches.load(std::memory_order_relaxed);
   stats.all_reduce_launches = all_reduce_launches.load(std::memory_order_relaxed);
   stats.linear_attention_launches = linear_attention_launches.load(std::memory_order_relaxed);
+  stats.linear_gradient_launches = linear_gradient_launches.load(std::memory_order_relaxed);
   stats.short_convolution_launches = short_convolution_launches.load(std::memory_order_relaxed);
   stats.plan_launches = plan_launches.load(std::memory_order_relaxed);
   return stats;

@@ -83,6 +83,12 @@ Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ord
 Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                              const LinearAttentionParams& params, void* stream, int device_ordinal);
 
+// The same for gradients (LinearGradientKernels), of which there must be some.
+Status PrepareLinearGradient(const LinearAttentionProblem& problem);
+Status LoadLinearGradient(const LinearAttentionProblem& problem, int device_ordinal);
+Status LaunchLinearGradient(const LinearAttentionProblem& problem,
+                            const LinearGradientParams& params, void* stream, int device_ordinal);
+
 Status PrepareShortConvolution(const ShortConvolutionKernel& kernel, KernelInfo* info = nullptr);
 Status LoadShortConvolution(const ShortConvolutionKernel& kernel, int device_ordinal);
 // Sets tile_rows and row_tiles of the params. max_qo_len: most tokens of a request.
@@ -145,6 +151,7 @@ struct JitStats {
   int64_t quantized_product_launches = 0;
   int64_t all_reduce_launches = 0;
   int64_t linear_attention_launches = 0;
+  int64_t linear_gradient_launches = 0;
   int64_t short_convolution_launches = 0;
   int64_t plan_launches = 0;
 };

@@ -103,4 +103,30 @@ LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem)
   return launch;
 }
 
+std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionProblem& problem) {
+  std::vector<LinearAttentionKernel> kernels;
+  const int64_t arch = problem.kernel.arch;
+  // kLinearGradients needs 130 KB of shared memory.
+  const bool has_room = arch == 80 || arch == 87 || (arch >= 90 && arch < 120);
+  if (!has_room || !HasLinearChunks(problem)) return kernels;
+  for (const LinearPhase phase :
+       {kLinearGradientTerms, kLinearStates, kLinearStateGradients, kLinearGradients}) {
+    kernels.push_back(SelectLinearGradient(problem));
+    kernels.back().phase = phase;
+  }
+  return kernels;
+}
+
+LinearAttentionLaunch SizeLinearGradient(const LinearAttentionProblem& problem) {
+  const LinearAttentionKernel kernel = SelectLinearGradient(problem);
+  const auto round_up = [](int64_t x, int64_t to) { return CeilDiv(x, to) * to; };
+  const LinearGradientWorkspace workspace(
+      problem.max_chunks, problem.max_tokens, problem.num_v_heads, round_up(kernel.head_dim_k, 64),
+      round_up(kernel.head_dim_v, kernel.tile_columns), kernel.head_dim_v);
+  LinearAttentionLaunch launch;
+  launch.num_zero_words = 1;
+  launch.workspace_words = workspace.size / 4;
+  return launch;
+}
+
 }  // namespace jax_attn

@@ -47,4 +47,10 @@ struct LinearAttentionLaunch {
 };
 LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem);
 
+// The kernels of the gradients of a call in the order of their launches. None: they are jax.numpy
+// code.
+std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionProblem& problem);
+// Where there are some.
+LinearAttentionLaunch SizeLinearGradient(const LinearAttentionProblem& problem);
+
 }  // namespace jax_attn

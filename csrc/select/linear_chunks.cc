@@ -19,6 +19,8 @@ constexpr double kChunkOverMap = 3.5;
 // of the cheapest number; 77 instead of 84 for 8,192 (0.38). 32 heads and 8,192 tokens would have
 // 0.1 of it.
 constexpr double kLeastNarrowSegments = 0.33;
+// Columns of v of a CTA; wgmma has 64 of them.
+constexpr int64_t kNarrowColumns = 64, kWideColumns = 128;
 // Columns of v of an item of kLinearStarts.
 constexpr int64_t kStartColumns = 16;
 
@@ -69,12 +71,12 @@ bool HasLinearChunks(const LinearAttentionProblem& problem) {
 }
 
 int64_t ChunkTileColumns(const LinearAttentionProblem& problem) {
-  constexpr int64_t kNarrow = 64, kWide = 128;  // wgmma has 64 of them
-  if (problem.kernel.head_dim_v <= kNarrow) return kNarrow;
+  if (problem.kernel.head_dim_v <= kNarrowColumns) return kNarrowColumns;
   const double segments =
-      static_cast<double>(Processors(problem) / ItemsOfSegment(problem, kNarrow));
-  return segments > 1 && segments >= kLeastNarrowSegments * CheapestSegments(problem) ? kNarrow
-                                                                                      : kWide;
+      static_cast<double>(Processors(problem) / ItemsOfSegment(problem, kNarrowColumns));
+  return segments > 1 && segments >= kLeastNarrowSegments * CheapestSegments(problem)
+             ? kNarrowColumns
+             : kWideColumns;
 }
 
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
@@ -89,10 +91,26 @@ LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
   return launch;
 }
 
+LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem) {
+  LinearAttentionKernel kernel = problem.kernel;
+  kernel.main_loop = kernel.arch == 90 ? kHopperChunks : kPortableChunks;
+  // Requests are not split, so the longest is a chain of chunks. Half as many columns make a chunk
+  // shorter where twice as many CTAs still are on the device at once.
+  const int64_t requests = CeilDiv(problem.max_tokens, std::max<int64_t>(problem.max_qo_len, 1));
+  const bool is_narrow = kernel.head_dim_v <= kNarrowColumns ||
+                         requests * ItemsOfSegment(problem, kNarrowColumns) <= Processors(problem);
+  kernel.tile_columns = is_narrow ? kNarrowColumns : kWideColumns;
+  kernel.phase = kLinearGradientTerms;
+  return kernel;
+}
+
 int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel,
                         int64_t num_processors) {
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
-  if (kernel.phase == kLinearTerms) return chunks * PartsOfChunk(problem, num_processors);
+  if (kernel.phase == kLinearTerms || kernel.phase == kLinearGradientTerms) {
+    return chunks * PartsOfChunk(problem, num_processors);
+  }
+  if (kernel.phase == kLinearGradients) return chunks * problem.num_qk_heads;
   // One CTA on each multiprocessor takes items in turn.
   int64_t items = chunks * ItemsOfSegment(problem, kernel.tile_columns);
   if (kernel.phase == kLinearStarts) items *= kernel.tile_columns / kStartColumns;

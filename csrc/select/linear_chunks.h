@@ -15,6 +15,9 @@ int64_t ChunkTileColumns(const LinearAttentionProblem& problem);
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
                                        const LinearAttentionKernel& kernel);
 
+// The first kernel of gradients.
+LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem);
+
 // CTAs of the launch of kernel.phase. num_processors: of the device.
 int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel,
                         int64_t num_processors);

@@ -1,6 +1,6 @@
 """Linear attention by the kernels of csrc where there are some, in jax.numpy elsewhere.
 
-Kernels: forward on CPUs and CUDA, gradients on CPUs.
+Kernels: on CPUs and CUDA; gradients on CUDA where csrc/select/linear.cc has some.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.extend import core as jax_core
 from jax.interpreters import ad, batching, mlir
 
+from jax_attn import _core
 from jax_attn._ops.operands import with_default_promotion
 from jax_attn._plan.state_plan import words_of_sequences
 from jax_attn._spec.state_spec import CHUNK, LinearAttentionSpec
 from jax_attn._spec.target import gpu_target
-from jax_attn._xla import ffi
+from jax_attn._xla import ffi, jit
 from jax_attn._xla.transforms import Axes, jvp_of, partitioned, varying_alike
 
 
@@ -115,12 +116,38 @@ def _forward_on_device(
     return o.reshape(operands.v.shape), states
 
 
-def _backward_on_device(call: LinearCall, has_beta: bool, *arrays: jax.Array) -> Any:
+def _has_gradient_kernels(
+    call: LinearCall, operands: LinearOperands, plan: list[jax.Array], target: tuple[int, int]
+) -> bool:
+    spec = call.spec
+    of_call = spec.max_tokens, spec.max_qo_len, spec.max_chunks
+    if not plan:
+        batch, seq = operands.q.shape[:2]
+        of_call = batch * seq, seq, batch * max(1, -(-seq // CHUNK))
+    tokens, longest, chunks = of_call
+    assert longest is not None
+    num_axes = len(call.rows.split())
+
+    def packed(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, *x.shape[num_axes:]), x.dtype)
+
+    g = None if operands.g is None else packed(operands.g)
+    words = jit.linear_problem(
+        packed(operands.q), packed(operands.v), g, operands.states,
+        target=target, max_qo_len=longest, max_chunks=chunks, delta_rule=spec.delta_rule,
+        l2_norm=spec.l2_norm,
+    )  # fmt: skip
+    return bool(_core.linear_gradient_sources(words))
+
+
+def _backward_on_device(
+    call: LinearCall, has_beta: bool, target: tuple[int, int], *arrays: jax.Array
+) -> Any:
     operands, *plan = jax.tree.unflatten(call.tree(has_beta), arrays[:-2])
-    packed = _packed(call, operands, plan, ffi.CPU)
+    packed = _packed(call, operands, plan, target)
     d_o, d_states = arrays[-2].reshape(packed.operands.v.shape), arrays[-1]
     given: list[Any] = [*packed.operands, *packed.plan, d_o, d_states]
-    found = ffi.linear_attention_backward(*given, **packed.numbers)
+    found = ffi.linear_attention_backward(*given, **packed.numbers, target=target)
     pairs = zip(operands, found, strict=True)
     return tuple(d.reshape(x.shape) for x, d in pairs if x is not None)
 
@@ -135,7 +162,7 @@ _partitioned_backward = partitioned(
     "linear_attention: gradients",
     _backward_on_device,
     functools.partial(_axes, is_backward=True),
-    num_static=2,
+    num_static=3,
 )
 
 
@@ -213,11 +240,15 @@ def _tangents_transpose(cotangents: Any, *arrays: Any, call: LinearCall, has_bet
         _, pull = jax.vjp(lambda operands: call.in_jnp(call, operands, *plan), operands)
         return tuple(jax.tree.leaves(pull(arrays[-2:])))
 
-    by_kernel = functools.partial(_partitioned_backward, call, has_beta)
+    def by_kernel(target: tuple[int, int]) -> Callable[..., Any]:
+        run = functools.partial(_partitioned_backward, call, has_beta, target)
+        return functools.partial(_one_by_one, run)
+
+    gpu = gpu_target()
+    has_kernels = gpu is not None and _has_gradient_kernels(call, operands, plan, gpu)
+    on_gpu = {"cuda": by_kernel(gpu)} if gpu is not None and has_kernels else {}
     given = varying_alike((*arrays[: tree.num_leaves], *map(ad.instantiate_zeros, cotangents)))
-    found = jax.lax.platform_dependent(
-        *given, cpu=functools.partial(_one_by_one, by_kernel), default=in_jnp
-    )
+    found = jax.lax.platform_dependent(*given, cpu=by_kernel(ffi.CPU), **on_gpu, default=in_jnp)
     of_moved = zip(moved, found, strict=True)
     none = [None] * tree.num_leaves
     return none + [d if ad.is_undefined_primal(x) else None for x, d in of_moved]

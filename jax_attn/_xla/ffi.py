@@ -378,21 +378,27 @@ def linear_attention_backward(
     delta_rule: bool,
     l2_norm: bool,
     scale: float,
+    target: tuple[int, int],
 ) -> tuple[jax.Array, ...]:
-    """Gradients of the first six arguments from those of the results, on CPUs only.
+    """Gradients of the first six arguments from those of the results.
 
     That of an absent g or beta has no elements. That of states is in the memory of `d_states`, the
-    gradient of the states after the call. See linear_attention.
+    gradient of the states after the call. See linear_attention. For CUDA: only where
+    jit.has_linear_gradient says so.
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
     words = jit.linear_problem(
         q, v, g, states,
-        target=CPU, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
+        target=target, max_qo_len=max_qo_len, max_chunks=max_chunks, delta_rule=delta_rule,
         l2_norm=l2_norm,
     )  # fmt: skip
-    return _call(
+    jit.compile_linear_gradient_ahead(words)
+    num_words = _core.linear_gradient_workspace_words(words) if target != CPU else 0
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:6]]
+    results += [jax.ShapeDtypeStruct((num_words,), jnp.int32)]
+    *gradients, _ = _call(
         "jax_attn_linear_attention_backward",
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:6]],
+        results,
         operands,
         aliases={9: 5},
         problem=np.array(words, np.int64),
@@ -400,6 +406,7 @@ def linear_attention_backward(
         chunks_begin=np.int64(chunks_begin),
         poison=_environment.poison,
     )
+    return tuple(gradients)
 
 
 def _present(*arrays: jax.Array | None) -> list[jax.Array]:

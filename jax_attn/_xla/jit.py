@@ -87,6 +87,11 @@ def compile_linear_ahead(problem: list[int]) -> None:
     _start_on_gpu(problem[0], jobs_of_linear, *problem)
 
 
+def compile_linear_gradient_ahead(problem: list[int]) -> None:
+    """The same for the kernels of its gradients."""
+    _start_on_gpu(problem[0], jobs_of_linear_gradient, *problem)
+
+
 def compile_convolution_ahead(arch: int, dtype: int, width: int, silu: bool) -> None:
     """The same for the kernel of a short convolution."""
     _start_on_gpu(arch, _jobs_of_convolution, arch, dtype, width, silu)
@@ -168,6 +173,15 @@ def jobs_of_linear(*problem: int) -> Jobs:
     return {
         source.name: functools.partial(_core.prepare_linear_attention, words, i)
         for i, source in enumerate(_core.linear_attention_sources(words))
+    }
+
+
+def jobs_of_linear_gradient(*problem: int) -> Jobs:
+    """The same for gradients. None: they are jax.numpy code."""
+    words = list(problem)
+    return {
+        source.name: functools.partial(_core.prepare_linear_gradient, words, i)
+        for i, source in enumerate(_core.linear_gradient_sources(words))
     }
 
 

@@ -133,6 +133,21 @@ CASES = {
     "qwen": LinearCase(
         (1, 1, 66), (-1, 1, 2), (0, 1, 2), num_slots=3, dim_k=128, dim_v=128, dtype="bfloat16"
     ),
+    "bf16_chunks": LinearCase(  # two requests read one slot
+        (65, 0, 130, 3),
+        (-1, 3, 0, 0),
+        (1, 2, -1, 4),
+        checkpoints=((2, 70, 5),),
+        v_heads=4,
+        qk_heads=2,
+        dim_k=64,
+        dim_v=72,
+        dtype="bfloat16",
+        state_dtype="bfloat16",
+    ),
+    "mamba_chunks": LinearCase(
+        dim_k=128, dim_v=64, delta_rule=False, l2_norm=False, dtype="bfloat16"
+    ),
     "g_zero": LinearCase(g=-1e-7),
     "g_far": LinearCase(g=-20.0),
     "kda_far": LinearCase(decay="channel", g=-20.0),

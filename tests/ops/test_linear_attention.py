@@ -12,7 +12,7 @@ import pytest
 import jax_attn as ja
 from helpers.backends import on_every_backend, on_every_isa, on_every_platform
 from helpers.linear_cases import CASES, LinearCase
-from jax_attn import _environment
+from jax_attn import _core, _environment
 from jax_attn._ops import linear_attention
 from jax_attn._ops.linear_kernel import LinearCall, LinearOperands
 
@@ -351,6 +351,20 @@ def test_gradients_of_kernels(name, backend):
     found = gradients_of_call(arrays, CASES[name].plan(), weights)
     for which in NAMES:
         assert_near(found[which], np.asarray(expected[which], np.float64), 1e-4, which)
+
+
+@on_every_platform
+@pytest.mark.parametrize("name", ["qwen", "bf16_chunks", "mamba_chunks"])
+def test_gradients_of_16_bits(name, backend):
+    """By norms: chunks round the operands of products."""
+    arrays, weights, expected = gradients_in_jnp(name)
+    before = _core.jit_stats()["linear_gradient_launches"]
+    found, again = (gradients_of_call(arrays, CASES[name].plan(), weights) for _ in range(2))
+    assert (_core.jit_stats()["linear_gradient_launches"] > before) == (backend.platform == "gpu")
+    for which in NAMES:
+        x, y = (np.asarray(of[which], np.float64) for of in (found, expected))
+        assert np.linalg.norm(x - y) <= 1.5e-2 * np.linalg.norm(y), which
+        assert np.asarray(found[which]).tobytes() == np.asarray(again[which]).tobytes(), which
 
 
 def test_gradients_never_cross_requests():

@@ -307,11 +307,6 @@ struct LinearRecurrenceBody {
     const float log = __uint_as_float(LoadOperand32(g));
     return Exp2((log < kLowestDecayLog ? kLowestDecayLog : log) * kLog2E);
   }
-  __device__ __forceinline__ static float WarpSumOf(float x) {
-#pragma unroll
-    for (int mask = kWarpSize / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
-    return x;
-  }
 
   // Prepared token t, row `token` of o.
   __device__ __forceinline__ void Token(int token, int t) {

@@ -19,22 +19,22 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/linear_places.cuh"
 #include "cuda/common/linear_tiles.cuh"
-#include "cuda/common/state_plan.cuh"
 
 namespace jax_attn {
 
 // Shapes of both phases. kRows: rows that the warps have in registers.
-template <class Traits, int kTheRows, int kTheColumns>
-struct LinearScanShape {
-  static constexpr int kDimK = Traits::kHeadDimK, kDimV = Traits::kHeadDimV;
-  static constexpr int kK = CeilDiv(kDimK, 64) * 64;
-  static constexpr int kColumns = kTheColumns;  // of v
-  static constexpr int kColumnTiles = CeilDiv(kDimV, kColumns);
-  static constexpr int kV = kColumnTiles * kColumns;
+template <class Traits, int kTheRows>
+struct LinearScanShape : LinearDims<Traits> {
+  using LinearDims<Traits>::kK;
+  static constexpr int kColumns = Traits::kTileColumns;  // of v
   static constexpr int kNumThreads = kTheRows / 16 * kWarpSize;
+  static constexpr bool kIsGradient = IsGradientPhase(Traits::kPhase);
+  // Factors, of which beta is for gradients.
   static constexpr int kTermsVectors =
-      static_cast<int>(sizeof(LinearTerms) - 4 * kLowerElements) / 16;  // factors
+      static_cast<int>(sizeof(LinearTerms) - 4 * kLowerElements) / 16 +
+      (kIsGradient ? kLinearTokens / 4 : 0);
 
   struct Stage {
     alignas(1024) unsigned char k[kK / 64 * kPartBytes];
@@ -46,6 +46,7 @@ struct LinearScanShape {
     float since_q[kLinearTokens];
     float until_k[kLinearTokens];
     float decay[32];
+    float beta[kIsGradient ? kLinearTokens : 4];
   };
   static constexpr int kStages =
       2 * static_cast<int>(sizeof(Stage)) <= CtaSmemBudget(Traits::kArch, 1) ? 2 : 1;
@@ -53,25 +54,21 @@ struct LinearScanShape {
 
 // What the phases share: items of a segment, a v head and a tile of columns, and their tiles.
 template <class Traits, class Shape>
-class LinearScan {
+class LinearScan : protected LinearPlaces<Traits> {
+  using Places = LinearPlaces<Traits>;
+
  protected:
   using Params = LinearAttentionParams;
   using Stage = typename Shape::Stage;
+  using Places::p_, Places::plan_;
+  using typename Places::Terms;
   static constexpr int kDtype = Traits::kDtype;
 
   __device__ __forceinline__ LinearScan(const Params& p, Stage* stages)
-      : p_(p),
-        plan_(p.plan),
-        stages_(stages),
-        warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+      : Places(p), stages_(stages), warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
 
-  // Places are computed where they are used: sums leave no registers to keep them.
   __device__ __forceinline__ static int Lane() {
     return Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
-  }
-  __device__ __forceinline__ LinearWorkspace Offsets() const {
-    return LinearWorkspace(Opaque(p_.plan.max_chunks), p_.num_v_heads, Shape::kK, Shape::kV,
-                           p_.segment_chunks);
   }
 
   struct Item {
@@ -79,65 +76,51 @@ class LinearScan {
     int head, column;
   };
   __device__ __forceinline__ int NumItems() const {
-    if (plan_.num_chunks == 0) return 0;
-    return LoadConstant(At<i32>(this->Offsets().num_segments)) * p_.num_v_heads *
-           Shape::kColumnTiles;
+    return this->NumSegments() * p_.num_v_heads * Shape::kColumnTiles;
   }
   // Heads of one segment, and with them those that share K, are neighbours.
   __device__ __forceinline__ Item GetItem(int index) const {
     const int of_segment = p_.num_v_heads * Shape::kColumnTiles;
-    const i32* words = &At<LinearSegment>(Offsets().segments)[index / of_segment].begin;
     const int rest = index % of_segment;
-    return {{LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2)},
-            rest / Shape::kColumnTiles,
+    return {this->Segment(index / of_segment), rest / Shape::kColumnTiles,
             rest % Shape::kColumnTiles * Shape::kColumns};
   }
 
-  template <class T>
-  __device__ __forceinline__ T* At(i64 offset) const {
-    return reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
-  }
-  // Number of the map of a segment for a head.
-  __device__ __forceinline__ i64 Map(int begin, int head) const {
-    return static_cast<i64>(begin / p_.segment_chunks) * p_.num_v_heads + head;
-  }
-  __device__ __forceinline__ const unsigned char* MapM(i64 map) const {
-    return At<const unsigned char>(Offsets().m) + map * 4 * Shape::kK * Shape::kK;
-  }
-  __device__ __forceinline__ float* MapB(i64 map) const {
-    return At<float>(Offsets().b) + map * Shape::kK * Shape::kV;
-  }
-
-  __device__ __forceinline__ float* MapState(i64 map) const {
-    return At<float>(Offsets().states) + map * Shape::kK * Shape::kV;
-  }
-
   using State = typename Conditional<Traits::kHasBf16States, u16, float>::Type;
-  // [kDimK, kDimV] of a head, in the pool.
-  __device__ __forceinline__ State* StateOf(int slot, int head) const {
+  // [kDimK, kDimV] of a head, in a pool.
+  __device__ __forceinline__ State* StateIn(void* pool, int slot, int head) const {
     const i64 number = (plan_.layer * plan_.num_slots + slot) * p_.num_v_heads + head;
-    return static_cast<State*>(p_.states) + number * (Shape::kDimK * Shape::kDimV);
+    return static_cast<State*>(pool) + number * (Shape::kDimK * Shape::kDimV);
+  }
+  __device__ __forceinline__ State* StateOf(int slot, int head) const {
+    return StateIn(p_.states, slot, head);
   }
   __device__ __forceinline__ static float ToFloat(State x) {
     if constexpr (Traits::kHasBf16States) return HalfOf<kElementBf16>(x, 0);
     return x;
   }
+  __device__ __forceinline__ static void Store(State& to, float x) {
+    if constexpr (Traits::kHasBf16States) {
+      to = static_cast<u16>(PackBf16(x, 0.0f));
+    } else {
+      to = x;
+    }
+  }
 
-  // Starts the copies of a chunk, which the caller commits.
+  // Starts the copies of a chunk, which the caller commits. values: an array like v.
   template <bool kHasQueries, int kNumThreads = Shape::kNumThreads>
   __device__ __forceinline__ void LoadChunk(Stage& to, int chunk, const StateChunk& rows, int head,
-                                            int column) const {
+                                            int column, const void* values) const {
     constexpr int kDimK = Shape::kDimK;
     const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
     LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.k), p_.k, rows.begin, rows.length, pitch,
                                      qk_head * kDimK, kDimK);
-    LoadTile<Shape::kColumns, kNumThreads>(SharedAddress(to.v), p_.v, rows.begin, rows.length,
+    LoadTile<Shape::kColumns, kNumThreads>(SharedAddress(to.v), values, rows.begin, rows.length,
                                            static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
                                            static_cast<i64>(head) * Shape::kDimV + column,
                                            Shape::kDimV - column);
-    const LinearTerms& terms =
-        At<const LinearTerms>(Offsets().terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
+    const Terms& terms = this->TermsOf(chunk, head);
     if constexpr (Traits::kHasDeltaRule) {
       LoadLowerTile<kNumThreads>(SharedAddress(to.solve), terms.solve);
     }
@@ -175,18 +158,14 @@ class LinearScan {
     }
   }
 
-  const Params& p_;
-  const StatePlanView plan_;
   Stage* const stages_;
   const int warp_;
 };
 
 // The maps of segments that others follow; warps have rows of M and B.
 template <class Traits, class Products>
-class LinearMapsPhase
-    : LinearScan<Traits, LinearScanShape<Traits, CeilDiv(Traits::kHeadDimK, 64) * 64,
-                                         Traits::kTileColumns>> {
-  using Shape = LinearScanShape<Traits, CeilDiv(Traits::kHeadDimK, 64) * 64, Traits::kTileColumns>;
+class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Traits>::kK>> {
+  using Shape = LinearScanShape<Traits, LinearDims<Traits>::kK>;
   using Base = LinearScan<Traits, Shape>;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::stages_, Base::warp_;
@@ -254,7 +233,7 @@ class LinearMapsPhase
     StateChunk rows = plan_.Chunk(chunk);
     const auto load = [&](int stage) {
       if (chunk >= item.segment.begin) {
-        this->template LoadChunk<false>(stages_[stage], chunk, rows, item.head, item.column);
+        this->template LoadChunk<false>(stages_[stage], chunk, rows, item.head, item.column, p_.v);
         rows = plan_.Chunk(Max(chunk - 1, 0));
       }
       CommitCopies();
@@ -380,10 +359,7 @@ class LinearMapsPhase
     u32 k[4][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      // K^T: rows are columns of the tile.
-      LoadMatrix4Transposed(
-          k[step], SharedAddress(stage.k) + SwizzledByte(16 * step + lane / 16 * 8 + lane % 8,
-                                                         16 * warp_ + lane / 8 % 2 * 8));
+      LoadTransposedA(k[step], SharedAddress(stage.k), 16 * step, 16 * warp_);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 16 * step + i / 2 * 8 + lane % 4 * 2;
@@ -419,9 +395,9 @@ class LinearMapsPhase
       }
     }
     if (item.column != 0) return;
-    if (threadIdx.x == 0) this->template At<i32>(this->Offsets().is_zero)[map] = is_zero;
+    if (threadIdx.x == 0) this->MapIsZero(map) = is_zero;
     if (is_zero) return;
-    unsigned char* const to_m = const_cast<unsigned char*>(this->MapM(map));
+    unsigned char* const to_m = this->MapM(map);
     if constexpr (!Traits::kHasDeltaRule) {
       if (threadIdx.x == 0) *reinterpret_cast<float*>(to_m) = m.x[0];
       return;
@@ -451,11 +427,12 @@ class LinearMapsPhase
   static constexpr float kSmallestNormal = 1.17549435e-38f;
 };
 
-// Outputs, and the states behind chunks; warps have columns of v.
+// What phases share whose warps have columns of v, and a state.
 template <class Traits, class Products>
-class LinearOutputsPhase
-    : LinearScan<Traits, LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>> {
-  using Shape = LinearScanShape<Traits, Traits::kTileColumns, Traits::kTileColumns>;
+class LinearColumnScan
+    : protected LinearScan<Traits, LinearScanShape<Traits, Traits::kTileColumns>> {
+ protected:
+  using Shape = LinearScanShape<Traits, Traits::kTileColumns>;
   using Base = LinearScan<Traits, Shape>;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::stages_, Base::warp_;
@@ -463,63 +440,10 @@ class LinearOutputsPhase
   using typename Base::Stage;
   using typename Base::State;
   using E = Element<kDtype>;
-  static constexpr int kK = Shape::kK;
+  static constexpr int kK = Shape::kK, kStages = Shape::kStages;
 
- public:
-  using Params = LinearAttentionParams;
-  static constexpr bool kHasProducer = Products::kHasProducer;
-  static constexpr int kConsumerThreads = Shape::kNumThreads, kProducerThreads = 128;
-  static constexpr int kNumThreads = kConsumerThreads + (kHasProducer ? kProducerThreads : 0);
-  static constexpr int kStages =
-      kHasProducer && 3 * static_cast<int>(sizeof(Stage)) + 1024 <= CtaSmemBudget(Traits::kArch, 1)
-          ? 3
-          : Shape::kStages;
-  // With 384 threads, a thread begins with 168 registers.
-  static constexpr bool kMovesRegisters = kNumThreads > 256;
-  struct Shared {
-    Stage stages[kStages];
-    typename Products::template Ring<kStages> ring;
-  };
-  static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = 1;
-
-  __device__ __forceinline__ static void Run(const Params& p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    LinearOutputsPhase(p, *reinterpret_cast<Shared*>(smem)).Run();
-  }
-
- private:
-  __device__ __forceinline__ LinearOutputsPhase(const Params& p, Shared& shared)
-      : Base(p, shared.stages), shared_(shared) {}
-
-  __device__ __forceinline__ void Run() {
-    FillPadding();
-    if constexpr (kHasProducer) {
-      if (threadIdx.x == 0) shared_.ring.Init(kProducerThreads, kConsumerThreads / kWarpSize);
-      __syncthreads();
-      if (threadIdx.x >= kConsumerThreads) {
-        if constexpr (kMovesRegisters) Products::BecomeProducer();
-        ForItems([&](const Item& item, int* turn) { Produce(item, turn); });
-      } else {
-        if constexpr (kMovesRegisters) Products::BecomeConsumer();
-        ForItems([&](const Item& item, int* turn) { Consume(item, turn); });
-      }
-    } else {
-      ForItems([&](const Item& item, int*) {
-        RunItem(item);
-        __syncthreads();
-      });
-    }
-  }
-
-  template <class Fn>
-  __device__ __forceinline__ void ForItems(const Fn& fn) const {
-    const int num_items = this->NumItems();
-    int turn = 0;
-    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
-      fn(this->GetItem(i), &turn);
-    }
-  }
+  __device__ __forceinline__ LinearColumnScan(const LinearAttentionParams& p, Stage* stages)
+      : Base(p, stages) {}
 
   // The chunk behind the last one that an item may have.
   __device__ __forceinline__ int EndOf(const Item& item) const {
@@ -527,73 +451,23 @@ class LinearOutputsPhase
     return length > 0 ? Min(plan_.num_chunks, item.segment.begin + length) : plan_.num_chunks;
   }
 
-  // --- a warpgroup copies, others compute ---
-
-  // turn: of the ring.
-  __device__ __forceinline__ void Produce(const Item& item, int* turn) const {
+  // Calls fn(chunk, its row of the plan, its tiles, ahead) for the item's chunks, in their order.
+  // fn calls ahead() once to start the copies of the next chunk.
+  template <bool kHasQueries, class Fn>
+  __device__ __forceinline__ void ForChunks(const Item& item, const Fn& fn) {
     const int end = EndOf(item);
     int chunk = item.segment.begin;
-    StateChunk rows = plan_.Chunk(chunk);
-    do {
-      const StateChunk next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
-      shared_.ring.WaitEmpty(*turn);
-      this->template LoadChunk<true, kProducerThreads>(shared_.stages[*turn % kStages], chunk, rows,
-                                                       item.head, item.column);
-      shared_.ring.ArriveFull(*turn);
-      ++*turn;
-      ++chunk;
-      rows = next;
-    } while (chunk < end && rows.is_first != 1);
-  }
-
-  __device__ __forceinline__ void Consume(const Item& item, int* turn) {
-    const int end = EndOf(item);
-    int chunk = item.segment.begin;
-    float s[kK / 8][4];
-    StateChunk next = plan_.Chunk(chunk);
-    BeginState(item, next, s);
-    do {
-      const StateChunk rows = next;
-      next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
-      shared_.ring.WaitFull(*turn);
-      Products::FenceTiles();
-      Step(item, rows, shared_.stages[*turn % kStages], [] {}, s);
-      shared_.ring.ArriveEmpty(*turn);
-      if (rows.write_slot >= 0) WriteState(item, rows.write_slot, s);
-      ++*turn;
-      ++chunk;
-    } while (chunk < end && next.is_first != 1);
-  }
-
-  // Rows behind the tokens become 0, all rows NaN with a fault.
-  __device__ __forceinline__ void FillPadding() {
-    const i64 row = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
-    const i64 end = p_.plan.max_tokens * row / 8;
-    const u32 word =
-        plan_.is_faulty ? E::Pack(Infinity() - Infinity(), Infinity() - Infinity()) : 0;
-    for (i64 i = plan_.num_tokens * row / 8 + blockIdx.x * kNumThreads + threadIdx.x; i < end;
-         i += static_cast<i64>(gridDim.x) * kNumThreads) {
-      StoreVector(static_cast<u16*>(p_.o) + i * 8, make_uint4(word, word, word, word));
-    }
-  }
-
-  // --- every warp does both ---
-
-  __device__ __forceinline__ void RunItem(const Item& item) {
-    const int end = EndOf(item);
-    int chunk = item.segment.begin;
-    float s[kK / 8][4];
     int to_load = chunk;
     StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
     const auto load = [&](int stage) {
       if (to_load < end && (to_load == item.segment.begin || next.is_first != 1)) {
-        this->template LoadChunk<true>(stages_[stage], to_load, next, item.head, item.column);
+        this->template LoadChunk<kHasQueries>(stages_[stage], to_load, next, item.head, item.column,
+                                              p_.v);
         ++to_load;
       }
       CommitCopies();
     };
     load(0);
-    BeginState(item, next, s);
     for (int step = 0; chunk < to_load; ++step) {
       rows = next;
       next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
@@ -603,8 +477,7 @@ class LinearOutputsPhase
       const auto ahead = [&] {
         if constexpr (kStages == 2) load((step + 1) % 2);
       };
-      Step(item, rows, stages_[kStages == 2 ? step % 2 : 0], ahead, s);
-      if (rows.write_slot >= 0) WriteState(item, rows.write_slot, s);
+      fn(chunk, rows, stages_[kStages == 2 ? step % 2 : 0], ahead);
       if constexpr (kStages == 1) {
         __syncthreads();
         load(0);
@@ -658,13 +531,176 @@ class LinearOutputsPhase
   }
 
   __device__ __forceinline__ void WriteState(const Item& item, int slot, float (&s)[kK / 8][4]) {
-    ForState<Shape::kDimV>(item, this->StateOf(slot, item.head), s, [&](float& x, State& to) {
-      if constexpr (Traits::kHasBf16States) {
-        to = static_cast<u16>(PackBf16(x, 0.0f));
-      } else {
-        to = x;
+    ForState<Shape::kDimV>(item, this->StateOf(slot, item.head), s,
+                           [&](float& x, State& to) { this->Store(to, x); });
+  }
+
+  // x <- V^T - x (.) since_k, or V^T (.) beta.
+  __device__ __forceinline__ void TakeValues(const Stage& stage, float (&x)[8][4]) {
+    const int lane = Base::Lane();
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      // Two blocks of 8 tokens, each with 8 and 8 columns.
+      u32 v[4];
+      LoadTransposedA(v, SharedAddress(stage.v), 8 * j, 16 * warp_);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int tile = j + i / 2, half = i % 2;
+        const float2 f = *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane % 4 * 2]);
+        float (&to)[4] = x[tile];
+        const float v0 = HalfOf<kDtype>(v[i], 0), v1 = HalfOf<kDtype>(v[i], 1);
+        if constexpr (Traits::kHasDeltaRule) {
+          to[2 * half] = fmaf(-f.x, to[2 * half], v0);
+          to[2 * half + 1] = fmaf(-f.y, to[2 * half + 1], v1);
+        } else {
+          to[2 * half] = f.x * v0;
+          to[2 * half + 1] = f.y * v1;
+        }
       }
-    });
+    }
+  }
+
+  // Writes the chunk's rows of an array like v, from transposed rows of the warp. Through the tile
+  // of V, of which the warp alone reads and writes its columns.
+  __device__ __forceinline__ void WriteTokens(const Item& item, const StateChunk& rows,
+                                              Stage& stage, u16* array, const float (&o)[8][4]) {
+    const int lane = Base::Lane();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      Products::StoreTransposed(stage.v, 8 * j, 16 * warp_, E::Pack(o[j][0], o[j][1]),
+                                E::Pack(o[j][2], o[j][3]));
+    }
+    __syncwarp();
+    const int vector = 2 * warp_ + lane % 2, column = item.column + vector * 8;
+    u16* const to = array + static_cast<i64>(item.head) * Shape::kDimV + column;
+    const i64 pitch = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * i + lane / 2;
+      if (token >= rows.length || column >= Shape::kDimV) continue;
+      StoreVector(to + (rows.begin + token) * pitch,
+                  *reinterpret_cast<const uint4*>(stage.v + SwizzledByte(token, vector * 8)));
+    }
+  }
+};
+
+// Outputs, and the states behind chunks; warps have columns of v.
+template <class Traits, class Products>
+class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
+  using Base = LinearColumnScan<Traits, Products>;
+  using Base::kDtype, Base::kK;
+  using Base::p_, Base::plan_, Base::stages_;
+  using typename Base::Item;
+  using typename Base::Shape;
+  using typename Base::Stage;
+
+ public:
+  using Params = LinearAttentionParams;
+  static constexpr bool kHasProducer = Products::kHasProducer;
+  static constexpr int kConsumerThreads = Shape::kNumThreads, kProducerThreads = 128;
+  static constexpr int kNumThreads = kConsumerThreads + (kHasProducer ? kProducerThreads : 0);
+  static constexpr int kStages =
+      kHasProducer && 3 * static_cast<int>(sizeof(Stage)) + 1024 <= CtaSmemBudget(Traits::kArch, 1)
+          ? 3
+          : Shape::kStages;
+  // With 384 threads, a thread begins with 168 registers.
+  static constexpr bool kMovesRegisters = kNumThreads > 256;
+  struct Shared {
+    Stage stages[kStages];
+    typename Products::template Ring<kStages> ring;
+  };
+  static constexpr int kSmemBytes = sizeof(Shared);
+  static constexpr int kMinCtasPerSm = 1;
+  static_assert(kStages == Shape::kStages || kHasProducer, "stages of ForChunks");
+
+  __device__ __forceinline__ static void Run(const Params& p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    LinearOutputsPhase(p, *reinterpret_cast<Shared*>(smem)).Run();
+  }
+
+ private:
+  __device__ __forceinline__ LinearOutputsPhase(const Params& p, Shared& shared)
+      : Base(p, shared.stages), shared_(shared) {}
+
+  __device__ __forceinline__ void Run() {
+    plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
+                                            static_cast<i64>(p_.num_v_heads) * Shape::kDimV);
+    if constexpr (kHasProducer) {
+      if (threadIdx.x == 0) shared_.ring.Init(kProducerThreads, kConsumerThreads / kWarpSize);
+      __syncthreads();
+      if (threadIdx.x >= kConsumerThreads) {
+        if constexpr (kMovesRegisters) Products::BecomeProducer();
+        ForItems([&](const Item& item, int* turn) { Produce(item, turn); });
+      } else {
+        if constexpr (kMovesRegisters) Products::BecomeConsumer();
+        ForItems([&](const Item& item, int* turn) { Consume(item, turn); });
+      }
+    } else {
+      ForItems([&](const Item& item, int*) {
+        RunItem(item);
+        __syncthreads();
+      });
+    }
+  }
+
+  template <class Fn>
+  __device__ __forceinline__ void ForItems(const Fn& fn) const {
+    const int num_items = this->NumItems();
+    int turn = 0;
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
+      fn(this->GetItem(i), &turn);
+    }
+  }
+
+  // --- a warpgroup copies, others compute ---
+
+  // turn: of the ring.
+  __device__ __forceinline__ void Produce(const Item& item, int* turn) const {
+    const int end = this->EndOf(item);
+    int chunk = item.segment.begin;
+    StateChunk rows = plan_.Chunk(chunk);
+    do {
+      const StateChunk next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+      shared_.ring.WaitEmpty(*turn);
+      this->template LoadChunk<true, kProducerThreads>(shared_.stages[*turn % kStages], chunk, rows,
+                                                       item.head, item.column, p_.v);
+      shared_.ring.ArriveFull(*turn);
+      ++*turn;
+      ++chunk;
+      rows = next;
+    } while (chunk < end && rows.is_first != 1);
+  }
+
+  __device__ __forceinline__ void Consume(const Item& item, int* turn) {
+    const int end = this->EndOf(item);
+    int chunk = item.segment.begin;
+    float s[kK / 8][4];
+    StateChunk next = plan_.Chunk(chunk);
+    this->BeginState(item, next, s);
+    do {
+      const StateChunk rows = next;
+      next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+      shared_.ring.WaitFull(*turn);
+      Products::FenceTiles();
+      Step(item, rows, shared_.stages[*turn % kStages], [] {}, s);
+      shared_.ring.ArriveEmpty(*turn);
+      if (rows.write_slot >= 0) this->WriteState(item, rows.write_slot, s);
+      ++*turn;
+      ++chunk;
+    } while (chunk < end && next.is_first != 1);
+  }
+
+  // --- every warp does both ---
+
+  __device__ __forceinline__ void RunItem(const Item& item) {
+    float s[kK / 8][4];
+    this->BeginState(item, plan_.Chunk(item.segment.begin), s);
+    this->template ForChunks<true>(
+        item, [&](int, const StateChunk& rows, Stage& stage, const auto& ahead) {
+          Step(item, rows, stage, ahead, s);
+          if (rows.write_slot >= 0) this->WriteState(item, rows.write_slot, s);
+        });
   }
 
   // --- one chunk ---
@@ -691,7 +727,7 @@ class LinearOutputsPhase
         Products::template Wait<1>();
         Products::Pin(x);
       }
-      TakeValues(stage, x);
+      this->TakeValues(stage, x);
       if constexpr (Traits::kHasDeltaRule) {
         ToFragments<kDtype, 4>(x, fragments);
         Products::Pin(fragments);
@@ -725,59 +761,9 @@ class LinearOutputsPhase
     Products::Commit();
     Products::template Wait<1>();
     Products::Pin(o);
-    WriteOutputs(item, rows, stage, o);
+    this->WriteTokens(item, rows, stage, static_cast<u16*>(p_.o), o);
     Products::template Wait<0>();
     Products::Pin(s);
-  }
-
-  // x <- V^T - x (.) since_k, or V^T (.) beta.
-  __device__ __forceinline__ void TakeValues(const Stage& stage, float (&x)[8][4]) {
-    const int lane = Base::Lane();
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      // Two blocks of 8 tokens, each with 8 and 8 columns.
-      u32 v[4];
-      LoadMatrix4Transposed(
-          v, SharedAddress(stage.v) +
-                 SwizzledByte(8 * j + lane / 16 * 8 + lane % 8, 16 * warp_ + lane / 8 % 2 * 8));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int tile = j + i / 2, half = i % 2;
-        const float2 f = *reinterpret_cast<const float2*>(&stage.since_k[8 * tile + lane % 4 * 2]);
-        float (&to)[4] = x[tile];
-        const float v0 = HalfOf<kDtype>(v[i], 0), v1 = HalfOf<kDtype>(v[i], 1);
-        if constexpr (Traits::kHasDeltaRule) {
-          to[2 * half] = fmaf(-f.x, to[2 * half], v0);
-          to[2 * half + 1] = fmaf(-f.y, to[2 * half + 1], v1);
-        } else {
-          to[2 * half] = f.x * v0;
-          to[2 * half + 1] = f.y * v1;
-        }
-      }
-    }
-  }
-
-  // Through the tile of V, of which the warp alone reads and writes its columns.
-  __device__ __forceinline__ void WriteOutputs(const Item& item, const StateChunk& rows,
-                                               Stage& stage, const float (&o)[8][4]) {
-    const int lane = Base::Lane();
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      Products::StoreTransposed(stage.v, 8 * j, 16 * warp_, E::Pack(o[j][0], o[j][1]),
-                                E::Pack(o[j][2], o[j][3]));
-    }
-    __syncwarp();
-    const int vector = 2 * warp_ + lane % 2, column = item.column + vector * 8;
-    u16* const to = static_cast<u16*>(p_.o) + static_cast<i64>(item.head) * Shape::kDimV + column;
-    const i64 pitch = static_cast<i64>(p_.num_v_heads) * Shape::kDimV;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = 16 * i + lane / 2;
-      if (token >= rows.length || column >= Shape::kDimV) continue;
-      StoreVector(to + (rows.begin + token) * pitch,
-                  *reinterpret_cast<const uint4*>(stage.v + SwizzledByte(token, vector * 8)));
-    }
   }
 
   Shared& shared_;

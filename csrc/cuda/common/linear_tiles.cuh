@@ -72,6 +72,17 @@ __device__ __forceinline__ float HalfOf(u32 pair, int half) {
   return Element<kDtype>::ToFloat(static_cast<u16>(half == 0 ? pair & 0xffff : pair >> 16));
 }
 
+// sum + the products of the elements of two vectors.
+template <int kDtype>
+__device__ __forceinline__ float AddProducts(const uint4& x, const uint4& y, float sum) {
+  const u32 of_x[4] = {x.x, x.y, x.z, x.w}, of_y[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sum = fmaf(HalfOf<kDtype>(of_x[i / 2], i % 2), HalfOf<kDtype>(of_y[i / 2], i % 2), sum);
+  }
+  return sum;
+}
+
 // Fragments of x - (its fragments `high`).
 template <int kDtype, int kSteps>
 __device__ __forceinline__ void RestFragments(const float (&x)[2 * kSteps][4],
@@ -92,6 +103,12 @@ __device__ __forceinline__ void LoadA(u32 (&a)[4], u32 tile, int row, int column
   const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
   LoadMatrix4(a, tile + SwizzledByte(row + lane % 16, column + lane / 16 * 8));
 }
+// The transpose of a block of 16 x 16 elements as operand a.
+__device__ __forceinline__ void LoadTransposedA(u32 (&a)[4], u32 tile, int row, int column) {
+  const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
+  LoadMatrix4Transposed(
+      a, tile + SwizzledByte(row + lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8));
+}
 // A block of 16 x 16 elements, of which rows are the columns of operand b: b[0], b[1] are those of
 // the first 8 rows.
 __device__ __forceinline__ void LoadRowsB(u32 (&b)[4], u32 tile, int row, int column) {
@@ -102,6 +119,19 @@ __device__ __forceinline__ void LoadRowsB(u32 (&b)[4], u32 tile, int row, int co
 __device__ __forceinline__ void LoadColumnsB(u32 (&b)[4], u32 tile, int row, int column) {
   const int lane = Opaque(static_cast<int>(threadIdx.x)) % kWarpSize;
   LoadMatrix4Transposed(b, tile + SwizzledByte(row + lane % 16, column + lane / 16 * 8));
+}
+
+// 1 over the norm of a row of a tile of kK columns, or 1 where q and k are taken as they are.
+template <class Traits, int kK>
+__device__ __forceinline__ float NormFactor(const unsigned char* tile, int row) {
+  if constexpr (!Traits::kHasL2Norm) return 1.0f;
+  float sum = 0.0f;
+#pragma unroll
+  for (int vector = 0; vector < kK / 8; ++vector) {
+    const uint4 x = *reinterpret_cast<const uint4*>(tile + SwizzledByte(row, vector * 8));
+    sum = AddProducts<Traits::kDtype>(x, x, sum);
+  }
+  return ReciprocalRoot(sum + kL2NormEpsilon);
 }
 
 template <int kTiles>

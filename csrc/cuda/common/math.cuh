@@ -61,6 +61,27 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
+// The sum over a warp.
+__device__ __forceinline__ float WarpSumOf(float x) {
+#pragma unroll
+  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(kFullWarp, x, mask);
+  return x;
+}
+
+// The largest of the numbers >= 0 of a CTA of kWarps warps. maxima: [kWarps], in shared memory.
+template <int kWarps>
+__device__ __forceinline__ int BlockMax(int x, int* maxima) {
+  const u32 of_warp = WarpMax(static_cast<u32>(x));
+  __syncthreads();
+  if (threadIdx.x % kWarpSize == 0) maxima[threadIdx.x / kWarpSize] = static_cast<int>(of_warp);
+  __syncthreads();
+  int most = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) most = Max(most, maxima[w]);
+  __syncthreads();
+  return most;
+}
+
 // A maximum of -inf means that no key was seen; 0 in its place keeps -inf - (-inf) out of exp2.
 __device__ __forceinline__ float FiniteMax(float max) { return max == -Infinity() ? 0.0f : max; }
 

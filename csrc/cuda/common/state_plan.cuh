@@ -41,12 +41,39 @@ struct StatePlanView {
     return i == 0 || LoadConstant(&chunks[i].is_first) == 1;
   }
 
+  // The first chunk from `chunk` on that begins a request and for which fn(chunk) is true;
+  // num_chunks if there is none. For all threads of a CTA of kWarps warps, which have `maxima`
+  // [kWarps] in shared memory.
+  template <int kWarps, class Fn>
+  __device__ __forceinline__ i32 FirstRequest(i32 chunk, int* maxima, const Fn& fn) const {
+    // So many chunks a thread looks at, in one trip to memory.
+    constexpr int kAhead = 8, kNumThreads = kWarps * kWarpSize, kLength = kAhead * kNumThreads;
+    for (; chunk < num_chunks; chunk += kLength) {
+      int found = 0;  // chunks from the first one that is found to the end of these
+#pragma unroll
+      for (int i = kAhead - 1; i >= 0; --i) {
+        const int offset = i * kNumThreads + static_cast<int>(threadIdx.x);
+        const i32 at = chunk + offset;
+        if (at < num_chunks && IsFirst(at) && fn(at)) found = kLength - offset;
+      }
+      found = BlockMax<kWarps>(found, maxima);
+      if (found > 0) return chunk + kLength - found;
+    }
+    return num_chunks;
+  }
+
   // All CTAs together: rows of a result that no token has become 0, and NaN with a fault.
   // row_elements: a multiple of kWidth, which is 1 or 4.
   template <int kDtype, int kWidth>
   __device__ __forceinline__ void FillOtherRows(void* result, i32 max_tokens,
                                                 i64 row_elements) const {
-    const float x = is_faulty ? __int_as_float(0x7fffffff) : 0.0f;
+    FillRows<kDtype, kWidth>(result, max_tokens, row_elements,
+                             is_faulty ? __int_as_float(0x7fffffff) : 0.0f);
+  }
+  // The same with a value.
+  template <int kDtype, int kWidth>
+  __device__ __forceinline__ void FillRows(void* result, i32 max_tokens, i64 row_elements,
+                                           float x) const {
     const i64 end = max_tokens * row_elements;
     const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
     i64 at = num_tokens * row_elements +

@@ -2,19 +2,51 @@
 // Up to four launches, see LinearPhase.
 #pragma once
 
+#include "cuda/common/linear_gradient_scan.cuh"
 #include "cuda/common/linear_scan.cuh"
+#include "cuda/sm80/linear_gradients.cuh"
 #include "cuda/sm80/linear_starts.cuh"
 #include "cuda/sm80/linear_terms.cuh"
 
 namespace jax_attn {
 
+template <class Traits, class Products, int kPhase>
+struct LinearPhaseOf;
 template <class Traits, class Products>
-using LinearPhaseBody = typename Conditional<
-    Traits::kPhase == kLinearTerms, LinearTermsPhase<Traits>,
-    typename Conditional<
-        Traits::kPhase == kLinearMaps, LinearMapsPhase<Traits, Products>,
-        typename Conditional<Traits::kPhase == kLinearStarts, LinearStartsPhase<Traits>,
-                             LinearOutputsPhase<Traits, Products>>::Type>::Type>::Type;
+struct LinearPhaseOf<Traits, Products, kLinearTerms> {
+  using Body = LinearTermsPhase<Traits>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearMaps> {
+  using Body = LinearMapsPhase<Traits, Products>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearStarts> {
+  using Body = LinearStartsPhase<Traits>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearOutputs> {
+  using Body = LinearOutputsPhase<Traits, Products>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearGradientTerms> {
+  using Body = LinearTermsPhase<Traits>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearStates> {
+  using Body = LinearStatesPhase<Traits, Products>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearStateGradients> {
+  using Body = LinearStateGradientsPhase<Traits, Products>;
+};
+template <class Traits, class Products>
+struct LinearPhaseOf<Traits, Products, kLinearGradients> {
+  using Body = LinearGradientsPhase<Traits>;
+};
+
+template <class Traits, class Products>
+using LinearPhaseBody = typename LinearPhaseOf<Traits, Products, Traits::kPhase>::Body;
 
 template <class Traits>
 using LinearChunksBody = LinearPhaseBody<Traits, MmaProducts<Traits::kDtype>>;

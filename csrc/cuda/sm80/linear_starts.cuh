@@ -7,17 +7,19 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/linear_places.cuh"
 #include "cuda/common/linear_tiles.cuh"
-#include "cuda/common/state_plan.cuh"
 
 namespace jax_attn {
 
 template <class Traits>
-class LinearStartsPhase {
+class LinearStartsPhase : LinearPlaces<Traits> {
+  using Places = LinearPlaces<Traits>;
+  using Places::p_, Places::plan_;
+
  public:
   using Params = LinearAttentionParams;
-  static constexpr int kDimK = Traits::kHeadDimK, kK = CeilDiv(kDimK, 64) * 64;
-  static constexpr int kV = CeilDiv(Traits::kHeadDimV, Traits::kTileColumns) * Traits::kTileColumns;
+  static constexpr int kDimK = Places::Dims::kDimK, kK = Places::Dims::kK, kV = Places::Dims::kV;
   static constexpr int kColumns = 16;
   static constexpr int kWarps = 4, kNumThreads = kWarps * kWarpSize;
   static constexpr int kWarpRows = kK / kWarps;  // of the new S
@@ -50,22 +52,19 @@ class LinearStartsPhase {
 
  private:
   __device__ __forceinline__ LinearStartsPhase(const Params& p, Shared& shared)
-      : p_(p),
-        plan_(p.plan),
-        at_(p.plan.max_chunks, p.num_v_heads, kK, kV, p.segment_chunks),
+      : Places(p),
         shared_(shared),
         warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)),
         lane_(static_cast<int>(threadIdx.x) % kWarpSize) {}
 
   __device__ __forceinline__ void Run() {
-    if (plan_.num_chunks == 0) return;
     constexpr int kTiles = kV / kColumns;
     const int of_segment = p_.num_v_heads * kTiles;
-    const int num_items = LoadConstant(At<i32>(at_.num_segments)) * of_segment;
+    const int num_items = this->NumSegments() * of_segment;
     for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
-      const i32* words = &At<LinearSegment>(at_.segments)[i / of_segment].begin;
-      const int begin = LoadConstant(words);
-      if (begin != LoadConstant(words + 1) || LoadConstant(words + 2) == 0) continue;
+      const LinearSegment segment = this->Segment(i / of_segment);
+      const int begin = segment.begin;
+      if (begin != segment.first || segment.is_followed == 0) continue;
       const int head = i % of_segment / kTiles, column = i % kTiles * kColumns;
       const int num_maps = CountMaps(begin);
       if constexpr (Traits::kHasDeltaRule) {
@@ -78,59 +77,20 @@ class LinearStartsPhase {
 
   // Segments of the request that another one follows.
   __device__ __forceinline__ int CountMaps(int begin) const {
-    int end = begin + 1;
-    bool ends = false;
-    do {
-      constexpr int kAhead = 8;  // so many chunks a thread looks at, in one trip to memory
-      int length = kAhead * kNumThreads;
-#pragma unroll
-      for (int i = kAhead - 1; i >= 0; --i) {
-        const int offset = i * kNumThreads + static_cast<int>(threadIdx.x), chunk = end + offset;
-        if (chunk >= plan_.num_chunks || plan_.IsFirst(chunk)) length = offset;
-      }
-      length = kAhead * kNumThreads - BlockMax(kAhead * kNumThreads - length);
-      end += length;
-      ends = length < kAhead * kNumThreads;
-    } while (!ends);
+    const int end =
+        plan_.template FirstRequest<kWarps>(begin + 1, shared_.maxima, [](int) { return true; });
     return CeilDiv(end - begin, p_.segment_chunks) - 1;
   }
-  __device__ __forceinline__ int BlockMax(int x) const {
-    const u32 of_warp = WarpMax(static_cast<u32>(x));
-    __syncthreads();
-    if (lane_ == 0) shared_.maxima[warp_] = static_cast<int>(of_warp);
-    __syncthreads();
-    int most = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) most = Max(most, shared_.maxima[w]);
-    __syncthreads();
-    return most;
-  }
-
-  template <class T>
-  __device__ __forceinline__ T* At(i64 offset) const {
-    return reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
-  }
-  __device__ __forceinline__ i64 Map(int begin, int head) const {
-    return static_cast<i64>(begin / p_.segment_chunks) * p_.num_v_heads + head;
-  }
   __device__ __forceinline__ bool IsZero(i64 map) const {
-    return LoadConstant(At<i32>(at_.is_zero) + map) != 0;
-  }
-  __device__ __forceinline__ const unsigned char* M(i64 map) const {
-    return At<const unsigned char>(at_.m) + map * 2 * kHalfBytes;
-  }
-  __device__ __forceinline__ float* B(i64 map) const { return At<float>(at_.b) + map * kK * kV; }
-  // The state before a request.
-  __device__ __forceinline__ const float* FirstState(i64 map) const {
-    return At<float>(at_.states) + map * kK * kV;
+    return LoadConstant(&this->MapIsZero(map)) != 0;
   }
 
   // --- M is a matrix ---
 
   __device__ __forceinline__ void GoThroughMatrices(int begin, int num_maps, int head, int column) {
-    const auto map = [&](int i) { return Map(begin + i * p_.segment_chunks, head); };
+    const auto map = [&](int i) { return this->Map(begin + i * p_.segment_chunks, head); };
     const auto load = [&](int i) {
-      const unsigned char* from = M(map(i)) + threadIdx.x * 16;
+      const unsigned char* from = this->MapM(map(i)) + threadIdx.x * 16;
       const u32 to = SharedAddress(&shared_.m[i % kBuffers]) + threadIdx.x * 16;
 #pragma unroll 8
       for (int at = 0; at < 2 * kHalfBytes; at += kNumThreads * 16) {
@@ -149,7 +109,7 @@ class LinearStartsPhase {
     bool skips = is_zero(0), has_state = false;
     if (!skips) {
       if (kBuffers == 2) load(0);
-      ReadB(B(map(0)) + column, s.x);
+      ReadB(this->MapB(map(0)) + column, s.x);
     }
     CommitCopies();
     for (int i = 0; i < num_maps; ++i) {
@@ -160,13 +120,13 @@ class LinearStartsPhase {
         if (!skips_next) load(i + 1);
       }
       CommitCopies();
-      if (!skips_next) ReadB(B(map(i + 1)) + column, next.x);
+      if (!skips_next) ReadB(this->MapB(map(i + 1)) + column, next.x);
       if (!skips) {
         if (!has_state) {
           __syncthreads();  // the state that nobody needed is written
-          LoadState(i == 0 ? FirstState(map(0)) : B(map(i - 1)), column);
+          LoadState(i == 0 ? this->MapState(map(0)) : this->MapB(map(i - 1)), column);
         }
-        Advance(shared_.m[i % kBuffers], B(map(i)) + column, s.x);
+        Advance(shared_.m[i % kBuffers], this->MapB(map(i)) + column, s.x);
       }
       s = next;
       has_state = !skips;
@@ -260,22 +220,19 @@ class LinearStartsPhase {
                                                      int column) {
     for (int e = static_cast<int>(threadIdx.x); e < kDimK * kColumns; e += kNumThreads) {
       const i64 at = static_cast<i64>(e / kColumns) * kV + column + e % kColumns;
-      float x = FirstState(Map(begin, head))[at];
+      float x = this->MapState(this->Map(begin, head))[at];
       for (int i = 0; i < num_maps; ++i) {
-        const i64 map = Map(begin + i * p_.segment_chunks, head);
-        float& b = B(map)[at];
+        const i64 map = this->Map(begin + i * p_.segment_chunks, head);
+        float& b = this->MapB(map)[at];
         if (IsZero(map)) {
           x = b;
         } else {
-          b = x = fmaf(*reinterpret_cast<const float*>(M(map)), x, b);
+          b = x = fmaf(*reinterpret_cast<const float*>(this->MapM(map)), x, b);
         }
       }
     }
   }
 
-  const Params& p_;
-  const StatePlanView plan_;
-  const LinearWorkspace at_;
   Shared& shared_;
   const int warp_, lane_;
 };

@@ -11,19 +11,23 @@
 #pragma once
 
 #include "cuda/common/budget.cuh"
+#include "cuda/common/linear_places.cuh"
 #include "cuda/common/linear_tiles.cuh"
-#include "cuda/common/state_plan.cuh"
 
 namespace jax_attn {
 
 template <class Traits>
-class LinearTermsPhase {
+class LinearTermsPhase : LinearPlaces<Traits> {
+  using Places = LinearPlaces<Traits>;
+  using Places::p_, Places::plan_, Places::kIsGradient;
+  using typename Places::Terms;
+
  public:
   using Params = LinearAttentionParams;
   static constexpr int kDtype = Traits::kDtype;
   using E = Element<kDtype>;
 
-  static constexpr int kDimK = Traits::kHeadDimK, kK = CeilDiv(kDimK, 64) * 64;
+  static constexpr int kDimK = Places::Dims::kDimK, kK = Places::Dims::kK;
   static constexpr int kNumThreads = 128;
   static constexpr int kWarps = kNumThreads / kWarpSize, kBlocks = kLinearTokens / 16;
   static_assert(kWarps == kBlocks, "a warp has a row of blocks");
@@ -60,7 +64,7 @@ class LinearTermsPhase {
 
  private:
   __device__ __forceinline__ LinearTermsPhase(const Params& p, Shared& shared)
-      : p_(p), shared_(shared), warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
+      : Places(p), shared_(shared), warp_(Uniform(static_cast<int>(threadIdx.x) / kWarpSize)) {}
 
   // Places are computed where they are used: products leave no registers to keep them.
   __device__ __forceinline__ static int Lane() {
@@ -68,13 +72,12 @@ class LinearTermsPhase {
   }
 
   __device__ __forceinline__ void Run() {
-    const StatePlanView plan(p_.plan);
     // The grid has so many CTAs for each chunk.
     const int parts = static_cast<int>(gridDim.x) / Max(p_.plan.max_chunks, 1);
     const int chunk = static_cast<int>(blockIdx.x) / parts;
     const int part = static_cast<int>(blockIdx.x) % parts;
-    if (chunk >= plan.num_chunks) return;
-    const StateChunk rows = plan.Chunk(chunk);
+    if (chunk >= plan_.num_chunks) return;
+    const StateChunk rows = plan_.Chunk(chunk);
     const int num_heads = p_.num_v_heads / parts, head = part * num_heads;
     const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
@@ -83,7 +86,7 @@ class LinearTermsPhase {
     LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.q), p_.q, rows.begin, rows.length, pitch,
                               qk_head * kDimK, kDimK);
     CommitCopies();
-    if (part == 0) ListSegment(plan, chunk);
+    if (part == 0) ListSegment(chunk);
     WaitCopies<0>();
     __syncthreads();
     FindNorms();
@@ -95,10 +98,7 @@ class LinearTermsPhase {
       if (h > head) __syncthreads();  // blocks of the head before are read
       SumDecays(tokens);
       if (h + 1 < head + num_heads) tokens = HeadTokens(p_, rows, h + 1);
-      const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, p_.segment_chunks);
-      LinearTerms& terms =
-          reinterpret_cast<LinearTerms*>(static_cast<char*>(p_.workspace) +
-                                         at.terms)[static_cast<i64>(chunk) * p_.num_v_heads + h];
+      Terms& terms = this->TermsOf(chunk, h);
       WriteFactors(terms);
       SplitProducts(terms);
       if constexpr (Traits::kHasDeltaRule) {
@@ -112,13 +112,13 @@ class LinearTermsPhase {
   // --- segments ---
 
   // Lists the segment that begins with this chunk, if one does.
-  __device__ __forceinline__ void ListSegment(const StatePlanView& plan, int chunk) {
+  __device__ __forceinline__ void ListSegment(int chunk) {
     const int lane = Lane();
     // The last chunk up to this one that begins a request.
     int first = -1;
     for (int end = chunk; end >= 0; end -= kNumThreads) {
       const int i = end - static_cast<int>(threadIdx.x);
-      const bool is_first = i >= 0 && plan.IsFirst(i);
+      const bool is_first = i >= 0 && plan_.IsFirst(i);
       const u32 found = WarpMax(is_first ? static_cast<u32>(i) + 1 : 0);
       if (lane == 0) shared_.diagonal[warp_][0][0] = __uint_as_float(found);
       __syncthreads();
@@ -134,14 +134,13 @@ class LinearTermsPhase {
     // Another segment follows if no chunk up to there begins a request.
     bool ends = length == 0;
     for (int i = static_cast<int>(threadIdx.x) + 1; i <= length; i += kNumThreads) {
-      ends = ends || chunk + i >= plan.num_chunks || plan.IsFirst(chunk + i);
+      ends = ends || chunk + i >= plan_.num_chunks || plan_.IsFirst(chunk + i);
     }
     const bool is_followed = !__syncthreads_or(ends);
     if (threadIdx.x != 0) return;
-    const LinearWorkspace at(p_.plan.max_chunks, p_.num_v_heads, 0, 0, length);
-    char* const workspace = static_cast<char*>(p_.workspace);
-    const i32 number = AddRelaxed(reinterpret_cast<i32*>(workspace + at.num_segments), 1);
-    reinterpret_cast<LinearSegment*>(workspace + at.segments)[number] = {chunk, first, is_followed};
+    const LinearWorkspace at = this->Offsets();
+    const i32 number = AddRelaxed(this->template At<i32>(at.num_segments), 1);
+    this->template At<LinearSegment>(at.segments)[number] = {chunk, first, is_followed};
   }
 
   // --- products of rows ---
@@ -149,23 +148,8 @@ class LinearTermsPhase {
   __device__ __forceinline__ void FindNorms() {
     const int row = static_cast<int>(threadIdx.x) % kLinearTokens;
     const int which = static_cast<int>(threadIdx.x) / kLinearTokens;
-    if constexpr (Traits::kHasL2Norm) {
-      const unsigned char* tile = which == 0 ? shared_.tiles.k : shared_.tiles.q;
-      float sum = 0.0f;
-#pragma unroll
-      for (int vector = 0; vector < kK / 8; ++vector) {
-        const uint4 x = *reinterpret_cast<const uint4*>(tile + SwizzledByte(row, vector * 8));
-        const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float value = HalfOf<kDtype>(words[i / 2], i % 2);
-          sum = fmaf(value, value, sum);
-        }
-      }
-      shared_.norms[which][row] = ReciprocalRoot(sum + kL2NormEpsilon);
-    } else {
-      shared_.norms[which][row] = 1.0f;
-    }
+    shared_.norms[which][row] =
+        NormFactor<Traits, kK>(which == 0 ? shared_.tiles.k : shared_.tiles.q, row);
   }
 
   // The warp's rows of K K^T and Q K^T, up to the diagonal.
@@ -249,7 +233,7 @@ class LinearTermsPhase {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void WriteFactors(LinearTerms& terms) {
+  __device__ __forceinline__ void WriteFactors(Terms& terms) {
     const int lane = Lane();
     if (warp_ != 0) return;
     const float total = shared_.sums[0][kLinearTokens - 1];
@@ -261,12 +245,16 @@ class LinearTermsPhase {
       terms.since_k[token] = Traits::kHasDeltaRule ? since * k : shared_.beta[0][token];
       terms.since_q[token] = p_.scale * since * shared_.norms[1][token];
       terms.until_k[token] = Exp2(total - sum) * k;
+      if constexpr (kIsGradient) {
+        terms.beta[token] = shared_.beta[0][token];
+        terms.sums[token] = sum;
+      }
     }
     terms.decay[lane] = Exp2(total);
   }
 
   // Writes the warp's rows of q k^T, and of A: below the diagonal as pairs, blocks on it as f32.
-  __device__ __forceinline__ void SplitProducts(LinearTerms& terms) {
+  __device__ __forceinline__ void SplitProducts(Terms& terms) {
     const int lane = Lane();
     const float* sums = shared_.sums[warp_];
     const int first_row = 16 * warp_ + lane / 4;
@@ -348,8 +336,9 @@ class LinearTermsPhase {
     }
   }
 
-  // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta).
-  __device__ __forceinline__ void Substitute(LinearTerms& terms) {
+  // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta), for
+  // gradients T.
+  __device__ __forceinline__ void Substitute(Terms& terms) {
     const u32 high_tile = SharedAddress(shared_.blocks.high),
               low_tile = SharedAddress(shared_.blocks.low);
     u32 high[kBlocks][4], low[kBlocks][4];  // blocks of T
@@ -410,20 +399,20 @@ class LinearTermsPhase {
     }
   }
 
-  __device__ __forceinline__ void WriteBlock(LinearTerms& terms, int block,
-                                             const float (&t)[2][4]) {
+  __device__ __forceinline__ void WriteBlock(Terms& terms, int block, const float (&t)[2][4]) {
     const int lane = Lane();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 16 * warp_ + lane / 4 + i % 2 * 8;
       const int column = 16 * block + i / 2 * 8 + lane % 4 * 2;
       const float (&beta)[kLinearTokens] = shared_.beta[warp_];
+      const float factors[2] = {kIsGradient ? 1.0f : beta[column],
+                                kIsGradient ? 1.0f : beta[column + 1]};
       *reinterpret_cast<u32*>(terms.solve + LowerIndex(row, column)) =
-          E::Pack(t[i / 2][i % 2 * 2] * beta[column], t[i / 2][i % 2 * 2 + 1] * beta[column + 1]);
+          E::Pack(t[i / 2][i % 2 * 2] * factors[0], t[i / 2][i % 2 * 2 + 1] * factors[1]);
     }
   }
 
-  const Params& p_;
   Shared& shared_;
   const int warp_;
 };

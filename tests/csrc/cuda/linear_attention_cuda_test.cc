@@ -16,7 +16,7 @@ void RunTraits(int longest) {
     using Body = LinearRecurrenceBody<Traits>;
     for (const LinearCase& c : LinearBatches(longest)) {
       if (!TakesCase<Traits>()) continue;
-      RunLinearCase<Traits>(c, 2e-5, [&](const LinearAttentionParams& p) {
+      RunLinearCase<Traits>(c, {2e-5}, [&](const LinearAttentionParams& p) {
         // A CTA for each unit, and fewer.
         const int units = Max(p.plan.max_chunks, 1) * p.num_v_heads * Body::kTiles;
         const int ctas = p.num_v_heads == 3 ? 5 : units;

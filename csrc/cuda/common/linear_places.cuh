@@ -1,0 +1,78 @@
+// Where the phases of chunked linear attention have what they hand to each other.
+#pragma once
+
+#include "cuda/common/math.cuh"
+#include "cuda/common/state_plan.cuh"
+
+namespace jax_attn {
+
+// Dims with the padding of tiles.
+template <class Traits>
+struct LinearDims {
+  static constexpr int kDimK = Traits::kHeadDimK, kDimV = Traits::kHeadDimV;
+  static constexpr int kK = CeilDiv(kDimK, 64) * 64;
+  static constexpr int kColumnTiles = CeilDiv(kDimV, Traits::kTileColumns);
+  static constexpr int kV = kColumnTiles * Traits::kTileColumns;
+};
+
+constexpr __host__ __device__ bool IsGradientPhase(int phase) { return phase > kLinearOutputs; }
+
+template <class Traits>
+class LinearPlaces {
+ protected:
+  using Dims = LinearDims<Traits>;
+  static constexpr bool kIsGradient = IsGradientPhase(Traits::kPhase);
+  using Terms = typename Conditional<kIsGradient, LinearGradientTerms, LinearTerms>::Type;
+
+  __device__ __forceinline__ explicit LinearPlaces(const LinearAttentionParams& p)
+      : p_(p), plan_(p.plan) {}
+
+  // Places are computed where they are used: sums leave no registers to keep them.
+  __device__ __forceinline__ LinearWorkspace Offsets() const {
+    return LinearWorkspace(Opaque(p_.plan.max_chunks), p_.num_v_heads, Dims::kK, Dims::kV,
+                           p_.segment_chunks, sizeof(Terms));
+  }
+  __device__ __forceinline__ LinearGradientWorkspace Arrays() const {
+    return LinearGradientWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
+                                   Dims::kK, Dims::kV, Dims::kDimV);
+  }
+  template <class T>
+  __device__ __forceinline__ T* At(i64 offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(p_.workspace) + offset);
+  }
+
+  __device__ __forceinline__ Terms& TermsOf(int chunk, int head) const {
+    return At<Terms>(Offsets().terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
+  }
+
+  __device__ __forceinline__ int NumSegments() const {
+    return plan_.num_chunks == 0 ? 0 : LoadConstant(At<i32>(Offsets().num_segments));
+  }
+  __device__ __forceinline__ LinearSegment Segment(int number) const {
+    const i32* words = &At<LinearSegment>(Offsets().segments)[number].begin;
+    return {LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2)};
+  }
+
+  // Number of the map of a segment for a head.
+  __device__ __forceinline__ i64 Map(int begin, int head) const {
+    return static_cast<i64>(begin / p_.segment_chunks) * p_.num_v_heads + head;
+  }
+  __device__ __forceinline__ i32& MapIsZero(i64 map) const {
+    return At<i32>(Offsets().is_zero)[map];
+  }
+  __device__ __forceinline__ unsigned char* MapM(i64 map) const {
+    return At<unsigned char>(Offsets().m) + map * 4 * Dims::kK * Dims::kK;
+  }
+  __device__ __forceinline__ float* MapB(i64 map) const {
+    return At<float>(Offsets().b) + map * Dims::kK * Dims::kV;
+  }
+  // The state before a request that is split.
+  __device__ __forceinline__ float* MapState(i64 map) const {
+    return At<float>(Offsets().states) + map * Dims::kK * Dims::kV;
+  }
+
+  const LinearAttentionParams& p_;
+  const StatePlanView plan_;
+};
+
+}  // namespace jax_attn
