@@ -754,6 +754,8 @@ inline constexpr float kL2NormEpsilon = 1e-6f;
 
 // Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
 inline constexpr i32 kLinearTokens = 64;
+// Of a plan's chunk with a decay a channel.
+inline constexpr i32 kChannelTokens = 16;
 
 // A lower triangle of kLinearTokens rows without the blocks of 16 x 16 above its diagonal.
 inline constexpr i32 kLowerElements = 16 * 16 * 10;
@@ -775,6 +777,13 @@ struct LinearTerms {
 };
 
 // Segments of a call, in an order that does not matter.
+// The same with a decay a channel, for rows of q and k that have their decays and norms
+// (LinearChannelWorkspace): factors are 1 but for beta. Behind it is f32 exp(G_last)[dim_k].
+struct LinearChannelTerms : LinearTerms {
+  static constexpr i64 Bytes(i64 dim_k) {
+    return static_cast<i64>(sizeof(LinearTerms)) + 4 * dim_k;
+  }
+};
 // The same for gradients; solve is (I + A)^-1.
 struct LinearGradientTerms : LinearTerms {
   float beta[kLinearTokens];
@@ -814,6 +823,24 @@ struct LinearWorkspace {
     size = states + maps * 4 * dim_k * dim_v;
   }
   static constexpr i64 RoundUpTo128(i64 bytes) { return (bytes + 127) / 128 * 128; }
+};
+
+// With a decay a channel.
+struct LinearChannelWorkspace {
+  LinearWorkspace base;  // with LinearChannelTerms, without maps
+  // [max_tokens][num_v_heads][own_dim_k], in spec.dtype: n(k) k exp(G), scale n(q) q exp(G) and
+  // n(k) k exp(G_last - G).
+  i64 k_since, q_since, k_until;
+  i64 size;
+
+  // dim_k, dim_v: with the padding of tiles. own_dim_k: k's.
+  constexpr LinearChannelWorkspace(i64 max_chunks, i64 max_tokens, i64 num_v_heads, i64 dim_k,
+                                   i64 dim_v, i64 own_dim_k)
+      : base(max_chunks, num_v_heads, dim_k, dim_v, 0, LinearChannelTerms::Bytes(dim_k)),
+        k_since(LinearWorkspace::RoundUpTo128(base.size)),
+        q_since(LinearWorkspace::RoundUpTo128(k_since + max_tokens * num_v_heads * own_dim_k * 2)),
+        k_until(q_since + q_since - k_since),
+        size(k_until + q_since - k_since) {}
 };
 
 // The gradients of a call of linear attention. The workspace of `forward` is that of the gradients;

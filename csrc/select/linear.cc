@@ -109,6 +109,7 @@ std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionPr
   // kLinearGradients needs 130 KB of shared memory.
   const bool has_room = arch == 80 || arch == 87 || (arch >= 90 && arch < 120);
   if (!has_room || !HasLinearChunks(problem)) return kernels;
+  if (problem.kernel.decay == kChannelDecay) return kernels;
   for (const LinearPhase phase :
        {kLinearGradientTerms, kLinearStates, kLinearStateGradients, kLinearGradients}) {
     kernels.push_back(SelectLinearGradient(problem));

@@ -43,6 +43,7 @@ double CheapestSegments(const LinearAttentionProblem& problem) {
 // Chunks of a segment; 0: requests are not split. The capacities alone decide, so a request has the
 // same bits in every batch.
 int64_t SegmentChunks(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel) {
+  if (kernel.decay == kChannelDecay) return 0;  // there are no maps for it
   const int64_t segments =
       std::min<int64_t>(Processors(problem) / ItemsOfSegment(problem, kernel.tile_columns),
                         std::llround(CheapestSegments(problem)));
@@ -66,11 +67,21 @@ bool HasLinearChunks(const LinearAttentionProblem& problem) {
   // More chunks than tokens: a token or so a request, or chunks of one token, whose results no cut
   // of a prompt may change (chunk_tokens=1).
   if (problem.max_chunks > problem.max_tokens) return false;
-  return kernel.arch >= 80 && kernel.dtype == kBF16 && kernel.decay != kChannelDecay &&
-         kernel.head_dim_k <= kMostDimK && problem.max_qo_len >= kFewestChunkTokens;
+  return kernel.arch >= 80 && kernel.dtype == kBF16 && kernel.head_dim_k <= kMostDimK &&
+         problem.max_qo_len >= kFewestChunkTokens;
+}
+
+// The same where requests are not split, so that the longest is a chain of chunks. Half as many
+// columns make a chunk shorter where twice as many CTAs still are on the device at once.
+int64_t ChainTileColumns(const LinearAttentionProblem& problem) {
+  const int64_t requests = CeilDiv(problem.max_tokens, std::max<int64_t>(problem.max_qo_len, 1));
+  const bool is_narrow = problem.kernel.head_dim_v <= kNarrowColumns ||
+                         requests * ItemsOfSegment(problem, kNarrowColumns) <= Processors(problem);
+  return is_narrow ? kNarrowColumns : kWideColumns;
 }
 
 int64_t ChunkTileColumns(const LinearAttentionProblem& problem) {
+  if (problem.kernel.decay == kChannelDecay) return ChainTileColumns(problem);
   if (problem.kernel.head_dim_v <= kNarrowColumns) return kNarrowColumns;
   const double segments =
       static_cast<double>(Processors(problem) / ItemsOfSegment(problem, kNarrowColumns));
@@ -84,22 +95,24 @@ LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
   LinearAttentionLaunch launch;
   launch.segment_chunks = SegmentChunks(problem, kernel);
   launch.num_zero_words = 1;
-  const LinearWorkspace workspace(
-      problem.max_chunks, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
-      RoundUp(kernel.head_dim_v, kernel.tile_columns), launch.segment_chunks);
-  launch.workspace_words = workspace.size / 4;
+  const int64_t dim_k = RoundUp(kernel.head_dim_k, 64);
+  const int64_t dim_v = RoundUp(kernel.head_dim_v, kernel.tile_columns);
+  const int64_t bytes =
+      kernel.decay == kChannelDecay
+          ? LinearChannelWorkspace(problem.max_chunks, problem.max_tokens, problem.num_v_heads,
+                                   dim_k, dim_v, kernel.head_dim_k)
+                .size
+          : LinearWorkspace(problem.max_chunks, problem.num_v_heads, dim_k, dim_v,
+                            launch.segment_chunks)
+                .size;
+  launch.workspace_words = bytes / 4;
   return launch;
 }
 
 LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
   kernel.main_loop = kernel.arch == 90 ? kHopperChunks : kPortableChunks;
-  // Requests are not split, so the longest is a chain of chunks. Half as many columns make a chunk
-  // shorter where twice as many CTAs still are on the device at once.
-  const int64_t requests = CeilDiv(problem.max_tokens, std::max<int64_t>(problem.max_qo_len, 1));
-  const bool is_narrow = kernel.head_dim_v <= kNarrowColumns ||
-                         requests * ItemsOfSegment(problem, kNarrowColumns) <= Processors(problem);
-  kernel.tile_columns = is_narrow ? kNarrowColumns : kWideColumns;
+  kernel.tile_columns = ChainTileColumns(problem);
   kernel.phase = kLinearGradientTerms;
   return kernel;
 }
@@ -107,6 +120,9 @@ LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem
 int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel,
                         int64_t num_processors) {
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
+  if (kernel.decay == kChannelDecay && kernel.phase == kLinearTerms) {
+    return chunks * problem.num_v_heads;
+  }
   if (kernel.phase == kLinearTerms || kernel.phase == kLinearGradientTerms) {
     return chunks * PartsOfChunk(problem, num_processors);
   }

@@ -148,6 +148,19 @@ CASES = {
     "mamba_chunks": LinearCase(
         dim_k=128, dim_v=64, delta_rule=False, l2_norm=False, dtype="bfloat16"
     ),
+    "kda_chunks": LinearCase(
+        (65, 0, 130, 3),
+        (-1, 3, 0, 5),
+        (1, 2, 0, 4),
+        checkpoints=((2, 70, 6), (2, 96, 7)),
+        decay="channel",
+        v_heads=4,
+        qk_heads=2,
+        dim_k=64,
+        dim_v=72,
+        dtype="bfloat16",
+    ),
+    "kda_chunks_far": LinearCase(decay="channel", dim_k=128, dtype="bfloat16", g=-20.0),
     "g_zero": LinearCase(g=-1e-7),
     "g_far": LinearCase(g=-20.0),
     "kda_far": LinearCase(decay="channel", g=-20.0),

@@ -22,6 +22,10 @@ class LinearPlaces {
  protected:
   using Dims = LinearDims<Traits>;
   static constexpr bool kIsGradient = IsGradientPhase(Traits::kPhase);
+  static constexpr bool kHasChannels = Traits::kDecay == kChannelDecay;
+  static constexpr i64 kTermsBytes = kHasChannels  ? LinearChannelTerms::Bytes(Dims::kK)
+                                     : kIsGradient ? static_cast<i64>(sizeof(LinearGradientTerms))
+                                                   : static_cast<i64>(sizeof(LinearTerms));
   using Terms = typename Conditional<kIsGradient, LinearGradientTerms, LinearTerms>::Type;
 
   __device__ __forceinline__ explicit LinearPlaces(const LinearAttentionParams& p)
@@ -30,7 +34,7 @@ class LinearPlaces {
   // Places are computed where they are used: sums leave no registers to keep them.
   __device__ __forceinline__ LinearWorkspace Offsets() const {
     return LinearWorkspace(Opaque(p_.plan.max_chunks), p_.num_v_heads, Dims::kK, Dims::kV,
-                           p_.segment_chunks, sizeof(Terms));
+                           p_.segment_chunks, kTermsBytes);
   }
   __device__ __forceinline__ LinearGradientWorkspace Arrays() const {
     return LinearGradientWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
@@ -42,7 +46,44 @@ class LinearPlaces {
   }
 
   __device__ __forceinline__ Terms& TermsOf(int chunk, int head) const {
-    return At<Terms>(Offsets().terms)[static_cast<i64>(chunk) * p_.num_v_heads + head];
+    return *At<Terms>(Offsets().terms +
+                      (static_cast<i64>(chunk) * p_.num_v_heads + head) * kTermsBytes);
+  }
+  // Behind the terms with a decay a channel.
+  __device__ __forceinline__ static float* ChannelDecays(Terms& terms) {
+    return reinterpret_cast<float*>(&terms + 1);
+  }
+  __device__ __forceinline__ LinearChannelWorkspace ChannelArrays() const {
+    return LinearChannelWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
+                                  Dims::kK, Dims::kV, Dims::kDimK);
+  }
+
+  // Tokens that are computed together: a chunk of the plan, or with a decay a channel, whose chunks
+  // have 16 tokens, up to four of them. They begin where the state is known: at a request's first
+  // chunk and behind each that writes its state.
+  struct Chunk {
+    StateChunk rows;
+    int number, next;  // of the plan's first chunk of these, and of that behind them
+  };
+  __device__ __forceinline__ Chunk ChunkAt(int number) const {
+    Chunk c = {plan_.Chunk(number), number, number + 1};
+    if constexpr (kHasChannels) {
+#pragma unroll 1
+      while (c.next < Min(number + kLinearTokens / kChannelTokens, plan_.num_chunks)) {
+        if (IsBorder(c.next)) break;
+        const StateChunk more = plan_.Chunk(c.next++);
+        c.rows.length += more.length;
+        c.rows.write_slot = more.write_slot;
+      }
+    }
+    return c;
+  }
+  // Whether chunk i and the one before it are not computed together, whatever their numbers are.
+  __device__ __forceinline__ bool IsBorder(int i) const {
+    if (i == 0 || plan_.IsFirst(i)) return true;
+    const StateChunk before = plan_.Chunk(i - 1), own = plan_.Chunk(i);
+    return before.write_slot >= 0 || before.length != kChannelTokens ||
+           own.length > kChannelTokens || own.begin != before.begin + before.length;
   }
 
   __device__ __forceinline__ int NumSegments() const {

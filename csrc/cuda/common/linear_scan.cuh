@@ -31,6 +31,7 @@ struct LinearScanShape : LinearDims<Traits> {
   static constexpr int kColumns = Traits::kTileColumns;  // of v
   static constexpr int kNumThreads = kTheRows / 16 * kWarpSize;
   static constexpr bool kIsGradient = IsGradientPhase(Traits::kPhase);
+  static constexpr bool kHasChannels = Traits::kDecay == kChannelDecay;
   // Factors, of which beta is for gradients.
   static constexpr int kTermsVectors =
       static_cast<int>(sizeof(LinearTerms) - 4 * kLowerElements) / 16 +
@@ -42,11 +43,13 @@ struct LinearScanShape : LinearDims<Traits> {
     alignas(1024) unsigned char v[kColumns / 64 * kPartBytes];
     alignas(1024) unsigned char solve[kPartBytes];
     alignas(1024) unsigned char qk[kPartBytes];  // not for maps
+    alignas(1024) unsigned char k_until[kHasChannels ? kK / 64 * kPartBytes : 16];
     alignas(128) float since_k[kLinearTokens];
     float since_q[kLinearTokens];
     float until_k[kLinearTokens];
     float decay[32];
     float beta[kIsGradient ? kLinearTokens : 4];
+    float channels[kHasChannels ? kK : 4];  // decays
   };
   static constexpr int kStages =
       2 * static_cast<int>(sizeof(Stage)) <= CtaSmemBudget(Traits::kArch, 1) ? 2 : 1;
@@ -111,23 +114,34 @@ class LinearScan : protected LinearPlaces<Traits> {
   template <bool kHasQueries, int kNumThreads = Shape::kNumThreads>
   __device__ __forceinline__ void LoadChunk(Stage& to, int chunk, const StateChunk& rows, int head,
                                             int column, const void* values) const {
-    constexpr int kDimK = Shape::kDimK;
-    const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
-    const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
-    LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.k), p_.k, rows.begin, rows.length, pitch,
-                                     qk_head * kDimK, kDimK);
+    Terms& terms = this->TermsOf(chunk, head);
     LoadTile<Shape::kColumns, kNumThreads>(SharedAddress(to.v), values, rows.begin, rows.length,
                                            static_cast<i64>(p_.num_v_heads) * Shape::kDimV,
                                            static_cast<i64>(head) * Shape::kDimV + column,
                                            Shape::kDimV - column);
-    const Terms& terms = this->TermsOf(chunk, head);
     if constexpr (Traits::kHasDeltaRule) {
       LoadLowerTile<kNumThreads>(SharedAddress(to.solve), terms.solve);
     }
-    if constexpr (kHasQueries) {
-      LoadTile<Shape::kK, kNumThreads>(SharedAddress(to.q), p_.q, rows.begin, rows.length, pitch,
-                                       qk_head * kDimK, kDimK);
-      LoadLowerTile<kNumThreads>(SharedAddress(to.qk), terms.qk);
+    if constexpr (kHasQueries) LoadLowerTile<kNumThreads>(SharedAddress(to.qk), terms.qk);
+    const auto load = [&](unsigned char* tile, const void* array, int num_heads, int of_head) {
+      LoadTile<Shape::kK, kNumThreads>(SharedAddress(tile), array, rows.begin, rows.length,
+                                       static_cast<i64>(num_heads) * Shape::kDimK,
+                                       of_head * Shape::kDimK, Shape::kDimK);
+    };
+    if constexpr (Shape::kHasChannels) {
+      const LinearChannelWorkspace at = this->ChannelArrays();
+      load(to.k, this->template At<u16>(at.k_since), p_.num_v_heads, head);
+      load(to.q, this->template At<u16>(at.q_since), p_.num_v_heads, head);
+      load(to.k_until, this->template At<u16>(at.k_until), p_.num_v_heads, head);
+      const int channel = static_cast<int>(threadIdx.x) % kNumThreads * 4;
+      if (channel < Shape::kK) {
+        CopyAsync16(SharedAddress(to.channels + channel), this->ChannelDecays(terms) + channel,
+                    true);
+      }
+    } else {
+      const int qk_head = head / (p_.num_v_heads / p_.num_qk_heads);
+      load(to.k, p_.k, p_.num_qk_heads, qk_head);
+      if constexpr (kHasQueries) load(to.q, p_.q, p_.num_qk_heads, qk_head);
     }
     const int vector = static_cast<int>(threadIdx.x) % kNumThreads;
     if (vector < Shape::kTermsVectors) {
@@ -455,34 +469,32 @@ class LinearColumnScan
   // fn calls ahead() once to start the copies of the next chunk.
   template <bool kHasQueries, class Fn>
   __device__ __forceinline__ void ForChunks(const Item& item, const Fn& fn) {
-    const int end = EndOf(item);
-    int chunk = item.segment.begin;
-    int to_load = chunk;
-    StateChunk rows, next = plan_.Chunk(chunk);  // next: chunk `to_load`
+    const int end = EndOf(item), begin = item.segment.begin;
+    typename Base::Chunk loaded = this->ChunkAt(begin), next = loaded;
+    bool has_next = true;  // a chunk of the item, whose copies have not started
     const auto load = [&](int stage) {
-      if (to_load < end && (to_load == item.segment.begin || next.is_first != 1)) {
-        this->template LoadChunk<kHasQueries>(stages_[stage], to_load, next, item.head, item.column,
-                                              p_.v);
-        ++to_load;
+      if (has_next) {
+        this->template LoadChunk<kHasQueries>(stages_[stage], next.number, next.rows, item.head,
+                                              item.column, p_.v);
       }
       CommitCopies();
     };
     load(0);
-    for (int step = 0; chunk < to_load; ++step) {
-      rows = next;
-      next = plan_.Chunk(Min(chunk + 1, plan_.num_chunks - 1));
+    for (int step = 0; has_next; ++step) {
+      loaded = next;
+      next = this->ChunkAt(Min(loaded.next, plan_.num_chunks - 1));
+      has_next = loaded.next < end && next.rows.is_first != 1;
       WaitCopies<0>();
       Products::FenceTiles();
       __syncthreads();  // all have computed the step before
       const auto ahead = [&] {
         if constexpr (kStages == 2) load((step + 1) % 2);
       };
-      fn(chunk, rows, stages_[kStages == 2 ? step % 2 : 0], ahead);
+      fn(loaded.number, loaded.rows, stages_[kStages == 2 ? step % 2 : 0], ahead);
       if constexpr (kStages == 1) {
         __syncthreads();
         load(0);
       }
-      ++chunk;
     }
     WaitCopies<0>();
   }
@@ -597,7 +609,7 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
 
  public:
   using Params = LinearAttentionParams;
-  static constexpr bool kHasProducer = Products::kHasProducer;
+  static constexpr bool kHasProducer = Products::kHasProducer && !Shape::kHasChannels;
   static constexpr int kConsumerThreads = Shape::kNumThreads, kProducerThreads = 128;
   static constexpr int kNumThreads = kConsumerThreads + (kHasProducer ? kProducerThreads : 0);
   static constexpr int kStages =
@@ -738,8 +750,12 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
       Products::template Wait<Traits::kHasDeltaRule ? 1 : 0>();
       Products::Pin(o);
     }
-    this->ScaleTokens(o, stage.since_q);
-    this->Scale(s, stage.decay[0]);
+    if constexpr (Shape::kHasChannels) {
+      ScaleChannels(s, stage.channels);
+    } else {
+      this->ScaleTokens(o, stage.since_q);
+      this->Scale(s, stage.decay[0]);
+    }
     if constexpr (Traits::kHasDeltaRule) {
       Products::template Wait<0>();
       Products::Pin(x);
@@ -752,18 +768,32 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
     Products::Start();
     Products::template Rows<true, true>(o, fragments, SharedAddress(stage.qk));
     Products::Commit();
-    this->ScaleTokens(x, stage.until_k);
+    if constexpr (!Shape::kHasChannels) this->ScaleTokens(x, stage.until_k);
     ToFragments<kDtype, 4>(x, kept);
     Products::Pin(kept);
     Products::Pin(s);
     Products::Start();
-    Products::template Columns<true, false>(s, kept, SharedAddress(stage.k));
+    Products::template Columns<true, false>(
+        s, kept, SharedAddress(Shape::kHasChannels ? stage.k_until : stage.k));
     Products::Commit();
     Products::template Wait<1>();
     Products::Pin(o);
     this->WriteTokens(item, rows, stage, static_cast<u16*>(p_.o), o);
     Products::template Wait<0>();
     Products::Pin(s);
+  }
+
+  // Columns of S^T times the decays of their channels.
+  __device__ __forceinline__ static void ScaleChannels(float (&s)[kK / 8][4], const float* decays) {
+    const int lane = Base::Lane();
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(&decays[8 * j + lane % 4 * 2]);
+      s[j][0] *= f.x;
+      s[j][1] *= f.y;
+      s[j][2] *= f.x;
+      s[j][3] *= f.y;
+    }
   }
 
   Shared& shared_;

@@ -4,6 +4,7 @@
 
 #include "cuda/common/linear_gradient_scan.cuh"
 #include "cuda/common/linear_scan.cuh"
+#include "cuda/sm80/linear_channel_terms.cuh"
 #include "cuda/sm80/linear_gradients.cuh"
 #include "cuda/sm80/linear_starts.cuh"
 #include "cuda/sm80/linear_terms.cuh"
@@ -14,7 +15,9 @@ template <class Traits, class Products, int kPhase>
 struct LinearPhaseOf;
 template <class Traits, class Products>
 struct LinearPhaseOf<Traits, Products, kLinearTerms> {
-  using Body = LinearTermsPhase<Traits>;
+  using Body =
+      typename Conditional<Traits::kDecay == kChannelDecay, LinearChannelTermsPhase<Traits>,
+                           LinearTermsPhase<Traits>>::Type;
 };
 template <class Traits, class Products>
 struct LinearPhaseOf<Traits, Products, kLinearMaps> {

@@ -2,17 +2,12 @@
 //
 // A CTA has a chunk and neighbouring v heads of one q and k head, whose products K K^T and Q K^T it
 // computes once. Each of its four warps has 16 of the chunk's 64 rows.
-//
-// The delicate step is the inverse T of the unit lower triangular I + A. Powers of A may be large
-// where T is not (repeated keys), so it is computed by substitution: blocks of 16 x 16 on the
-// diagonal in f32, and of T (I + A) = I, from the diagonal to the left,
-//   T[i, j] = -(sum over k of T[i, k] A[k, j], j < k <= i) T[j, j]
-// by mma of bf16 pairs, high + low, whose products have an error of some 2^-16.
 #pragma once
 
 #include "cuda/common/budget.cuh"
 #include "cuda/common/linear_places.cuh"
 #include "cuda/common/linear_tiles.cuh"
+#include "cuda/sm80/linear_inverse.cuh"
 
 namespace jax_attn {
 
@@ -40,9 +35,7 @@ class LinearTermsPhase : LinearPlaces<Traits> {
   struct Blocks {
     // K K^T and Q K^T up to the diagonal, as accumulators: tiles of 16 x 8 of the warps in turn.
     float4 products[2][2 * kBlocks * (kBlocks + 1) / 2][kWarpSize];
-    // A below the diagonal, and on it blocks of T, high + low.
-    alignas(1024) unsigned char high[kPartBytes];
-    alignas(1024) unsigned char low[kPartBytes];
+    LinearPairs pairs;
   };
   struct Shared {
     union {
@@ -102,9 +95,9 @@ class LinearTermsPhase : LinearPlaces<Traits> {
       WriteFactors(terms);
       SplitProducts(terms);
       if constexpr (Traits::kHasDeltaRule) {
-        InvertDiagonal();
+        Inverse().InvertDiagonal();
         __syncthreads();
-        Substitute(terms);
+        Inverse().template Substitute<!kIsGradient>(shared_.beta[warp_], terms.solve);
       }
     }
   }
@@ -278,7 +271,7 @@ class LinearTermsPhase : LinearPlaces<Traits> {
       if constexpr (Traits::kHasDeltaRule) kk = shared_.blocks.products[0][FirstTile() + j][lane];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half, at = SwizzledByte(row, column);
+        const int row = first_row + 8 * half;
         float x = Exp2(of_row[half] - of_column.x) * norms.x;
         float y = Exp2(of_row[half] - of_column.y) * norms.y;
         if (is_diagonal) {
@@ -297,10 +290,7 @@ class LinearTermsPhase : LinearPlaces<Traits> {
           float* const to = &shared_.diagonal[warp_][row % 16][column % 16];
           *reinterpret_cast<float2*>(to) = make_float2(a0, a1);
         } else {
-          const u32 high = PackBf16(a0, a1);
-          *reinterpret_cast<u32*>(shared_.blocks.high + at) = high;
-          *reinterpret_cast<u32*>(shared_.blocks.low + at) =
-              PackBf16(a0 - HalfOf<kElementBf16>(high, 0), a1 - HalfOf<kElementBf16>(high, 1));
+          shared_.blocks.pairs.Set(row, column, a0, a1);
         }
       }
     }
@@ -311,106 +301,8 @@ class LinearTermsPhase : LinearPlaces<Traits> {
     return decay == 0.0f ? 0.0f : x * (decay * factor);
   }
 
-  // Writes the inverse of the warp's block of I + A on the diagonal. Lanes l and l + 16 have column
-  // l.
-  __device__ __forceinline__ void InvertDiagonal() {
-    const int lane = Lane();
-    __syncwarp();
-    const float (&a)[16][16] = shared_.diagonal[warp_];
-    const int column = lane % 16;
-    float x[16];
-#pragma unroll
-    for (int row = 0; row < 16; ++row) {
-      float sum = row == column ? 1.0f : 0.0f;
-#pragma unroll
-      for (int i = 0; i < row; ++i) sum = fmaf(-a[row][i], x[i], sum);
-      x[row] = sum;
-    }
-    unsigned char* const tile = lane < 16 ? shared_.blocks.high : shared_.blocks.low;
-#pragma unroll
-    for (int row = 0; row < 16; ++row) {
-      const u32 high = PackBf16(x[row], 0.0f) & 0xffff;
-      const u32 low = PackBf16(x[row] - HalfOf<kElementBf16>(high, 0), 0.0f);
-      *reinterpret_cast<u16*>(tile + SwizzledByte(16 * warp_ + row, 16 * warp_ + column)) =
-          static_cast<u16>(lane < 16 ? high : low);
-    }
-  }
-
-  // Computes the warp's rows of T from the diagonal to the left, and writes T diag(beta), for
-  // gradients T.
-  __device__ __forceinline__ void Substitute(Terms& terms) {
-    const u32 high_tile = SharedAddress(shared_.blocks.high),
-              low_tile = SharedAddress(shared_.blocks.low);
-    u32 high[kBlocks][4], low[kBlocks][4];  // blocks of T
-#pragma unroll
-    for (int j = kBlocks - 1; j >= 0; --j) {
-      if (j > warp_) continue;
-      float t[2][4];
-      if (j == warp_) {
-        LoadA(high[j], high_tile, 16 * warp_, 16 * j);
-        LoadA(low[j], low_tile, 16 * warp_, 16 * j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            t[i / 2][i % 2 * 2 + c] =
-                HalfOf<kElementBf16>(high[j][i], c) + HalfOf<kElementBf16>(low[j][i], c);
-          }
-        }
-      } else {
-        float sum[2][4];
-        SetZero(sum);
-#pragma unroll
-        for (int k = j + 1; k < kBlocks; ++k) {
-          if (k > warp_) break;
-          MultiplyPairs(sum, high[k], low[k], 16 * k, 16 * j);
-        }
-        u32 sum_high[1][4], sum_low[1][4];
-        ToFragments<kElementBf16, 1>(sum, sum_high);
-        RestFragments<kElementBf16, 1>(sum, sum_high, sum_low);
-        SetZero(t);
-        MultiplyPairs(t, sum_high[0], sum_low[0], 16 * j, 16 * j);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) t[i / 4][i % 4] = -t[i / 4][i % 4];
-        u32 t_high[1][4], t_low[1][4];
-        ToFragments<kElementBf16, 1>(t, t_high);
-        RestFragments<kElementBf16, 1>(t, t_high, t_low);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          high[j][i] = t_high[0][i];
-          low[j][i] = t_low[0][i];
-        }
-      }
-      WriteBlock(terms, j, t);
-    }
-  }
-
-  // x += a b for a block b of the tiles, whose rows are those of operand b.
-  __device__ __forceinline__ void MultiplyPairs(float (&x)[2][4], const u32 (&high)[4],
-                                                const u32 (&low)[4], int row, int column) {
-    u32 b_high[4], b_low[4];
-    LoadColumnsB(b_high, SharedAddress(shared_.blocks.high), row, column);
-    LoadColumnsB(b_low, SharedAddress(shared_.blocks.low), row, column);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      MmaBf16(x[i], low, b_high[2 * i], b_high[2 * i + 1]);
-      MmaBf16(x[i], high, b_low[2 * i], b_low[2 * i + 1]);
-      MmaBf16(x[i], high, b_high[2 * i], b_high[2 * i + 1]);
-    }
-  }
-
-  __device__ __forceinline__ void WriteBlock(Terms& terms, int block, const float (&t)[2][4]) {
-    const int lane = Lane();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 16 * warp_ + lane / 4 + i % 2 * 8;
-      const int column = 16 * block + i / 2 * 8 + lane % 4 * 2;
-      const float (&beta)[kLinearTokens] = shared_.beta[warp_];
-      const float factors[2] = {kIsGradient ? 1.0f : beta[column],
-                                kIsGradient ? 1.0f : beta[column + 1]};
-      *reinterpret_cast<u32*>(terms.solve + LowerIndex(row, column)) =
-          E::Pack(t[i / 2][i % 2 * 2] * factors[0], t[i / 2][i % 2 * 2 + 1] * factors[1]);
-    }
+  __device__ __forceinline__ LinearInverse<kDtype> Inverse() const {
+    return {shared_.blocks.pairs, shared_.diagonal, warp_};
   }
 
   Shared& shared_;

@@ -31,13 +31,20 @@ inline constexpr Tolerance kChunkTolerance = {5e-2, 6e-3}, kGradientTolerance = 
 // BodyOf<Traits>: of a phase. parts: CTAs for each chunk; 0: one for each q and k head.
 template <class Shape, template <class> class BodyOf>
 void RunChunksCase(const LinearCase& c, int parts = 0) {
+  constexpr bool kHasChannels = Shape::kDecay == kChannelDecay;
   RunLinearCase<Shape>(c, kChunkTolerance, [&](LinearAttentionParams p) {
-    const LinearWorkspace at(p.plan.max_chunks, p.num_v_heads, kPaddedK<Shape>, kPaddedV<Shape>,
-                             c.segment_chunks);
-    std::vector<uint4> workspace = MakeWorkspace(at.size);
+    const i64 chunks = p.plan.max_chunks, heads = p.num_v_heads;
+    std::vector<uint4> workspace = MakeWorkspace(
+        kHasChannels
+            ? LinearChannelWorkspace(chunks, p.plan.max_tokens, heads, kPaddedK<Shape>,
+                                     kPaddedV<Shape>, Shape::kHeadDimK)
+                  .size
+            : LinearWorkspace(chunks, heads, kPaddedK<Shape>, kPaddedV<Shape>, c.segment_chunks)
+                  .size);
     p.workspace = workspace.data();
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearTerms>>>(
-        p.plan.max_chunks * (parts ? parts : c.num_qk_heads), p, 1);
+    const int parts_of_chunk = kHasChannels ? c.num_v_heads : parts ? parts : c.num_qk_heads;
+    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearTerms>>>(p.plan.max_chunks * parts_of_chunk,
+                                                                 p, 1);
     if (c.segment_chunks > 0) {
       LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearMaps>>>(3, p, 2);
       LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearStarts>>>(3, p, 4);
@@ -91,6 +98,8 @@ using Bf16 = LinearTraits<kElementBf16, 64, 72, kHeadDecay, true, false, true, 1
 using Narrow = LinearTraits<kElementBf16, 40, 24, kNoDecay, true, true, false, 64>;
 using Wide = LinearTraits<kElementBf16, 96, 256, kHeadDecay, true, true, false, 128>;
 using Ssd = LinearTraits<kElementBf16, 128, 64, kHeadDecay, false, false, false, 64>;
+using Kda = LinearTraits<kElementBf16, 128, 128, kChannelDecay, true, true, false, 128>;
+using Gla = LinearTraits<kElementBf16, 40, 72, kChannelDecay, false, false, true, 64>;
 
 template <template <class> class BodyOf>
 void RunLinearCases() {
@@ -111,6 +120,11 @@ void RunLinearCases() {
   RunChunksCase<Ssd, BodyOf>(WithCheckpoint(CaseOf({100, 0, 3}, 1, 2, 0, -0.2f)));
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 2, -0.01f));
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 1, -3.0f));
+  RunChunksCase<Kda, BodyOf>(WithCheckpoint(CaseOf({150, 3}, 1, 2, 0, -0.1f)));
+  RunChunksCase<Kda, BodyOf>(CaseOf({70}, 1, 1, 0, -60.0f));
+  repeated.requests = InPlace({80});
+  RunChunksCase<Kda, BodyOf>(repeated);
+  for (const LinearCase& c : LinearBatches(70)) RunChunksCase<Gla, BodyOf>(c);
 }
 
 template <template <class> class BodyOf>
