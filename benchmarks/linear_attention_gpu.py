@@ -218,6 +218,15 @@ def by_fla(row: Row) -> float:
     state = torch.randn(shape, device="cuda", dtype=getattr(torch, row.state_dtype))
     run = fused_recurrent_gated_delta_rule if row.qo_len <= 8 else chunk_gated_delta_rule
     keywords = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    if row.backward:
+        inputs = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
+        results = run(*inputs[:5], **keywords)
+        weights = [torch.ones_like(x) for x in results]
+
+        def backward() -> None:
+            torch.autograd.grad(results, inputs, weights, retain_graph=True)
+
+        return 1e3 * do_bench(backward, return_mode="median")
     return 1e3 * do_bench(lambda: run(q, k, v, g, beta, **keywords), return_mode="median")
 
 
@@ -266,7 +275,7 @@ def main() -> None:
         own = measured(ours, row)
         ratio = f"{float(own) / floor:7.2f}" if own.strip()[0].isdigit() else "       "
         print(f"{name:<26}{own}{floor:10.1f}{ratio}", end="", flush=True)
-        uses_fla = has_fla and not row.width and not row.backward and row.decay == "head"
+        uses_fla = has_fla and not row.width and row.decay == "head"
         jnp_time = measured(in_jnp, row) if arguments.peers else ""
         print(jnp_time, measured(by_fla, row) if arguments.peers and uses_fla else "", flush=True)
 

@@ -653,6 +653,8 @@ LINEAR_ATTENTIONS = [
         (0, 16, 32, 128, 128, 1, 1, 1, 1),
         (0, 16, 32, 128, 128, 1, 1, 1, 0),
         (1, 32, 32, 128, 128, 2, 1, 1, 0),
+        (0, 32, 32, 128, 128, 2, 1, 1, 0),
+        (0, 2, 2, 40, 72, 2, 0, 0, 1),
         (0, 1, 24, 128, 64, 1, 0, 0, 0),
         (2, 1, 2, 256, 256, 2, 1, 1, 0),
         (0, 1, 8, 256, 64, 1, 0, 0, 1),
@@ -694,7 +696,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     linear = {
         source.name: source
         for words in LINEAR_ATTENTIONS
-        for source in _core.linear_attention_sources([arch, 0, *words])
+        for sources in (_core.linear_attention_sources, _core.linear_gradient_sources)
+        for source in sources([arch, 0, *words])
     }
     for source in linear.values():
         yield source, 0

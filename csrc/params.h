@@ -815,12 +815,15 @@ struct LinearWorkspace {
       : num_segments(0), segments(128), terms(0), is_zero(0), m(0), b(0), states(0), size(0) {
     const i64 max_maps = segment_chunks > 0 ? max_chunks / segment_chunks + 1 : 0;
     const i64 maps = max_maps * num_v_heads;
-    terms = RoundUpTo128(segments + max_chunks * static_cast<i64>(sizeof(LinearSegment)));
+    terms = TermsBegin(max_chunks);
     is_zero = terms + max_chunks * num_v_heads * terms_bytes;
     m = RoundUpTo128(is_zero + maps * 4);
     b = m + maps * 4 * dim_k * dim_k;
     states = b + maps * 4 * dim_k * dim_v;
     size = states + maps * 4 * dim_k * dim_v;
+  }
+  static constexpr i64 TermsBegin(i64 max_chunks) {
+    return RoundUpTo128(128 + max_chunks * static_cast<i64>(sizeof(LinearSegment)));
   }
   static constexpr i64 RoundUpTo128(i64 bytes) { return (bytes + 127) / 128 * 128; }
 };

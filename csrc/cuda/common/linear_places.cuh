@@ -46,8 +46,13 @@ class LinearPlaces {
   }
 
   __device__ __forceinline__ Terms& TermsOf(int chunk, int head) const {
-    return *At<Terms>(Offsets().terms +
-                      (static_cast<i64>(chunk) * p_.num_v_heads + head) * kTermsBytes);
+    const i64 number = static_cast<i64>(chunk) * p_.num_v_heads + head;
+    const i64 begin = LinearWorkspace::TermsBegin(p_.plan.max_chunks);
+    if constexpr (kHasChannels) {
+      return *At<Terms>(begin + number * kTermsBytes);
+    } else {
+      return At<Terms>(begin)[number];
+    }
   }
   // Behind the terms with a decay a channel.
   __device__ __forceinline__ static float* ChannelDecays(Terms& terms) {

@@ -636,7 +636,7 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
       : Base(p, shared.stages), shared_(shared) {}
 
   __device__ __forceinline__ void Run() {
-    plan_.template FillOtherRows<kDtype, 4>(p_.o, p_.plan.max_tokens,
+    plan_.template FillOtherRows<kDtype, 8>(p_.o, p_.plan.max_tokens,
                                             static_cast<i64>(p_.num_v_heads) * Shape::kDimV);
     if constexpr (kHasProducer) {
       if (threadIdx.x == 0) shared_.ring.Init(kProducerThreads, kConsumerThreads / kWarpSize);

@@ -63,7 +63,7 @@ struct StatePlanView {
   }
 
   // All CTAs together: rows of a result that no token has become 0, and NaN with a fault.
-  // row_elements: a multiple of kWidth, which is 1 or 4.
+  // row_elements: a multiple of kWidth, which is 1, 4 or, of 16-bit types, 8.
   template <int kDtype, int kWidth>
   __device__ __forceinline__ void FillOtherRows(void* result, i32 max_tokens,
                                                 i64 row_elements) const {
@@ -75,15 +75,22 @@ struct StatePlanView {
   __device__ __forceinline__ void FillRows(void* result, i32 max_tokens, i64 row_elements,
                                            float x) const {
     const i64 end = max_tokens * row_elements;
-    const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
-    i64 at = num_tokens * row_elements +
-             (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
-    for (; at < end; at += threads * kWidth) StoreElements<kDtype, kWidth>(result, at, x);
+    // So many CTAs that the number of threads has 32 bits; 64 take registers from all of a kernel.
+    const int ctas = Min(static_cast<int>(gridDim.x), 1 << 16);
+    if (static_cast<int>(blockIdx.x) >= ctas) return;
+    const int threads = ctas * static_cast<int>(blockDim.x);
+    const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    i64 at = num_tokens * row_elements + static_cast<i64>(thread) * kWidth;
+    for (; at < end; at += static_cast<i64>(threads) * kWidth)
+      StoreElements<kDtype, kWidth>(result, at, x);
   }
 
   template <int kDtype, int kWidth>
   __device__ __forceinline__ static void StoreElements(void* result, i64 at, float x) {
-    if constexpr (kWidth == 4) {
+    if constexpr (kWidth == 8) {
+      const u32 pair = Element<kDtype>::Pack(x, x);
+      StoreVector(static_cast<u16*>(result) + at, make_uint4(pair, pair, pair, pair));
+    } else if constexpr (kWidth == 4) {
       Store4<kDtype>(result, at, make_float4(x, x, x, x));
     } else if constexpr (kDtype == kElementF32) {
       static_cast<float*>(result)[at] = x;

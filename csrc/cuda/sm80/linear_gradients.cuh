@@ -99,9 +99,9 @@ class LinearGradientsPhase : LinearPlaces<Traits> {
   __device__ __forceinline__ void FillPadding() const {
     const i32 rows = p_.plan.max_tokens;
     const i64 of_keys = static_cast<i64>(p_.num_qk_heads) * kDimK;
-    plan_.template FillRows<kDtype, 4>(params_.d_q, rows, of_keys, 0.0f);
-    plan_.template FillRows<kDtype, 4>(params_.d_k, rows, of_keys, 0.0f);
-    plan_.template FillRows<kDtype, 4>(params_.d_v, rows, static_cast<i64>(p_.num_v_heads) * kDimV,
+    plan_.template FillRows<kDtype, 8>(params_.d_q, rows, of_keys, 0.0f);
+    plan_.template FillRows<kDtype, 8>(params_.d_k, rows, of_keys, 0.0f);
+    plan_.template FillRows<kDtype, 8>(params_.d_v, rows, static_cast<i64>(p_.num_v_heads) * kDimV,
                                        0.0f);
     if (params_.d_g)
       plan_.template FillRows<kElementF32, 1>(params_.d_g, rows, p_.num_v_heads, 0.0f);

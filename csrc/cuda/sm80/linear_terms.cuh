@@ -48,7 +48,9 @@ class LinearTermsPhase : LinearPlaces<Traits> {
     float norms[2][kLinearTokens];  // of k and q
   };
   static constexpr int kSmemBytes = sizeof(Shared);
-  static constexpr int kMinCtasPerSm = CtaSmemBudget(Traits::kArch, 5) >= kSmemBytes ? 5 : 2;
+  static constexpr int kMostCtas = Places::kIsGradient ? 4 : 5;  // that registers allow
+  static constexpr int kMinCtasPerSm =
+      CtaSmemBudget(Traits::kArch, kMostCtas) >= kSmemBytes ? kMostCtas : 2;
 
   __device__ __forceinline__ static void Run(const Params& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
