@@ -127,7 +127,19 @@ _LINEAR_MAPS = (
     "rows of M and B, fragments of M and a product take 192 registers: two words on sm_80, 36 on"
     " sm_120a; not looked into, no such GPU was at hand",
 )
+_LINEAR_GRADIENTS = (
+    16,
+    "dQ, dK and three products of them take 160 of 255 registers, products among tokens 32: two to"
+    " four words, read once a part of 64 columns of v",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    **{
+        f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-{loop}-n64-gradients": (
+            _LINEAR_GRADIENTS
+        )
+        for state in ("bf16", "f32")
+        for loop in ("chunks", "wgmma")
+    },
     "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
     "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
