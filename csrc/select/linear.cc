@@ -109,7 +109,8 @@ std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionPr
   // kLinearGradients needs 130 KB of shared memory.
   const bool has_room = arch == 80 || arch == 87 || (arch >= 90 && arch < 120);
   if (!has_room || !HasLinearChunks(problem)) return kernels;
-  if (problem.kernel.decay == kChannelDecay) return kernels;
+  // Gradients of states are operands, too, and are as large as the loss is scaled: no f16.
+  if (problem.kernel.decay == kChannelDecay || problem.kernel.dtype != kBF16) return kernels;
   for (const LinearPhase phase :
        {kLinearGradientTerms, kLinearStates, kLinearStateGradients, kLinearGradients}) {
     kernels.push_back(SelectLinearGradient(problem));

@@ -67,7 +67,11 @@ bool HasLinearChunks(const LinearAttentionProblem& problem) {
   // More chunks than tokens: a token or so a request, or chunks of one token, whose results no cut
   // of a prompt may change (chunk_tokens=1).
   if (problem.max_chunks > problem.max_tokens) return false;
-  return kernel.arch >= 80 && kernel.dtype == kBF16 && kernel.head_dim_k <= kMostDimK &&
+  // States are operands of products, which in f16 end at 65,504. With the delta rule and normalized
+  // keys they stay near sqrt(head_dim_k) of v; without, they grow with the tokens.
+  const bool has_type =
+      kernel.dtype == kBF16 || (kernel.dtype == kF16 && kernel.delta_rule && kernel.l2_norm);
+  return kernel.arch >= 80 && has_type && kernel.head_dim_k <= kMostDimK &&
          problem.max_qo_len >= kFewestChunkTokens;
 }
 

@@ -160,6 +160,7 @@ CASES = {
         dim_v=72,
         dtype="bfloat16",
     ),
+    "f16_chunks": LinearCase((65, 0, 130, 3), write=(1, 2, -1, 4), dim_k=64, dtype="float16"),
     "kda_chunks_far": LinearCase(decay="channel", dim_k=128, dtype="bfloat16", g=-20.0),
     "g_zero": LinearCase(g=-1e-7),
     "g_far": LinearCase(g=-20.0),

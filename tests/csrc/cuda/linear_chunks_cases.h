@@ -99,6 +99,8 @@ using Narrow = LinearTraits<kElementBf16, 40, 24, kNoDecay, true, true, false, 6
 using Wide = LinearTraits<kElementBf16, 96, 256, kHeadDecay, true, true, false, 128>;
 using Ssd = LinearTraits<kElementBf16, 128, 64, kHeadDecay, false, false, false, 64>;
 using Kda = LinearTraits<kElementBf16, 128, 128, kChannelDecay, true, true, false, 128>;
+using GdnF16 = LinearTraits<kElementF16, 64, 64, kHeadDecay, true, true, false, 64>;
+using KdaF16 = LinearTraits<kElementF16, 64, 40, kChannelDecay, true, true, true, 64>;
 using Gla = LinearTraits<kElementBf16, 40, 72, kChannelDecay, false, false, true, 64>;
 
 template <template <class> class BodyOf>
@@ -125,6 +127,13 @@ void RunLinearCases() {
   repeated.requests = InPlace({80});
   RunChunksCase<Kda, BodyOf>(repeated);
   for (const LinearCase& c : LinearBatches(70)) RunChunksCase<Gla, BodyOf>(c);
+}
+
+// wgmma has no f16 in emulation.
+template <template <class> class BodyOf>
+void RunLinearF16Cases() {
+  RunChunksCase<GdnF16, BodyOf>(WithCheckpoint(CaseOf({150, 3}, 1, 2, 1, -0.1f)));
+  RunChunksCase<KdaF16, BodyOf>(WithCheckpoint(CaseOf({100}, 1, 2, 0, -0.1f)));
 }
 
 template <template <class> class BodyOf>

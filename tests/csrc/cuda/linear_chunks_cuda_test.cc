@@ -7,6 +7,7 @@
 int main() {
   using namespace jax_attn;
   RunLinearCases<LinearChunksBody>();
+  RunLinearF16Cases<LinearChunksBody>();
   if (g_failures == 0) std::printf("linear_chunks_cuda_test: ok\n");
   return g_failures != 0;
 }

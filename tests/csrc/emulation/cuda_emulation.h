@@ -704,7 +704,9 @@ inline u32 FmaBf16x2(u32 a, u32 b, u32 c) {
   const auto half = [](u32 x, int i) { return Bf16ToFloat(x >> (16 * i) & 0xffff); };
   return PackBf16(half(a, 0) * half(b, 0) + half(c, 0), half(a, 1) * half(b, 1) + half(c, 1));
 }
-JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// kToFloat: of 16 bits.
+template <float (*kToFloat)(u32)>
+JAX_ATTN_EMULATION_HOT inline void MmaOf16Bits(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   auto& machine = emulation::machine;
   const int lane = threadIdx.x % 32;
   uint32_t* mine = machine.current().exchange;
@@ -718,15 +720,15 @@ JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32
     const uint32_t* of_a = machine.lane(lane / 4 * 4 + holder).exchange;
     for (int part = 0; part < 4; ++part) {
       float* to = &x[part % 2][part / 2 * 8 + 2 * holder];
-      to[0] = Bf16ToFloat(of_a[part] & 0xffff);
-      to[1] = Bf16ToFloat(of_a[part] >> 16);
+      to[0] = kToFloat(of_a[part] & 0xffff);
+      to[1] = kToFloat(of_a[part] >> 16);
     }
     for (int column = 0; column < 2; ++column) {
       const uint32_t* of_b = machine.lane((2 * (lane % 4) + column) * 4 + holder).exchange;
       for (int part = 0; part < 2; ++part) {
         float* to = &y[column][part * 8 + 2 * holder];
-        to[0] = Bf16ToFloat(of_b[4 + part] & 0xffff);
-        to[1] = Bf16ToFloat(of_b[4 + part] >> 16);
+        to[0] = kToFloat(of_b[4 + part] & 0xffff);
+        to[1] = kToFloat(of_b[4 + part] >> 16);
       }
     }
   }
@@ -736,8 +738,9 @@ JAX_ATTN_EMULATION_HOT inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32
   emulation::WarpBarrier("mma");
 }
 
-// f16 differs from bf16 only in conversions; tests run bf16.
-inline void MmaF16(float (&)[4], const u32 (&)[4], u32, u32) { emulation::Fail("no f16 here"); }
+inline void MmaBf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  MmaOf16Bits<Bf16ToFloat>(c, a, b0, b1);
+}
 // The number of a small float type with that many exponent bits. special: all exponent bits set
 // mean infinity or NaN (f16); otherwise only all bits set mean NaN (e4m3).
 inline float SmallToFloat(u32 bits, int exponent_bits, int mantissa_bits, bool special) {
@@ -774,6 +777,10 @@ inline u32 PackE4m3(float a, float b, float c, float d) {
 }
 
 inline float F16ToFloat(u16 bits) { return SmallToFloat(bits, 5, 10, true); }
+inline float F16BitsToFloat(u32 bits) { return F16ToFloat(static_cast<u16>(bits)); }
+inline void MmaF16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  MmaOf16Bits<F16BitsToFloat>(c, a, b0, b1);
+}
 inline u32 FloatToF16(float x) {
   const u32 sign = std::signbit(x) ? 0x8000 : 0;
   if (std::isnan(x)) return 0x7fff;
