@@ -73,22 +73,30 @@ class LinearPlaces {
   __device__ __forceinline__ Chunk ChunkAt(int number) const {
     Chunk c = {plan_.Chunk(number), number, number + 1};
     if constexpr (kHasChannels) {
-#pragma unroll 1
-      while (c.next < Min(number + kLinearTokens / kChannelTokens, plan_.num_chunks)) {
-        if (IsBorder(c.next)) break;
-        const StateChunk more = plan_.Chunk(c.next++);
-        c.rows.length += more.length;
-        c.rows.write_slot = more.write_slot;
+      // All rows are asked for at once.
+      constexpr int kMost = kLinearTokens / kChannelTokens;
+      StateChunk rows[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) rows[i] = plan_.Chunk(Min(number + i, plan_.num_chunks - 1));
+      bool goes_on = true;
+#pragma unroll
+      for (int i = 1; i < kMost; ++i) {
+        goes_on = goes_on && c.next < plan_.num_chunks && !AreApart(rows[i - 1], rows[i]);
+        if (!goes_on) continue;
+        c.rows.length += rows[i].length;
+        c.rows.write_slot = rows[i].write_slot;
+        ++c.next;
       }
     }
     return c;
   }
-  // Whether chunk i and the one before it are not computed together, whatever their numbers are.
-  __device__ __forceinline__ bool IsBorder(int i) const {
-    if (i == 0 || plan_.IsFirst(i)) return true;
-    const StateChunk before = plan_.Chunk(i - 1), own = plan_.Chunk(i);
-    return before.write_slot >= 0 || before.length != kChannelTokens ||
+  // Whether two chunks of a plan are not computed together, whatever their numbers are.
+  __device__ __forceinline__ static bool AreApart(const StateChunk& before, const StateChunk& own) {
+    return own.is_first == 1 || before.write_slot >= 0 || before.length != kChannelTokens ||
            own.length > kChannelTokens || own.begin != before.begin + before.length;
+  }
+  __device__ __forceinline__ bool IsBorder(int i) const {
+    return i == 0 || AreApart(plan_.Chunk(i - 1), plan_.Chunk(i));
   }
 
   __device__ __forceinline__ int NumSegments() const {
