@@ -60,6 +60,12 @@ int64_t PartsOfChunk(const LinearAttentionProblem& problem, int64_t num_processo
              : problem.num_qk_heads;
 }
 
+// v heads of a CTA of kLinearTerms with a decay a channel, which first finds out whether a chunk of
+// 64 tokens begins with its chunk of 16.
+int64_t ChannelHeads(const LinearAttentionProblem& problem) {
+  return problem.num_v_heads % 4 == 0 ? 4 : problem.num_v_heads % 2 == 0 ? 2 : 1;
+}
+
 }  // namespace
 
 bool HasLinearChunks(const LinearAttentionProblem& problem) {
@@ -125,7 +131,7 @@ int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAtten
                         int64_t num_processors) {
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
   if (kernel.decay == kChannelDecay && kernel.phase == kLinearTerms) {
-    return chunks * problem.num_v_heads;
+    return chunks * problem.num_v_heads / ChannelHeads(problem);
   }
   if (kernel.phase == kLinearTerms || kernel.phase == kLinearGradientTerms) {
     return chunks * PartsOfChunk(problem, num_processors);

@@ -1,10 +1,10 @@
 // kLinearTerms with a decay a channel (LinearChannelTerms): what chunks compute without their
 // states, all chunks at once.
 //
-// A CTA has a chunk and a v head. Each of its four warps has 16 of the chunk's 64 rows, a row of
-// blocks of A and of Q K^T. Nothing is a quotient of exponentials, which overflow. Left of the
-// diagonal, block I has the decays from the first row of I to its rows i, and from earlier rows j
-// to the first row of I, both at most 1:
+// A CTA has a chunk and some v heads, one after the other. Each of its four warps has 16 of the
+// chunk's 64 rows, a row of blocks of A and of Q K^T. Nothing is a quotient of exponentials, which
+// overflow. Left of the diagonal, block I has the decays from the first row of I to its rows i, and
+// from earlier rows j to the first row of I, both at most 1:
 //   A[i, j] = sum over channels of (k_i exp(G_i - G_first)) (k_j exp(G_first - G_j))
 // as mma; on the diagonal pairs of rows have exp(G_i - G_j) channel by channel, in f32.
 #pragma once
@@ -59,17 +59,26 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
   }
 
   __device__ __forceinline__ void Run() {
-    const int number = static_cast<int>(blockIdx.x) / p_.num_v_heads;
-    const int head = static_cast<int>(blockIdx.x) % p_.num_v_heads;
+    // The grid has so many CTAs for each chunk of the plan.
+    const int parts = static_cast<int>(gridDim.x) / Max(p_.plan.max_chunks, 1);
+    const int number = static_cast<int>(blockIdx.x) / parts;
+    const int part = static_cast<int>(blockIdx.x) % parts;
     if (number >= plan_.num_chunks || !BeginsChunk(number)) return;
-    if (head == 0 && threadIdx.x == 0 && plan_.IsFirst(number)) {
+    if (part == 0 && threadIdx.x == 0 && plan_.IsFirst(number)) {
       const LinearWorkspace at = this->Offsets();
       const i32 segment = AddRelaxed(this->template At<i32>(at.num_segments), 1);
       this->template At<LinearSegment>(at.segments)[segment] = {number, number, 0};
     }
     const StateChunk rows = this->ChunkAt(number).rows;
+    const int num_heads = p_.num_v_heads / parts;
+#pragma unroll 1
+    for (int h = 0; h < num_heads; ++h) RunHead(rows, number, part * num_heads + h);
+  }
+
+  __device__ __forceinline__ void RunHead(const StateChunk& rows, int number, int head) {
     const i64 pitch = static_cast<i64>(p_.num_qk_heads) * kDimK;
     const i64 first = head / (p_.num_v_heads / p_.num_qk_heads) * kDimK;
+    __syncthreads();  // the head before is done
     LoadTile<kK, kNumThreads>(SharedAddress(shared_.k), p_.k, rows.begin, rows.length, pitch, first,
                               kDimK);
     LoadTile<kK, kNumThreads>(SharedAddress(shared_.q), p_.q, rows.begin, rows.length, pitch, first,
@@ -95,10 +104,16 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
   // Whether tokens that are computed together begin with this chunk: their number from the last
   // border on is a multiple of four.
   __device__ __forceinline__ bool BeginsChunk(int number) const {
+    constexpr int kAhead = 8;  // so many chunks a thread looks at, in one trip to memory
     int border = -1;
-    for (int end = number; border < 0; end -= kNumThreads) {
-      const int i = end - static_cast<int>(threadIdx.x);
-      border = BlockMax<kWarps>(i >= 0 && this->IsBorder(i) ? i + 1 : 0, shared_.maxima) - 1;
+    for (int end = number; border < 0; end -= kAhead * kNumThreads) {
+      int found = 0;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int at = end - i * kNumThreads - static_cast<int>(threadIdx.x);
+        if (at >= 0 && this->IsBorder(at)) found = Max(found, at + 1);
+      }
+      border = BlockMax<kWarps>(found, shared_.maxima) - 1;
     }
     return (number - border) % (kLinearTokens / kChannelTokens) == 0;
   }

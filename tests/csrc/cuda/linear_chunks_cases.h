@@ -42,7 +42,7 @@ void RunChunksCase(const LinearCase& c, int parts = 0) {
             : LinearWorkspace(chunks, heads, kPaddedK<Shape>, kPaddedV<Shape>, c.segment_chunks)
                   .size);
     p.workspace = workspace.data();
-    const int parts_of_chunk = kHasChannels ? c.num_v_heads : parts ? parts : c.num_qk_heads;
+    const int parts_of_chunk = parts ? parts : c.num_qk_heads;
     LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearTerms>>>(p.plan.max_chunks * parts_of_chunk,
                                                                  p, 1);
     if (c.segment_chunks > 0) {
@@ -123,7 +123,7 @@ void RunLinearCases() {
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 2, -0.01f));
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 1, -3.0f));
   RunChunksCase<Kda, BodyOf>(WithCheckpoint(CaseOf({150, 3}, 1, 2, 0, -0.1f)));
-  RunChunksCase<Kda, BodyOf>(CaseOf({70}, 1, 1, 0, -60.0f));
+  RunChunksCase<Kda, BodyOf>(CaseOf({70, 1}, 1, 2, 0, -60.0f), 2);
   repeated.requests = InPlace({80});
   RunChunksCase<Kda, BodyOf>(repeated);
   for (const LinearCase& c : LinearBatches(70)) RunChunksCase<Gla, BodyOf>(c);
