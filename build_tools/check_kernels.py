@@ -132,6 +132,11 @@ _LINEAR_GRADIENTS = (
     "dQ, dK and three products of them take 160 of 255 registers, products among tokens 32: two to"
     " four words, read once a part of 64 columns of v",
 )
+_LINEAR_CHAINS = (
+    16,
+    "sm_80: four words beside a state of 64 registers, its operands and a product; not looked into,"
+    " no such GPU was at hand",
+)
 SPILLS: dict[str, tuple[int, str]] = {
     **{
         f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-{loop}-n64-gradients": (
@@ -139,6 +144,11 @@ SPILLS: dict[str, tuple[int, str]] = {
         )
         for state in ("bf16", "f32")
         for loop in ("chunks", "wgmma")
+    },
+    **{
+        f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-chunks-n64-{phase}": _LINEAR_CHAINS
+        for state in ("bf16", "f32")
+        for phase in ("states", "state_gradients")
     },
     "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
     "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,

@@ -86,9 +86,9 @@ inline LinearCase CaseOf(std::vector<int> lengths, int qk_heads, int v_heads, in
   c.lowest_g = lowest_g;
   return c;
 }
-// The same; the state of request 0 after 5 tokens is kept.
-inline LinearCase WithCheckpoint(LinearCase c) {
-  c.requests[0].checkpoints = {{5, c.num_slots - 1}};
+// The same; the state of request 0 after so many tokens is kept.
+inline LinearCase WithCheckpoint(LinearCase c, int position = 5) {
+  c.requests[0].checkpoints = {{position, c.num_slots - 1}};
   return c;
 }
 
@@ -123,6 +123,8 @@ void RunLinearCases() {
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 2, -0.01f));
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 1, -3.0f));
   RunChunksCase<Kda, BodyOf>(WithCheckpoint(CaseOf({150, 3}, 1, 2, 0, -0.1f)));
+  // A checkpoint at the end of one of the plan's chunks of 16 tokens.
+  RunChunksCase<Kda, BodyOf>(WithCheckpoint(CaseOf({100}, 1, 1, 0, -0.1f), 32));
   RunChunksCase<Kda, BodyOf>(CaseOf({70, 1}, 1, 2, 0, -60.0f), 2);
   repeated.requests = InPlace({80});
   RunChunksCase<Kda, BodyOf>(repeated);
