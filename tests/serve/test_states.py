@@ -168,6 +168,34 @@ def test_the_state_least_recently_used_goes_first():
     assert scheduler.cache.num_cached == 8 * 2  # the pages are all still there
 
 
+def test_a_state_that_does_not_come_back_is_waited_for(monkeypatch):
+    """A sequence never begins from states that are not on the device."""
+    limits = states(num_states=6, max_running=2, num_host_pages=8, num_host_states=4)
+    scheduler = Scheduler(limits)
+    scheduler.memory.host.call_tokens = scheduler.memory.host.state_tokens = 0.0
+    scheduler.add(sequence("a", range(9), max_tokens=1))
+    while scheduler.memory.num_running or scheduler.waiting:
+        advance(scheduler)
+    while scheduler.cache.nodes_with_state:
+        assert scheduler.cache.evict_state()  # to the host
+    bring_back, tried = scheduler.cache.bring_back_state, []
+
+    def fail_once(node):
+        assert node.host_state >= 0
+        tried.append(node)
+        return len(tried) > 1 and bring_back(node)
+
+    monkeypatch.setattr(scheduler.cache, "bring_back_state", fail_once)
+    again = sequence("b", range(9), max_tokens=1)
+    scheduler.add(again)
+    assert scheduler.schedule(0.0) is None and again.status is Status.WAITING
+    scheduler.check_integrity()
+    while again.status is not Status.FINISHED:
+        advance(scheduler)
+    assert len(tried) == 2 and again.num_cached == 8
+    assert_drained(scheduler)
+
+
 def test_a_failed_step_leaves_no_state():
     scheduler = Scheduler(states())
     seq = sequence("a", SYSTEM)

@@ -167,8 +167,10 @@ class KvMemory:
             self.cache.bring_back(node, back)
             pages = pages + back
         if self.states is not None:
-            if has_state:
-                self.cache.bring_back_state(node)
+            if has_state and not self.cache.bring_back_state(node):
+                # Its states went while room was made. Later the sequence begins from others.
+                self.cache.unlock(node)
+                return False
             cached = self.cache.num_cached_pages(self.namespace(seq), key)
             self.states.enter(seq, node if has_state else None, cached * self.config.page_size)
         seq.node, seq.num_shared = node, len(pages)
