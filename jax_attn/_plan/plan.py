@@ -78,6 +78,11 @@ class AttentionPlan:
         words = self._section("header", len(HEADER_FIELDS))
         return dict(zip(HEADER_FIELDS, words.tolist(), strict=True))
 
+    @property
+    def nnz_qo(self) -> Any:
+        """The query tokens, [] i32; rows of q beyond them are padding. Also of a traced plan."""
+        return self.buffer[self.spec.layout["header"] + HEADER_FIELDS.index("nnz_qo")]
+
     def fault(self) -> str:
         """Why a plan made on a GPU is faulty (bad input, capacity overflow); "" if it is sound.
 

@@ -48,6 +48,7 @@ from jax_attn.models._layers.decoder import (
     train_forward,
     train_specs,
 )
+from jax_attn.models._layers.expert_parallel import ExpertParallel
 from jax_attn.models._layers.lora import Adapters
 from jax_attn.models._layers.lora_pools import LoraPools
 from jax_attn.models._layers.recurrence import States
@@ -77,6 +78,7 @@ __all__ = [
     "EmbeddingBatch",
     "EmbeddingModel",
     "EncoderConfig",
+    "ExpertParallel",
     "FixedBatch",
     "LayerKind",
     "LinearScaling",

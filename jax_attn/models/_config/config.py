@@ -266,6 +266,9 @@ class ModelConfig:
     heads_axis: str | None = None
     splits_vocabulary: bool = False
     heads_mesh: Mesh | None = None  # of heads_axis, for `parallel.all_reduce`
+    # The mesh axis over which tokens go to their experts (expert_exchange.py). If it is heads_axis,
+    # the devices have the same tokens, and each sends its part of them; else their own.
+    experts_axis: str | None = None
 
     @property
     def num_layers(self) -> int:

@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jax_attn as ja
 from jax_attn import parallel
 from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
-from jax_attn.models._layers import altup, experts, latent, mixers, recurrence
+from jax_attn.models._layers import altup, expert_exchange, experts, latent, mixers, recurrence
 from jax_attn.models._layers.lora import Adapters, adapted
 from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import product
@@ -290,7 +291,8 @@ def forward(
     if states is not None and state_plan is not None:
         paged = recurrence.Paged(states, state_plan)
     attend_any = attend_latent if config.latent else attend
-    x = _layers(tokens, params, config, attend_any, adapters, paged, pictures)
+    num_tokens = None if is_sharded else plans[0].nnz_qo
+    x = _layers(tokens, params, config, attend_any, adapters, paged, pictures, num_tokens)
     logits = _logits(x[logit_rows], params, config)
     new_pages = (tuple(x) if len(x) > 1 else x[0] for x in (k_groups, v_groups))
     return (logits, *new_pages) + (() if paged is None else (paged.states,))
@@ -520,11 +522,12 @@ def _layers(
     adapters: Adapters | None = None,
     states: recurrence.Recurrence | None = None,
     pictures: PictureRows | None = None,
+    num_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Runs all layers and returns x [n, hidden].
 
     attend: with the place of a layer's keys and values. states: of recurrent layers.
-    pictures: see `forward`.
+    pictures: see `forward`. num_tokens: see `_experts`.
 
     The Python loop is unrolled on purpose. The body of an XLA loop would slice each layer's weights
     out of a stack, and ops that cannot fuse with the slice (the Triton matmuls of decodes) would
@@ -559,10 +562,18 @@ def _layers(
         if is_fused:
             assert attend_here is not None
             following = [layer["attention_norm"] for layer in params["layers"][idx + 1 : idx + 2]]
-            x, normed = _layer_of_sums(x, normed, weights, following, config, kind, attend_here)
+            x, normed = _layer_of_sums(
+                x, normed, weights, following, config, kind, attend_here, num_tokens
+            )
             continue
         run = partial(
-            _layer, weights=weights, config=config, kind=kind, attend=attend_here, mix=mix
+            _layer,
+            weights=weights,
+            config=config,
+            kind=kind,
+            attend=attend_here,
+            mix=mix,
+            num_tokens=num_tokens,
         )
         x = _with_own_input(x, None if inputs is None else inputs[:, idx], weights, config, run)
         if idx < len(features):
@@ -595,6 +606,7 @@ def _layer_of_sums(
     config: ModelConfig,
     kind: LayerKind,
     attend: Attend,
+    num_tokens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`_layer` if `_norms_follow_sums`: residuals and norms are computed with the sums.
 
@@ -607,7 +619,7 @@ def _layer_of_sums(
     h = _attention(h, weights, config, kind, attend, total=_part)
     x, h = _sum_and_norm(h, config, residual=x, norm_weight=weights["mlp_norm"])
     if "router" in weights and "gate_up" not in weights:
-        h = _experts(h, weights, config, total=_part)
+        h = _experts(h, weights, config, total=_part, num_tokens=num_tokens)
     else:
         h = _mlp(h, weights, config, kind.sparsity, total=_part)
     if not following:
@@ -674,10 +686,11 @@ def _layer(
     kind: LayerKind,
     attend: Attend | None = None,
     mix: mixers.Mix | None = None,
+    num_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Runs a layer: x [n, hidden] -> x. attend(qkv, weights) -> o [n, num_qo_heads, head_dim].
 
-    mix: of a layer with a state.
+    mix: of a layer with a state. num_tokens: see `_experts`.
     """
 
     pre_norms = config.pre_norms or attend is None
@@ -717,12 +730,14 @@ def _layer(
         h = norm(before if config.parallel else x, "mlp_norm", pre_norms)
     into_mlp = h
     if "router" in weights and "gate_up" not in weights:
-        h = _experts(h, weights, config)
+        h = _experts(h, weights, config, num_tokens=num_tokens)
     else:
         h = _mlp(h, weights, config, kind.sparsity)
     if "beside_post_norm" in weights:
         routed = _scaled_norm(x, weights["router_norm"], config) * config.hidden_size**-0.5
-        of_experts = _experts(norm(x, "expert_norm", True), weights, config, routed)
+        of_experts = _experts(
+            norm(x, "expert_norm", True), weights, config, routed, num_tokens=num_tokens
+        )
         h = norm(h, "beside_post_norm", True) + norm(of_experts, "expert_post_norm", True)
     return add(x, into_mlp, norm(h, "mlp_post_norm", post_norms), "mlp")
 
@@ -891,50 +906,24 @@ def _experts(
     config: ModelConfig,
     routed: jax.Array | None = None,
     total: Total | None = None,
+    num_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Runs the experts: x [n, hidden] -> sum over a token's experts of score * output, or of the
     outputs for score * input.
 
     routed: [n, hidden], the input of the router; None: x.
+    num_tokens: i32, the tokens of x before the padding; None: unknown. With config.experts_axis
+      padding is not sent.
     Tokens are sorted by expert, so each expert multiplies only its own rows. A device of a mesh has
-    a part of the experts; rows of other devices' experts sort last and contribute nothing.
+    a part of the experts. Rows of other devices' experts sort last and contribute nothing, or, with
+    config.experts_axis, are computed there.
     """
     assert config.experts is not None
-    per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
-    logits = product(x if routed is None else routed, weights["router"], jnp.float32)
-    if "router_bias" in weights:
-        logits += weights["router_bias"].astype(jnp.float32)[None]
-    scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
-    if "expert_scale" in weights:
-        scores *= weights["expert_scale"].astype(jnp.float32)[chosen]
-    expert = chosen.reshape(-1)
-    is_own = None
-    if config.heads_axis is not None:
-        expert -= count * jax.lax.axis_index(config.heads_axis)
-        is_own = (expert >= 0) & (expert < count)
-        expert = jnp.where(is_own, expert, count)
-        scores = jnp.where(is_own.reshape(scores.shape), scores, 0)
-    order = jnp.argsort(expert, stable=True)
-    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)  # only this device's experts
-
-    def of_expert(x: jax.Array, name: str) -> jax.Array:
-        y = experts.grouped_matmul(x, weights[name], num_rows)
-        if is_own is not None:
-            y = jnp.where(is_own[order, None], y, 0)
-        bias = weights.get(f"{name}_bias")
-        return y if bias is None else y + bias[expert[order]]
-
-    inputs = product(x, weights["latent_in"]) if "latent_in" in weights else x
-    rows = inputs[order // per_token]
-    if config.experts.scales_input:
-        rows *= scores.reshape(-1)[order, None].astype(x.dtype)
-        scores = jnp.ones_like(scores)
-    h = _gated(of_expert(rows, "expert_gate_up"), config)
-    h = of_expert(h, "expert_down")
-    by_token = h[jnp.argsort(order)].reshape(len(x), per_token, -1)
-    y = jnp.einsum("nkd,nk->nd", by_token, scores.astype(x.dtype))
-    if "latent_out" in weights:
-        y = product(y, weights["latent_out"])
+    routed = x if routed is None else routed
+    if config.experts_axis is not None and config.experts_axis == config.heads_axis:
+        y = _experts_of_parts(x, routed, weights, config, num_tokens)
+    else:
+        y = _routed_experts(x, routed, weights, config, num_tokens)
     if "shared_down" in weights:
         gated = _gated(product(x, weights["shared_gate_up"]), config)
         shared = product(gated, weights["shared_down"])
@@ -942,6 +931,100 @@ def _experts(
             shared *= jax.nn.sigmoid(product(x, weights["shared_gate"]))
         y += shared
     return (total or _sum)(y, config)
+
+
+def _experts_of_parts(
+    x: jax.Array,
+    routed: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    num_tokens: jax.Array | None,
+) -> jax.Array:
+    """`_routed_experts` for tokens that all devices have: each sends its part of them, and returns
+    zeros for the others."""
+    assert config.experts_axis is not None
+    size = lax.axis_size(config.experts_axis)
+    each = -(-len(x) // size)
+    begin = lax.axis_index(config.experts_axis) * each
+    own = (
+        lax.dynamic_slice_in_dim(jnp.pad(a, ((0, size * each - len(x)), (0, 0))), begin, each)
+        for a in (x, routed)
+    )
+    num_own = (len(x) if num_tokens is None else num_tokens) - begin
+    y = _routed_experts(*own, weights, config, num_own)
+    zeros = jnp.zeros((size * each, y.shape[1]), y.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, y, begin, 0)[: len(x)]
+
+
+def _routed_experts(
+    x: jax.Array,
+    routed: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+    num_tokens: jax.Array | None = None,
+) -> jax.Array:
+    """`_experts` without the shared ones and the sum over devices."""
+    assert config.experts is not None
+    per_token, count = config.experts.per_token, weights["expert_down"].shape[0]
+    logits = product(routed, weights["router"], jnp.float32)
+    if "router_bias" in weights:
+        logits += weights["router_bias"].astype(jnp.float32)[None]
+    scores, chosen = experts.route(logits, weights.get("router_correction"), config.experts)
+    if "expert_scale" in weights:
+        scores *= weights["expert_scale"].astype(jnp.float32)[chosen]
+    expert = chosen.reshape(-1)
+    if config.heads_axis is not None and config.experts_axis is None:
+        expert -= count * lax.axis_index(config.heads_axis)
+        is_own = (expert >= 0) & (expert < count)
+        expert = jnp.where(is_own, expert, count)
+        scores = jnp.where(is_own.reshape(scores.shape), scores, 0)
+    inputs = product(x, weights["latent_in"]) if "latent_in" in weights else x
+    factors = None
+    if config.experts.scales_input:
+        factors = scores.reshape(-1, 1).astype(x.dtype)
+        scores = jnp.ones_like(scores)
+
+    def rows_at(pair: jax.Array) -> jax.Array:
+        rows = inputs[pair // per_token]
+        return rows if factors is None else rows * factors[pair]
+
+    if config.experts_axis is None:
+        h = _multiply(rows_at, expert, weights, config)
+    else:
+        if num_tokens is not None:
+            is_token = jnp.arange(len(x)) < num_tokens
+            expert = jnp.where(is_token.repeat(per_token), expert, config.experts.count)
+        most = len(x) * min(per_token, count)
+        multiply = partial(_multiply, weights=weights, config=config)
+        h = expert_exchange.exchange(rows_at, expert, count, most, config.experts_axis, multiply)
+    y = jnp.einsum("nkd,nk->nd", h.reshape(len(x), per_token, -1), scores.astype(x.dtype))
+    return product(y, weights["latent_out"]) if "latent_out" in weights else y
+
+
+def _multiply(
+    rows_at: Callable[[jax.Array], jax.Array],
+    expert: jax.Array,
+    weights: Params,
+    config: ModelConfig,
+) -> jax.Array:
+    """A device's experts: -> [m, out], undefined for rows of none of them.
+
+    rows_at: (indices [m] i32) -> [m, in]. expert: [m] i32, numbered on the device.
+    """
+    count = weights["expert_down"].shape[0]
+    order = jnp.argsort(expert, stable=True)
+    num_rows = jnp.bincount(expert, length=count).astype(jnp.int32)
+    has_others = config.heads_axis is not None or config.experts_axis is not None
+
+    def of_expert(x: jax.Array, name: str) -> jax.Array:
+        y = experts.grouped_matmul(x, weights[name], num_rows)
+        if has_others:
+            y = jnp.where(expert[order, None] < count, y, 0)
+        bias = weights.get(f"{name}_bias")
+        return y if bias is None else y + bias[expert[order]]
+
+    h = _gated(of_expert(rows_at(order), "expert_gate_up"), config)
+    return of_expert(h, "expert_down")[jnp.argsort(order)]
 
 
 def _rotated_heads(

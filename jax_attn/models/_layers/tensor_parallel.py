@@ -40,18 +40,27 @@ class TensorParallel:
 
     context_axis_name: a mesh axis over which pages are split into KV shards (parallel.KvShards),
         or None. All devices of that axis have the same weights.
+    exchanges_experts: a device routes its part of the tokens alone, and their rows go to the
+        experts by all-to-all, see ExpertParallel. Otherwise each device routes all tokens, and
+        computes the rows of its own experts.
 
-    Raises ValueError for an axis that does not divide heads, MLPs or experts, and for a context
-    axis with chunks of attention.
+    Raises ValueError for an axis that does not divide heads, MLPs or experts, for a context
+    axis with chunks of attention, and for an exchange of experts without experts.
     """
 
     whole: ModelConfig
     mesh: jax.sharding.Mesh
     axis_name: str
     context_axis_name: str | None = None
+    exchanges_experts: bool = False
 
     def __post_init__(self) -> None:
         whole, size = self.whole, self.size
+        if self.exchanges_experts and whole.experts is None:
+            raise ValueError(
+                "TensorParallel: exchanges_experts: expected False for a model without experts, got"
+                f" True for {whole.family}."
+            )
         if self.context_axis_name and any(isinstance(kind.window, Chunk) for kind in whole.kinds):
             raise ValueError(
                 "TensorParallel: context_axis_name: expected None for a model with chunks of"
@@ -110,6 +119,7 @@ class TensorParallel:
             heads_axis=self.axis_name,
             splits_vocabulary=self.whole.vocab_size % self.size == 0,
             heads_mesh=self.mesh,
+            experts_axis=self.axis_name if self.exchanges_experts else None,
         )
 
     @property
@@ -201,21 +211,7 @@ class TensorParallel:
             )
 
         def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:
-            if axis is None:
-                # Unlike device_put, this does not compare the values across processes of the mesh.
-                whole, everywhere = np.asarray(x), NamedSharding(self.mesh, P())
-                return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
-            array = np.moveaxis(np.asarray(x), axis, 0)
-            rows = np.arange(len(array)) if order is None else order
-            own = len(rows) // self.size
-
-            def part(index: Any) -> np.ndarray:
-                begin = index[axis].start or 0
-                return np.moveaxis(array[rows[begin : begin + own]], 0, axis)
-
-            shape = (*x.shape[:axis], len(rows), *x.shape[axis + 1 :])
-            sharding = NamedSharding(self.mesh, P(*[None] * axis, self.axis_name))
-            return jax.make_array_from_callback(shape, sharding, part)
+            return put_parts(x, self.mesh, self.axis_name, axis, order)
 
         is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
         return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
@@ -267,3 +263,32 @@ class TensorParallel:
             size = whole.experts.shared_size
         parts = 2 if whole.gated else 1
         return np.arange(parts * size).reshape(parts, self.size, -1).swapaxes(0, 1).reshape(-1)
+
+
+def put_parts(
+    x: Any,
+    mesh: jax.sharding.Mesh,
+    axis_name: str,
+    axis: int | None,
+    order: np.ndarray | None = None,
+) -> jax.Array:
+    """x in equal parts over a mesh axis, or on all devices. Each device receives only its part.
+
+    axis: of x, which is split; None: it is not. order: of its elements there; None: as they are.
+    """
+    if axis is None:
+        # Unlike device_put, this does not compare the values across processes of the mesh.
+        whole = np.asarray(x)
+        everywhere = NamedSharding(mesh, P())
+        return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
+    array = np.moveaxis(np.asarray(x), axis, 0)
+    rows = np.arange(len(array)) if order is None else order
+    own = len(rows) // int(mesh.shape[axis_name])
+
+    def part(index: Any) -> np.ndarray:
+        begin = index[axis].start or 0
+        return np.moveaxis(array[rows[begin : begin + own]], 0, axis)
+
+    shape = (*x.shape[:axis], len(rows), *x.shape[axis + 1 :])
+    sharding = NamedSharding(mesh, P(*[None] * axis, axis_name))
+    return jax.make_array_from_callback(shape, sharding, part)
