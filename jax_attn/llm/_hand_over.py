@@ -87,21 +87,7 @@ class _Leaving:
     def result(self) -> HandedOver:
         run, request, handed = self._run, self._request, self._handed
         if handed is None:  # it has ended: there is nothing to go on with
-            seq = run.seq
-            handed = HandedOver(
-                tokens=seq.tokens[: seq.num_prompt],
-                num_prompt=seq.num_prompt,
-                params=seq.params,
-                namespace=seq.namespace,
-                tenant=seq.tenant,
-                priority=seq.priority,
-                adapter_name=seq.adapter_name,
-                seconds_left=None,
-                version=self._version,
-                page_size=self._engine.page_size,
-                pages=[],
-                states=[],
-            )
+            handed = HandedOver.ended(run.seq, self._version, self._engine.page_size)
         else:
             run.completion.text = "".join(run.texts)
         handed.so_far = {

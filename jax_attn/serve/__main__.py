@@ -132,6 +132,7 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
             allowed_origins=tuple(args.allow_origin),
             access_log=args.access_log,
             weights_directory=args.weights_directory,
+            max_hand_over_bytes=args.hand_over_bytes,
             files_directory=args.files_directory,
             otlp_endpoint=args.otlp_endpoint,
             adapters=tuple(name for name, _ in args.lora),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +20,7 @@ from jax_attn import models
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.hand_over import HandedOver
+from jax_attn.serve._engine.leaving import Leaving
 from jax_attn.serve._engine.processes import Processes
 from jax_attn.serve._grammar.compiler import Closed, GrammarCompiler, TooManyGrammars
 from jax_attn.serve._grammar.grammar import CompiledGrammar
@@ -164,6 +167,52 @@ class AsyncEngine:
         compiled = await self.compile_all(seqs)
         await asyncio.wrap_future(self.enqueue(seqs, compiled, recipient))
 
+    async def hand_over(self, seq: Sequence, num_tokens: int, so_far: dict[str, Any]) -> bytes:
+        """Runs a sequence until it has num_tokens tokens, or ends. Returns what `go_on` of another
+        server's engine goes on with. so_far: what it passes on, of plain values.
+
+        Raises as `submit`, and RuntimeError: the sequence has failed.
+        """
+        compiled = await self.compile_all([seq])
+
+        def ended(seq: Sequence) -> HandedOver:
+            return HandedOver.ended(seq, self.version, self.page_size)
+
+        leaving = Leaving(seq, num_tokens, self.export_request, ended)
+        try:
+            await asyncio.wrap_future(self.enqueue([seq], compiled, leaving))
+            handed = await asyncio.wrap_future(leaving.handed)
+        except BaseException:
+            self.abort({seq.id})
+            raise
+        handed.so_far = so_far | {"event": dataclasses.asdict(leaving.event)}
+        return await asyncio.to_thread(handed.to_bytes)
+
+    def go_on(self, data: bytes, seq: Sequence) -> AsyncGenerator[TokenEvent]:
+        """`generate` for a sequence of which another server's engine has computed a part.
+
+        data: of `hand_over`. seq: the same request, read again. The first event has the output of
+        the other engine.
+
+        Raises as `generate`; ValueError also for bytes of another request, model or version.
+        """
+        return stream([seq], self._inboxes.here, partial(self.submit_handed, data), self.abort)
+
+    async def submit_handed(self, data: bytes, seqs: Seq[Sequence], recipient: Recipient) -> None:
+        """`submit` for one sequence of `go_on`."""
+        (seq,) = seqs
+        handed = await asyncio.to_thread(HandedOver.from_bytes, data)
+        handed.go_on_as(seq)
+        first = handed.event(seq.id)
+
+        def work() -> None:
+            if first.finish_reason is None:
+                self._engine.import_request(handed, seq.id)
+                self._recipients[seq.id] = recipient
+            recipient.deliver([first])
+
+        await asyncio.wrap_future(self._between_steps(work))
+
     # ---- for any thread ------------------------------------------------------------------------
 
     def num_cached_tokens(self, seq: Sequence) -> int:
@@ -177,6 +226,10 @@ class AsyncEngine:
     @property
     def page_size(self) -> int:
         return self._engine.config.page_size
+
+    @property
+    def num_pages(self) -> int:
+        return self._engine.config.num_pages
 
     @property
     def has_begun(self) -> bool:
@@ -500,6 +553,7 @@ class AsyncEngine:
         with self._wake:
             while not (self._commands or self._can_step or self._stopping):
                 self._publish()
+                self._engine.device.rest()
                 self._is_at_rest = True
                 self._wake.wait()
             self._is_at_rest = False

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.serve._scheduling.request import SamplingParams
+from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
 _MAGIC = b"jax_attn request 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -48,6 +49,24 @@ class HandedOver:
     states: list[Any]
     so_far: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def ended(cls, seq: Sequence, version: str, page_size: int) -> HandedOver:
+        """Of a sequence that has ended before it could go: there is nothing to go on with."""
+        return cls(
+            tokens=seq.tokens[: seq.num_prompt],
+            num_prompt=seq.num_prompt,
+            params=seq.params,
+            namespace=seq.namespace,
+            tenant=seq.tenant,
+            priority=seq.priority,
+            adapter_name=seq.adapter_name,
+            seconds_left=None,
+            version=version,
+            page_size=page_size,
+            pages=[],
+            states=[],
+        )
+
     def to_bytes(self) -> bytes:
         """A header in JSON, and the arrays. The prompt is in them, as it was given."""
         parts = {name: [jax.tree.leaves(x) for x in getattr(self, name)] for name in _ARRAYS}
@@ -75,13 +94,28 @@ class HandedOver:
             ) from None
 
     @classmethod
-    def _read(cls, data: bytes) -> HandedOver:
+    def read_so_far(cls, data: bytes) -> dict[str, Any]:
+        """`so_far` alone. Raises ValueError as `from_bytes`."""
+        try:
+            so_far: dict[str, Any] = cls._read_header(data)[0]["so_far"]
+            return so_far
+        except (ValueError, TypeError, KeyError, struct.error) as error:
+            raise ValueError(
+                f"import_request: expected bytes of export_request, got others: {error}."
+            ) from None
+
+    @classmethod
+    def _read_header(cls, data: bytes) -> tuple[dict[str, Any], int]:
+        """The plain fields, and where the arrays begin."""
         if not data.startswith(_MAGIC):
             raise ValueError(f"they begin with {bytes(data[:16])!r}")
         at = len(_MAGIC) + _LENGTH.size
         (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
-        plain = json.loads(data[at : at + length])
-        at += length
+        return json.loads(data[at : at + length]), at + length
+
+    @classmethod
+    def _read(cls, data: bytes) -> HandedOver:
+        plain, at = cls._read_header(data)
 
         def read(name: str, shape: list[int]) -> np.ndarray:
             nonlocal at
@@ -99,6 +133,49 @@ class HandedOver:
         params |= {name: tuple(params[name]) for name in ("stop_token_ids", "stop")}
         params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
         return cls(**plain | {"params": SamplingParams(**params)})
+
+    def go_on_as(self, seq: Sequence) -> None:
+        """Takes its place and rights from a sequence of the same request, read again elsewhere.
+
+        The seed stays: a request without one has got one where it began.
+
+        Raises ValueError: it is another request.
+        """
+        params = dataclasses.replace(
+            seq.params, seed=self.params.seed, prompt_logprobs=self.params.prompt_logprobs
+        )
+        same = {
+            "prompt": seq.tokens == self.tokens[: self.num_prompt],
+            "parameters": params == self.params,
+            "adapter": seq.adapter_name == self.adapter_name,
+        }
+        for name, is_same in same.items():
+            if not is_same:
+                raise ValueError(
+                    f"import_request: {name}: expected those of the request that was exported, got"
+                    " others; both servers need the same model and defaults."
+                )
+        self.namespace, self.tenant, self.priority = seq.namespace, seq.tenant, seq.priority
+
+    def event(self, seq_id: str) -> TokenEvent:
+        """The output so far as one event of a sequence, if `so_far` has it.
+
+        Raises ValueError: it does not.
+        """
+        try:
+            plain = self.so_far["event"] | {"seq_id": seq_id, "admitted": None}
+            if plain["logprobs"] is not None:
+                plain["logprobs"] = [
+                    TokenLogprob(token, logprob, tuple((each, value) for each, value in top))
+                    for token, logprob, top in plain["logprobs"]
+                ]
+            if plain["finish_reason"] is not None:
+                plain["finish_reason"] = FinishReason(plain["finish_reason"])
+            return TokenEvent(**plain)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"import_request: expected a request of another server, got so_far: {error}."
+            ) from None
 
     def check(self, version: str, page_size: int, shapes: tuple[Any, Any]) -> None:
         """Raises ValueError unless it fits an engine. shapes: Device.shapes_of_copies."""

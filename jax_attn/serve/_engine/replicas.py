@@ -13,14 +13,15 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax_attn import models
 from jax_attn.serve._engine.async_engine import AsyncEngine, Recipient
+from jax_attn.serve._grammar.grammar import CompiledGrammar
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.cache_events import CacheEvent, SharedEvents
 from jax_attn.serve._scheduling.events import TokenEvent
@@ -31,6 +32,8 @@ from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streams import Inboxes, stream
 
 log = logging.getLogger("jax_attn.serve")
+
+Result = TypeVar("Result")
 
 # Requests by which a replica may be ahead of the least busy one: this part of those that run at
 # once, and not fewer than a few, or an idle server would spread the requests of one prompt.
@@ -129,21 +132,55 @@ class Replicas:
 
     async def submit(self, seqs: Seq[Sequence], recipient: Recipient) -> None:
         """See AsyncEngine.submit. Raises QueueFull if no replica has room."""
+        compiled: dict[tuple[str, str], CompiledGrammar] | None = None
+
+        async def submit_to(index: int) -> None:
+            nonlocal compiled
+            engine = self._engines[index]
+            # Grammars of one replica's compiler serve all.
+            compiled = await engine.compile_all(seqs) if compiled is None else compiled
+            delivery = _Delivery(self, index, recipient)
+            await asyncio.wrap_future(engine.enqueue(seqs, compiled, delivery))
+
+        await self._give(seqs, submit_to)
+
+    async def hand_over(self, seq: Sequence, num_tokens: int, so_far: dict[str, Any]) -> bytes:
+        """See AsyncEngine.hand_over."""
+
+        async def run_on(index: int) -> bytes:
+            try:
+                return await self._engines[index].hand_over(seq, num_tokens, so_far)
+            finally:
+                self.forget(index, {seq.id})
+
+        return await self._give([seq], run_on)
+
+    def go_on(self, data: bytes, seq: Sequence) -> AsyncGenerator[TokenEvent]:
+        """See AsyncEngine.go_on."""
+        return stream([seq], self._inboxes.here, partial(self.submit_handed, data), self.abort)
+
+    async def submit_handed(self, data: bytes, seqs: Seq[Sequence], recipient: Recipient) -> None:
+        """See AsyncEngine.submit_handed."""
+
+        async def submit_to(index: int) -> None:
+            delivery = _Delivery(self, index, recipient)
+            await self._engines[index].submit_handed(data, seqs, delivery)
+
+        await self._give(seqs, submit_to)
+
+    async def _give(
+        self, seqs: Seq[Sequence], give_to: Callable[[int], Awaitable[Result]]
+    ) -> Result:
+        """Gives sequences to the first replica that takes them. give_to: its index -> result."""
         refusal: Exception = EngineStopped("The engine does not run.")
         for seq in seqs:  # prompts with other pictures have nothing in common
             seq.number_pictures(self._picture_numbers.of)
         prompts = {seq.id: _prompt(seq) for seq in seqs}
-        compiled = None
         for index in self.order(seqs[0]):
-            engine = self._engines[index]
             try:
-                # Grammars of one replica's compiler serve all.
-                compiled = await engine.compile_all(seqs) if compiled is None else compiled
                 with self._lock:
                     self._unfinished[index] |= prompts
-                delivery = _Delivery(self, index, recipient)
-                await asyncio.wrap_future(engine.enqueue(seqs, compiled, delivery))
-                return
+                return await give_to(index)
             except (QueueFull, EngineStopped) as error:
                 self.forget(index, {seq.id for seq in seqs})
                 if not isinstance(refusal, QueueFull):

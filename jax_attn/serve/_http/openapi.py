@@ -165,7 +165,7 @@ def describe() -> dict[str, Any]:
         model for _, _, request, answer in _POSTS for model in (request, answer)
     ]
     models += [model for _, _, model in _JSON_GETS]
-    models += [*_EVENTS.values(), response_schemas.DeletedResponse]
+    models += [schemas.HandOverRequest, *_EVENTS.values(), response_schemas.DeletedResponse]
     models += [response_schemas.DeletedConversation, batch_schemas.DeletedFile]
     models += [ErrorResponse, message_schemas.MessageError, ollama_schemas.OllamaError]
     _, definitions = models_json_schema(
@@ -226,12 +226,25 @@ def describe() -> dict[str, Any]:
         **_operation("Keep a file of requests", _json(batch_schemas.FileObject), error),
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
     }
+    bytes_ = {"application/octet-stream": {}}
+    paths["/v1/hand_over"] = {
+        "post": {
+            **_operation("Begin a request that another server goes on with", bytes_, error),
+            "requestBody": {"required": True, "content": _json(schemas.HandOverRequest)},
+        }
+    }
+    paths["/v1/hand_over/continue"] = {
+        "post": {
+            **_operation(
+                "Go on with it: the answer is that of the route", {"application/json": {}}, error
+            ),
+            "requestBody": {"required": True, "content": bytes_},
+        }
+    }
     paths["/v1/files/{id}"]["delete"] = _operation(
         "Forget a file", _json(batch_schemas.DeletedFile), error
     )
-    paths["/v1/files/{id}/content"] = _get(
-        "What is in a file", {"application/octet-stream": {}}, error
-    )
+    paths["/v1/files/{id}/content"] = _get("What is in a file", bytes_, error)
     paths["/v1/batches/{id}/cancel"] = {
         "post": _operation("End a batch; its answers are kept", _json(batch_schemas.Batch), error)
     }

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 from jax_attn import models
 from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
+from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._http import bodies, debug_state, openapi, tracing
 from jax_attn.serve._http.auth import Authenticate, LoopbackHost, tenants
 from jax_attn.serve._http.batches import Batches
@@ -39,6 +40,7 @@ from jax_attn.serve._http.cache_watch import CacheEventsAnswer, CacheWatch
 from jax_attn.serve._http.connection import DiscardBody
 from jax_attn.serve._http.error_shapes import error_response
 from jax_attn.serve._http.files import FileAnswer, Files
+from jax_attn.serve._http.hand_over import Continued, not_handed_over, while_connected
 from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
 from jax_attn.serve._ollama import ollama_schemas
 from jax_attn.serve._ollama.ollama_api import OllamaApi
@@ -97,8 +99,9 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 PreparedBody = TypeVar("PreparedBody", bound=PreparedSequences)
 # Factory that takes GenerationAnswer's first arguments.
+_BYTES = "application/octet-stream"
 MakeAnswer: TypeAlias = Callable[
-    [ServedEngine, Prepared, Metrics, Ticket, Record], GenerationAnswer
+    [ServedEngine | Continued, Prepared, Metrics, Ticket, Record], GenerationAnswer
 ]
 
 
@@ -118,6 +121,8 @@ class ServerConfig:
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server; "*": all
     weights_directory: Path | None = None  # of weights that operators may load; None: none
+    # Of a request that operators move between servers; 0: they may not.
+    max_hand_over_bytes: int = 0
     adapters: tuple[str, ...] = ()  # the LoRA adapters that the engine has at the start
     vision: models.VisionModel | None = None  # without weights; None: the model reads texts only
     max_pictures: int | None = None  # of a request; None: MAX_PICTURES
@@ -157,6 +162,8 @@ _TEXT_ROUTES = [
     ("/detokenize", "detokenize", "POST"),
     ("/v1/loras", "load_lora", "POST"),
     ("/v1/loras/{name:path}", "unload_lora", "DELETE"),
+    ("/v1/hand_over", "hand_over", "POST"),
+    ("/v1/hand_over/continue", "go_on", "POST"),
     ("/v1/weights", "weights", "POST"),
     ("/v1/weights/pause", "pause", "POST"),
     ("/v1/weights/resume", "resume", "POST"),
@@ -658,8 +665,14 @@ class _Server:
         ticket.take(body_bytes=sum(map(len, found.values())))
         return found
 
-    async def _read(self, request: Request, ticket: Ticket) -> bytes:
-        limit = self._config.max_body_bytes
+    async def _read(
+        self, request: Request, ticket: Ticket | None, limit: int | None = None
+    ) -> bytes:
+        """The body. ticket: whose bytes long ones are; None: nobody's. limit: None: the usual one.
+
+        Raises ApiError.
+        """
+        limit = self._config.max_body_bytes if limit is None else limit
         too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
@@ -669,7 +682,7 @@ class _Server:
             raw += chunk
             if len(raw) > limit:
                 raise too_long
-            if len(raw) > num_taken:
+            if ticket is not None and len(raw) > num_taken:
                 ticket.take(body_bytes=len(raw) - num_taken)
                 num_taken = len(raw)
         return bytes(raw)
@@ -751,24 +764,24 @@ class _TextServer(_Server):
     # ---- generation ----------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> GenerationAnswer:
-        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
-            body = self._parse(raw, schemas.CompletionRequest)
-            prepared = self._prepare.completion(body, caller)
-            tokens = self._token_json[body.return_tokens_as_token_ids]
-            style = CompletionStyle(prepared, body.logprobs is not None, tokens)
-            return prepared, _with_choices(style, body)
+        return await self._generate(request, self._prepare_completion)
 
-        return await self._generate(request, prepare)
+    def _prepare_completion(self, raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+        body = self._parse(raw, schemas.CompletionRequest)
+        prepared = self._prepare.completion(body, caller)
+        tokens = self._token_json[body.return_tokens_as_token_ids]
+        style = CompletionStyle(prepared, body.logprobs is not None, tokens)
+        return prepared, _with_choices(style, body)
 
     async def chat_completions(self, request: Request) -> GenerationAnswer:
-        def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
-            body = self._parse(raw, schemas.ChatCompletionRequest)
-            prepared = self._prepare.chat(body, caller)
-            tokens = self._token_json[body.return_tokens_as_token_ids]
-            style = ChatStyle(prepared, body.logprobs, tokens)
-            return prepared, _with_choices(style, body)
+        return await self._generate(request, self._prepare_chat)
 
-        return await self._generate(request, prepare)
+    def _prepare_chat(self, raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
+        body = self._parse(raw, schemas.ChatCompletionRequest)
+        prepared = self._prepare.chat(body, caller)
+        tokens = self._token_json[body.return_tokens_as_token_ids]
+        style = ChatStyle(prepared, body.logprobs, tokens)
+        return prepared, _with_choices(style, body)
 
     async def responses(self, request: Request) -> GenerationAnswer | StoredAnswer:
         def prepare(raw: bytes, caller: Caller) -> tuple[Prepared, MakeAnswer]:
@@ -997,6 +1010,94 @@ class _TextServer(_Server):
         self._prepare.adapters.remove(name)
         return await self._control("unload", adapter=name)
 
+    # ---- requests that move between servers ----------------------------------------------------
+
+    async def hand_over(self, request: Request) -> Response:
+        """Begins a request here, and returns what `go_on` of another server continues."""
+        self._need_hand_over(request)
+        record = request.state.record
+        ticket = self.limiter.enter(_tenant(request), queues=True)
+        try:
+            caller = Caller(ticket.tenant, record.arrival)
+
+            def prepare(raw: bytes) -> tuple[schemas.HandOverRequest, Prepared]:
+                body = self._parse(raw, schemas.HandOverRequest)
+                return body, self._prepare_moving(body.path, body.body, caller)[0]
+
+            body, prepared = await self._with_body(request, ticket, prepare)
+            record.num_prompt = prepared.num_prompt_tokens
+            ticket.take(choices=1, tokens=prepared.num_prompt_tokens)
+            (seq,) = prepared.sequences
+            so_far = {"path": body.path, "body": body.body}
+            work = self._engine.hand_over(seq, body.num_tokens, so_far)
+            data = await while_connected(request, work)
+        finally:
+            ticket.leave()
+        if len(data) > self._config.max_hand_over_bytes:
+            raise ApiError(
+                413,
+                f"the request has {len(data)} bytes: expected at most --hand-over-bytes ="
+                f" {self._config.max_hand_over_bytes}",
+                code="too_many_bytes",
+            )
+        return Response(data, media_type=_BYTES)
+
+    async def go_on(self, request: Request) -> GenerationAnswer:
+        """Answers a request that another server has begun, from its first token on."""
+        self._need_hand_over(request)
+        if request.headers.get("content-type", "") != _BYTES:
+            raise ApiError(415, f"Content-Type: expected {_BYTES}", param="Content-Type")
+        record = request.state.record
+        ticket = self.limiter.enter(_tenant(request), queues=True)
+        try:
+            data = await self._read(request, None, self._config.max_hand_over_bytes)
+            caller = Caller(ticket.tenant, record.arrival)
+
+            def prepare() -> tuple[Prepared, MakeAnswer]:
+                try:
+                    so_far = HandedOver.read_so_far(data)
+                    path, body = so_far["path"], so_far["body"]
+                except (ValueError, KeyError) as error:
+                    raise not_handed_over(f"expected an answer of /v1/hand_over: {error}") from None
+                return self._prepare_moving(path, body, caller)
+
+            prepared, make = await self._body_threads.run(ticket, len(data), prepare)
+            record.num_prompt = prepared.num_prompt_tokens
+            ticket.take(choices=1, tokens=prepared.num_prompt_tokens)
+        except BaseException:
+            ticket.leave()
+            raise
+        return make(Continued(self._engine, data), prepared, self._metrics, ticket, record)
+
+    def _prepare_moving(
+        self, path: str, body: dict[str, Any], caller: Caller
+    ) -> tuple[Prepared, MakeAnswer]:
+        ways = {
+            "/v1/completions": self._prepare_completion,
+            "/v1/chat/completions": self._prepare_chat,
+        }
+        if path not in ways:
+            raise bad_field("path", f"expected one of {', '.join(ways)}, got {path[:200]!r}")
+        prepared, make = ways[path](json.dumps(body).encode(), caller)
+        if (num := len(prepared.sequences)) != 1:
+            raise bad_field("body", f"expected one prompt and one choice, got {num} together")
+        if prepared.sequences[0].pictures:
+            raise bad_field("body", "expected a request without pictures")
+        return prepared, make
+
+    def _need_hand_over(self, request: Request) -> None:
+        """Raises ApiError unless the request is an operator's, requests may move, and the engine
+        runs."""
+        if not self._config.max_hand_over_bytes:
+            raise ApiError(
+                404,
+                f"{request.url.path}: requests of this server do not move; --hand-over-bytes lets"
+                " them",
+                code="no_hand_over",
+            )
+        self._need_operators_key(request)
+        self._need_ready()
+
     # ---- operators -----------------------------------------------------------------------------
 
     async def _operators_body(self, request: Request, model: type[Body]) -> Body:
@@ -1017,6 +1118,10 @@ class _TextServer(_Server):
                 " lets them",
                 code="weights_are_fixed",
             )
+        self._need_operators_key(request)
+
+    def _need_operators_key(self, request: Request) -> None:
+        """Raises ApiError unless the request has the key of an operator."""
         if not getattr(request.state, "is_operator", False):
             raise ApiError(
                 403,

@@ -6,6 +6,8 @@ Messages are tuples of a name and arguments:
 | to the host | |
 | --- | --- |
 | submit, number, sequences | is answered; then their events come |
+| hand_over, number, sequence, num_tokens, so_far | is answered with the sequence's bytes |
+| go_on, number, bytes, sequence | is answered; then its events come |
 | abort, ids | no more events of them |
 | snapshot, number | is answered with the snapshot |
 | control, number, name, options | is answered with the weights' version: see AsyncEngine |
@@ -33,6 +35,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -102,6 +105,26 @@ class RemoteEngine:
     def generate(self, seqs: Seq[Sequence]) -> AsyncGenerator[TokenEvent]:
         """See AsyncEngine.generate."""
         return stream(seqs, lambda: self._inbox, self._submit, self._abort)
+
+    async def hand_over(self, seq: Sequence, num_tokens: int, so_far: dict[str, Any]) -> bytes:
+        """See AsyncEngine.hand_over."""
+        if self._is_stopping:
+            raise EngineStopped("The engine does not run.")
+        try:
+            data: bytes = await self._ask("hand_over", seq, num_tokens, so_far)
+            return data
+        except asyncio.CancelledError:
+            self._abort({seq.id})
+            raise
+
+    def go_on(self, data: bytes, seq: Sequence) -> AsyncGenerator[TokenEvent]:
+        """See AsyncEngine.go_on."""
+        return stream([seq], lambda: self._inbox, partial(self._go_on, data), self._abort)
+
+    async def _go_on(self, data: bytes, seqs: Seq[Sequence], _: Inbox) -> None:
+        if self._is_stopping:
+            raise EngineStopped("The engine does not run.")
+        await self._ask("go_on", data, seqs[0])
 
     def stats(self) -> dict[str, Any]:
         """See AsyncEngine.stats."""
@@ -257,7 +280,20 @@ class EngineHost:
         getattr(self, f"_on_{name}")(*plain)
 
     def _on_submit(self, number: int, seqs: list[Sequence]) -> None:
-        task = self._answer(number, lambda: self._engine.submit(seqs, self))
+        self._keep(self._answer(number, lambda: self._engine.submit(seqs, self)), seqs)
+
+    def _on_hand_over(
+        self, number: int, seq: Sequence, num_tokens: int, so_far: dict[str, Any]
+    ) -> None:
+        run = partial(self._engine.hand_over, seq, num_tokens, so_far)
+        self._keep(self._answer(number, run), [seq])
+
+    def _on_go_on(self, number: int, data: bytes, seq: Sequence) -> None:
+        submit = partial(self._engine.submit_handed, data, [seq], self)
+        self._keep(self._answer(number, submit), [seq])
+
+    def _keep(self, task: asyncio.Task[None], seqs: list[Sequence]) -> None:
+        """Has an abort of the sequences cancel the task, as long as it runs."""
         self._submissions |= {seq.id: task for seq in seqs}
 
         def forget(_: asyncio.Task[None]) -> None:

@@ -907,6 +907,16 @@ class LoraRequest(RequestBody):
     path: str = Field(description="a directory of an adapter, below --weights-directory")
 
 
+class HandOverRequest(RequestBody):
+    """A request that goes on in another server, by an operator."""
+
+    path: Literal["/v1/completions", "/v1/chat/completions"] = Field(
+        description="the route that the request is for"
+    )
+    body: dict[str, Any] = Field(description="what its client has sent there; n is 1")
+    num_tokens: int = Field(1, ge=1, description="of output before it goes")
+
+
 class PauseRequest(RequestBody):
     end: bool = Field(False, description="end the requests there are, instead of holding them")
 
