@@ -19,7 +19,7 @@ from jax_attn.serve._engine.draft_model import have_same_tokens
 from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._options import LORA_RANK, num_devices
+from jax_attn.serve._options import LORA_RANK, num_devices, shares_experts
 from jax_attn.serve._sizing import make_engine, make_replicas
 
 log = logging.getLogger("jax_attn.serve")
@@ -86,9 +86,9 @@ def _read(directory: Path, args: argparse.Namespace) -> models.Model:
 
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
-    """Loads the model's vision tower; None: it has none that is supported, or there are several
-    processes. Raises ModelDirectoryError."""
-    if args.processes is not None or not models.has_vision(directory):
+    """Loads the model's vision tower; None: it has none that is supported, there are several
+    processes, or engines that share experts. Raises ModelDirectoryError."""
+    if args.processes is not None or shares_experts(args) or not models.has_vision(directory):
         return None
     with _loading(directory) as show:
         return models.load_vision(directory, args.dtype, show)

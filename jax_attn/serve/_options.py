@@ -55,7 +55,7 @@ _BATCH_INVARIANT = _Steps(32, 512, 512, 512)  # every step is padded to the larg
 # Options that only a server of HTTP has, or one of several processes.
 _OF_SERVER = frozenset(
     ("strict", "host", "port", "api_key", "api_key_file", "operator_key_file", "allow_origin")
-    + ("weights_directory", "files_directory", "otlp_endpoint")
+    + ("weights_directory", "hand_over_bytes", "files_directory", "otlp_endpoint")
     + ("max_requests_per_key", "max_choices_per_key", "max_running_per_key", "max_tokens_per_key")
     + (
         "max_pictures",
@@ -175,6 +175,9 @@ def parse(
     where = """directories in it are weights that operators may load while the server runs, by
         POST /v1/weights; with --operator-key-file (none)"""
     add("--weights-directory", type=Path, metavar="DIR", help=where)
+    moved = """of a request that operators may move between servers, by POST /v1/hand_over; with
+        --operator-key-file (0: none moves)"""
+    add("--hand-over-bytes", type=_non_negative, default=0, metavar="BYTES", help=moved)
     kept = "where /v1/files and /v1/batches keep theirs; without it there are none (none)"
     add("--files-directory", type=Path, metavar="DIR", help=kept)
     flight = "in flight of one key, without keys of all; then 429 (--max-waiting + --max-running)"
@@ -228,6 +231,10 @@ def parse(
     replicas = """engines of the whole model, each on its own devices (times those of the options
         above), behind one queue and one port (%(default)s)"""
     add("--data-parallel", type=_positive, default=1, metavar="N", help=replicas)
+    experts = """send tokens to their experts by all-to-all: with --tensor-parallel N, each device
+        sends a part of the tokens; with --data-parallel N, the engines share the experts, each has
+        1/N of them"""
+    add("--expert-parallel", action=switch, default=False, help=experts)
     address = """of process 0, where processes of one server meet; for a mesh of devices of several
         machines, each started with the same options but --process-id (none: one process)"""
     add("--coordinator", metavar="HOST:PORT", help=address)
@@ -256,6 +263,10 @@ def parse(
         )
     if args.weights_directory is not None and args.operator_key_file is None:
         parser.error("--weights-directory: expected --operator-key-file beside it")
+    if args.hand_over_bytes and args.operator_key_file is None:
+        parser.error("--hand-over-bytes: expected --operator-key-file beside it")
+    if args.hand_over_bytes and (args.distributed or args.coordinator):
+        parser.error("--hand-over-bytes: expected a server of one process")
     if args.model is None and args.embedding_model is None:
         args.model = str(models.BUNDLED)
     if args.model is None:
@@ -264,13 +275,14 @@ def parse(
     _check_host_cache(args, parser)
     if args.data_parallel > 1 and (args.distributed or args.coordinator):
         parser.error("--data-parallel: expected a server of one process")
+    _check_experts(args, parser)
     if args.max_drafts is None:
         args.max_drafts = _DRAFTS if args.draft_model else 0
     if args.draft_model and not args.max_drafts:
         parser.error("--draft-model: expected --max-drafts of at least 1, got 0")
     if args.draft_model and (args.distributed or args.coordinator):
         parser.error("--draft-model: expected a server of one process")
-    args.processes = args.devices = None
+    args.processes = args.devices = args.expert_group = None
     if args.distributed or args.coordinator:
         args.processes = Processes(*of_one, args.start_seconds)  # before JAX looks for devices
     on_cpu = jax.default_backend() == "cpu"
@@ -300,6 +312,33 @@ def _check_host_cache(args: argparse.Namespace, parser: argparse.ArgumentParser)
             f"--host-cache-bytes: expected at most {memory}, the machine's memory, got"
             f" {args.host_cache_bytes}"
         )
+
+
+def _check_experts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if not args.expert_parallel:
+        return
+    if args.tensor_parallel == 1 and args.data_parallel == 1:
+        parser.error(
+            "--expert-parallel: expected --tensor-parallel or --data-parallel of more than 1"
+        )
+    if not shares_experts(args):
+        return
+    refused = {
+        "tensor_parallel": args.tensor_parallel > 1,
+        "context_parallel": args.context_parallel > 1,
+        "draft_model": args.draft_model,
+        "max_loras": args.max_loras,
+        "weights_directory": args.weights_directory,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"--expert-parallel: expected no {option} with --data-parallel")
+
+
+def shares_experts(args: argparse.Namespace) -> bool:
+    """Whether the engines of --data-parallel share the experts."""
+    return bool(args.expert_parallel and args.data_parallel > 1)
 
 
 def _check_loras(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -404,6 +443,8 @@ def engine_config(
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank or LORA_RANK,
         tensor_parallel=args.tensor_parallel,
+        expert_parallel=args.expert_parallel and not shares_experts(args),
+        expert_group=args.expert_group,
         context_parallel=args.context_parallel,
         devices=args.devices,
     )

@@ -13,8 +13,15 @@ import numpy as np
 from jax_attn import models
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
+from jax_attn.serve._engine.expert_group import ExpertGroup
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._options import KV_DTYPES, LORA_RANK, engine_config, num_devices
+from jax_attn.serve._options import (
+    KV_DTYPES,
+    LORA_RANK,
+    engine_config,
+    num_devices,
+    shares_experts,
+)
 from jax_attn.serve._scheduling.streaming import StreamingPages
 
 log = logging.getLogger("jax_attn.serve")
@@ -82,8 +89,10 @@ def make_replicas(
 
     draft_model, vision: see Engine.
 
+    With --expert-parallel each has a part of the experts, see ExpertGroup.
+
     Raises:
-      ValueError: there are too few devices, or pages do not fit.
+      ValueError: there are too few devices, pages do not fit, or experts cannot be shared.
     """
     num, size, devices = args.data_parallel, num_devices(args), jax.devices()
     if num * size > len(devices):
@@ -92,12 +101,16 @@ def make_replicas(
             f"--data-parallel: expected at most {len(devices) // size}{each}, as JAX sees"
             f" {len(devices)} devices, got {num}"
         )
-    engines = []
+    engines: list[AsyncEngine] = []
+    group = ExpertGroup(model, devices[:num]) if shares_experts(args) else None
     for i in range(num):
         of_one = argparse.Namespace(**vars(args))
         of_one.devices = tuple(devices[i * size : (i + 1) * size])
         of_one.host_cache_bytes = args.host_cache_bytes // num
         of_one.max_waiting = -(-args.max_waiting // num)
+        of_one.expert_group = group
+        if group is not None and engines:  # a step is one executable: all have the same shapes
+            of_one.num_pages = engines[0].num_pages
         engines.append(make_engine(model, of_one, draft_model, vision))
     return Replicas(engines)
 
@@ -180,6 +193,7 @@ _OF_ALL_PROCESSES = (
     "max_step_tokens",
     "batch_invariant",
     "tensor_parallel",
+    "expert_parallel",
     "context_parallel",
 )
 

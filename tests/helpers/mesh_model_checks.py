@@ -333,7 +333,7 @@ def check_features(*splits: tuple[int, int]) -> None:
     assert [bool(logprobs) for _, logprobs in answers[1, 1]] == [0, 0, 0, 1, 1, 0]
 
 
-def check_family(name: str, *splits: tuple[int, int]) -> None:
+def check_family(name: str, *splits: tuple[int, int], expert_parallel: bool = False) -> None:
     """Checks experts, sinks, latent attention and states: two devices answer as one does."""
     from helpers import model_cases
     from jax_attn import models
@@ -353,7 +353,8 @@ def check_family(name: str, *splits: tuple[int, int]) -> None:
     for split in ((1, 1), *splits):
         limits = EngineConfig(num_pages=40, page_size=4, max_running=3, max_step_tokens=3,
                               num_host_pages=4, tensor_parallel=split[0],
-                              context_parallel=split[1])  # fmt: skip
+                              context_parallel=split[1],
+                              expert_parallel=expert_parallel and split[0] > 1)  # fmt: skip
         engine = Engine(models.Model(config, params, tokenizer), limits)
         engine.warm_up()
         sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

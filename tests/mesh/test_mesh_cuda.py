@@ -63,3 +63,18 @@ def test_all_reduce(call):
 )
 def test_models(call):
     run_on_gpus(f"import mesh_model_checks as m; m.{call}", timeout=550)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "check_by_data('qwen3 moe', 2)",
+        "check_by_data('deepseek v3', 2, 0)",
+        "check_by_heads('qwen3 moe', 2)",
+        "check_replicas('deepseek v3', 2)",
+    ],
+)
+def test_experts(call):
+    run_on_gpus(f"import mesh_expert_checks as m; m.{call}", timeout=550)

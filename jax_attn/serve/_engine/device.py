@@ -61,6 +61,7 @@ class DeviceConfig:
     kv_dtype: str | None = None
     eight_bit_products: bool = False
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     context_parallel: int = 1
     max_drafts: int = 0  # of a sequence in a step
     max_loras: int = 0
@@ -72,16 +73,15 @@ class DeviceConfig:
 
 
 class Device:
+    has_lost_cache = False  # it is empty, as a step of other engines failed; until `reset`
+
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
         self._model_config = model.config
         self._split = _split(model.config, config)
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.kv_policy is not None
-        if self._split is not None:
-            params = self._split.split_params(params)
-        elif jax.default_backend() == "cpu":
-            params = models.pack_params(params, model.config)
+        params = self._place(params)
         # The configuration of what one device computes.
         self._config = model.config if self._split is None else self._split.config
         # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
@@ -168,6 +168,14 @@ class Device:
             self._host = HostPages(self._page_copies)
         if capacities.num_host_states:
             self._host_states = HostPages(self._state_copies)
+
+    def _place(self, params: models.Params) -> models.Params:
+        """The weights where, and in the form in which, steps read them."""
+        if self._split is not None:
+            return self._split.split_params(params)
+        if jax.default_backend() == "cpu":
+            return models.pack_params(params, self._model_config)
+        return params
 
     def reset(self) -> None:
         """Makes an empty kv cache, empty states and new sampler state, also after a failure.
@@ -416,6 +424,9 @@ class Device:
             parallel.check_all_reduces()  # before tokens of NaN are sent
         return read
 
+    def rest(self) -> None:
+        """Called when there is no work. Devices of several engines need not wait for this one."""
+
     # ---- compilation ---------------------------------------------------------------------------
 
     def warm_up(self, progress: Progress | None = None) -> list[str]:
@@ -528,7 +539,7 @@ class Device:
         _, state, *_ = self._shapes
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
-            "slot": partial(_compile, sampling.set_slot, state, np.int32(0), *arrays)
+            "slot": partial(compile_jitted, sampling.set_slot, state, np.int32(0), *arrays)
         }
         if self._rotates:
             tasks["rotate"] = self._compile_rotate
@@ -547,7 +558,7 @@ class Device:
             rows = jax.ShapeDtypeStruct((num_rows, sampling.ROW_WORDS), jnp.int32, **everywhere)
             mask = self._allow_all[num_rows]
             for kind in sampling.KINDS:
-                sample = partial(_compile, sampling.sample, state, logits, rows, mask)
+                sample = partial(compile_jitted, sampling.sample, state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(
                     sample, kind=kind, has_drafts=self._has_drafts
                 )
@@ -563,7 +574,7 @@ class Device:
         shardings = None if self._split is None else jax.tree.map(lambda x: x.sharding, pools)
         rotate: Any = jax.jit(move, donate_argnums=(0, 1), out_shardings=shardings)
         rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
-        return _compile(rotate, *pools, rotations)
+        return compile_jitted(rotate, *pools, rotations)
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
@@ -575,14 +586,16 @@ class Device:
         forward = jax.jit(
             compute,
             donate_argnums=(3, 4, 5),
-            compiler_options=_options(bucket.num_tokens, weights) | (options or {}),
+            compiler_options=xla_options(bucket.num_tokens, weights) | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
         features = None
         if bucket.picture_shape is not None:
             shape = bucket.num_tokens, *bucket.picture_shape
             features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
-        return _compile(forward, weights, words, state.last_tokens, *cache, lora_arrays, features)
+        return compile_jitted(
+            forward, weights, words, state.last_tokens, *cache, lora_arrays, features
+        )
 
     def _shape_of(self, array: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = None if self._split is None else array.sharding
@@ -711,7 +724,8 @@ def _split(config: models.ModelConfig, of: DeviceConfig) -> models.TensorParalle
     auto = (jax.sharding.AxisType.Auto,) * 2
     axes = "heads", "context"
     mesh = jax.make_mesh(shape, axes, devices=devices[:num_devices], axis_types=auto)
-    return models.TensorParallel(config, mesh, "heads", "context" if shape[1] > 1 else None)
+    context = "context" if shape[1] > 1 else None
+    return models.TensorParallel(config, mesh, "heads", context, of.expert_parallel)
 
 
 # XLA threads: autotuning is serial on the device anyway, and each thread has buffers.
@@ -723,7 +737,7 @@ _MEASURED_STEPS = 7
 _MEASURED_LARGE_STEPS = 2
 
 
-def _options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def xla_options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Options of XLA, which only GPUs use.
 
     XLA times a matmul by itself, with weights that stay in the cache, and does not count the part
@@ -737,7 +751,7 @@ def _options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[str, 
     return {"xla_gpu_enable_triton_gemm": False}
 
 
-def _compile(function: Any, *args: Any, **kwargs: Any) -> Compiled:
+def compile_jitted(function: Any, *args: Any, **kwargs: Any) -> Compiled:
     """Compiles a function made by jax.jit."""
     with compilations.expected():
         executable: Compiled = function.lower(*args, **kwargs).compile()

@@ -66,6 +66,7 @@ from jax_attn.serve._engine.counters import Counters
 from jax_attn.serve._engine.device import Device, Progress
 from jax_attn.serve._engine.draft_model import DraftModel, have_same_tokens
 from jax_attn.serve._engine.engine_config import EngineConfig, capacities, device_config
+from jax_attn.serve._engine.expert_group import ExpertDevice
 from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._engine.leading_device import LeadingDevice
 from jax_attn.serve._engine.outputs import Outputs
@@ -148,7 +149,9 @@ class Engine:
                 "EngineConfig: num_host_pages: expected 0 with several processes, got"
                 f" {config.num_host_pages}."
             )
-        if processes is None:
+        if config.expert_group is not None:
+            self.device: Device = ExpertDevice(config.expert_group, model, of_device)
+        elif processes is None:
             self.device = Device(model, of_device)
         else:
             self.device = LeadingDevice(processes, model, of_device)
@@ -394,6 +397,8 @@ class Engine:
         """Launches the next step, and returns the events of the one before."""
         counters = self._counters
         counters.begin_step()
+        if self.device.has_lost_cache:
+            self._start_over(self.scheduler.running, "A step of another engine failed.")
         with counters.phases["retire"]:
             self._constrained.take_late()
         with counters.phases["schedule"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -13,6 +14,9 @@ from jax_attn.serve._engine.device import DeviceConfig
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
+
+if TYPE_CHECKING:
+    from jax_attn.serve._engine.expert_group import ExpertGroup
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class EngineConfig:
     max_loras: int = 0  # LoRA adapters at a time
     max_lora_rank: int = 16  # the largest
     tensor_parallel: int = 1  # devices that share heads, MLPs, experts and vocabulary
+    # With tensor_parallel: tokens go to their experts by all-to-all; see TensorParallel.
+    expert_parallel: bool = False
+    # The engines with which this one shares experts, one device each; None: it has all experts.
+    expert_group: ExpertGroup | None = None
     # Devices that share the slots of each page; multiplies tensor_parallel.
     context_parallel: int = 1
     # tensor_parallel * context_parallel devices of JAX; None: the first ones.
@@ -80,6 +88,15 @@ class EngineConfig:
         for name in ("tensor_parallel", "context_parallel"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"EngineConfig: {name}: expected at least 1, got {count}.")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "EngineConfig: expert_parallel: expected False with tensor_parallel = 1, got True."
+            )
+        if self.expert_group is not None and self.tensor_parallel * self.context_parallel > 1:
+            raise ValueError(
+                "EngineConfig: expert_group: expected None with tensor_parallel or context_parallel"
+                " of more than 1, got a group."
+            )
         if self.page_size % self.context_parallel:
             raise ValueError(
                 "EngineConfig: page_size: expected a multiple of context_parallel = "
@@ -152,6 +169,7 @@ def device_config(
         kv_dtype=config.kv_dtype,
         eight_bit_products=config.eight_bit_products,
         tensor_parallel=config.tensor_parallel,
+        expert_parallel=config.expert_parallel,
         context_parallel=config.context_parallel,
         max_drafts=config.max_drafts,
         max_loras=config.max_loras,
