@@ -34,7 +34,8 @@ def check_exchange(num_devices: int) -> None:
         (1, 1, None, "any"),
     ]
     for dtype, (m, count, capacity, ids) in [
-        (dtype, case) for dtype in ("float32", "bfloat16") for case in cases
+        *(("float32", case) for case in cases),
+        *(("bfloat16", case) for case in cases[1:3]),
     ]:
         total = num_devices * count
         high = {"any": total, "some of none": total + 3, "one": 1, "none": 0}[ids]

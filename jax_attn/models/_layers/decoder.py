@@ -291,7 +291,7 @@ def forward(
     if states is not None and state_plan is not None:
         paged = recurrence.Paged(states, state_plan)
     attend_any = attend_latent if config.latent else attend
-    num_tokens = None if is_sharded else plans[0].nnz_qo
+    num_tokens = plans[0].nnz_qo if isinstance(plans[0], ja.AttentionPlan) else None
     x = _layers(tokens, params, config, attend_any, adapters, paged, pictures, num_tokens)
     logits = _logits(x[logit_rows], params, config)
     new_pages = (tuple(x) if len(x) > 1 else x[0] for x in (k_groups, v_groups))
@@ -946,12 +946,13 @@ def _experts_of_parts(
     size = lax.axis_size(config.experts_axis)
     each = -(-len(x) // size)
     begin = lax.axis_index(config.experts_axis) * each
-    own = (
-        lax.dynamic_slice_in_dim(jnp.pad(a, ((0, size * each - len(x)), (0, 0))), begin, each)
-        for a in (x, routed)
-    )
+
+    def part(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, ((0, size * each - len(a)), (0, 0)))
+        return lax.dynamic_slice_in_dim(padded, begin, each)
+
     num_own = (len(x) if num_tokens is None else num_tokens) - begin
-    y = _routed_experts(*own, weights, config, num_own)
+    y = _routed_experts(part(x), part(routed), weights, config, num_own)
     zeros = jnp.zeros((size * each, y.shape[1]), y.dtype)
     return lax.dynamic_update_slice_in_dim(zeros, y, begin, 0)[: len(x)]
 

@@ -248,7 +248,7 @@ class ExpertGroup:
         weights = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._weights
         ]
-        of_weights = [x.sharding.spec for x in self._weights]  # type: ignore[attr-defined]
+        of_weights = [x.sharding.spec for x in self._weights]
         forward = jax.shard_map(
             buckets.make_forward(self.config, self._tree, None, bucket),
             mesh=self._mesh,

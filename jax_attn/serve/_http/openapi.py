@@ -226,7 +226,7 @@ def describe() -> dict[str, Any]:
         **_operation("Keep a file of requests", _json(batch_schemas.FileObject), error),
         "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}},
     }
-    bytes_ = {"application/octet-stream": {}}
+    bytes_: dict[str, Any] = {"application/octet-stream": {}}
     paths["/v1/hand_over"] = {
         "post": {
             **_operation("Begin a request that another server goes on with", bytes_, error),
