@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import jax
@@ -191,6 +192,63 @@ def check_memory(config, params, parts, pages, num_devices: int) -> None:
             assert shard.data.nbytes * share == whole.nbytes, path
     for x in jax.tree.leaves(pages):
         assert {shard.data.nbytes * num_devices for shard in x.addressable_shards} == {x.nbytes}
+
+
+def check_devices(name: str, num_devices: int) -> None:
+    """Checks the devices of engines that share experts: logits of steps of some or all of them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from jax_attn.serve._engine.engine_config import EngineConfig, capacities, device_config
+    from jax_attn.serve._engine.expert_group import ExpertDevice, ExpertGroup
+    from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
+    from jax_attn.serve._scheduling.scheduler import Scheduler
+
+    numbers = itertools.count()
+    config = config_of(name)
+    params = models.random_params(config, jax.random.key(0), "float32")
+    model = models.Model(config, params, None)
+    group = ExpertGroup(model, jax.devices()[:num_devices])
+    limits = [
+        EngineConfig(
+            num_pages=40, page_size=4, max_running=2, max_step_tokens=16,
+            expert_group=group, devices=(device,),
+        )
+        for device in jax.devices()[:num_devices]
+    ]  # fmt: skip
+    devices = [ExpertDevice(group, model, device_config(config, each)) for each in limits]
+    schedulers = [Scheduler(capacities(each, config)) for each in limits]
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+    def run(i: int, text: list[int], num_steps: int) -> np.ndarray:
+        """The logits of the last token that some steps read."""
+        device, scheduler = devices[i], schedulers[i]
+        seq = Sequence(str(next(numbers)), "", list(text), greedy)
+        scheduler.add(seq)
+        for _ in range(num_steps):
+            plan = scheduler.schedule(0.0)
+            batch = device.plan(plan.entries)
+            scores = device.forward(batch)
+            scheduler.launched(plan)
+            jax.block_until_ready(device.sample(scores, batch.kind, None))
+        device.rest()
+        scheduler.finish(seq, FinishReason.ABORT)
+        return np.asarray(scores.logits)[0]
+
+    found: list[tuple[list[int], np.ndarray]] = []
+    with ThreadPoolExecutor(num_devices) as pool:
+        list(pool.map(lambda device: device.warm_up(), devices))
+        for device in devices:  # each has counted the others' compilations
+            device.forget_compilations()
+        for who in ([*range(num_devices)], [1], [*range(num_devices)]):
+            # A prompt of two steps, beside one of a step for other engines, which rest then.
+            texts = [[5 + i, 9, 77, *range(20 - 12 * i)] for i in who]
+            num_steps = [-(-len(text) // 16) for text in texts]
+            found += zip(texts, pool.map(run, who, texts, num_steps), strict=True)
+    for device in devices:
+        assert device.num_compiles_after_warm_up == 0
+    for text, logits in found:
+        want = models.reference_forward(params, config, np.array(text))[-1]
+        np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4)
 
 
 def check_replicas(name: str, num_devices: int) -> None:

@@ -45,10 +45,14 @@ def test_attention_by_heads(num_devices, name):
     run(num_devices, f"check_by_heads({name!r}, {num_devices})")
 
 
+def test_devices_of_engines_that_share_experts():
+    run(2, "check_devices('qwen3 moe', 2)")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num_devices", "name"),
-    [(2, "deepseek v3"), pytest.param(3, "qwen3 moe", marks=pytest.mark.slow)],
+    [(2, "deepseek v3"), pytest.param(4, "qwen3 moe", marks=pytest.mark.slow)],
 )
 def test_engines_that_share_experts(num_devices, name):
     run_on_cpus(

@@ -73,7 +73,7 @@ def test_models(call):
         "check_by_data('qwen3 moe', 2)",
         "check_by_data('deepseek v3', 2, 0)",
         "check_by_heads('qwen3 moe', 2)",
-        "check_replicas('deepseek v3', 2)",
+        "check_devices('deepseek v3', 2)",
     ],
 )
 def test_experts(call):
