@@ -56,9 +56,10 @@ The modules of each folder:
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
 | | `compilations` | counts compilations that nobody expected |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
-| | `hand_over` | a request that leaves one engine and goes on in another |
+| | `hand_over`, `leaving` | a request that leaves one engine and goes on in another |
 | | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
 | | `replicas` | several engines of one model behind one queue |
+| | `expert_group` | engines that share the experts of a model: one forward pass for all |
 | | `processes`, `leading_device` | several processes that form one server |
 | `_openai` | `schemas`, `response_schemas`, `fields` | bodies, and rules for their fields |
 | | `batch_schemas` | bodies of /v1/files and /v1/batches |
