@@ -288,6 +288,7 @@ def check_replicas(name: str, num_devices: int) -> None:
         expected.append(tokens)
     options = f"--data-parallel {num_devices} --expert-parallel --num-pages 40 --page-size 4"
     options += " --max-running 3 --max-step-tokens 8 --dtype float32"
+    options += " --host-cache-bytes 1000000"
     args = _options.parse(options.split())
     replicas = _sizing.make_replicas(model, args)
     engines = [each._engine for each in replicas._engines]

@@ -388,6 +388,10 @@ class ExpertDevice(Device):
         with self._group.lock:
             super().put(pages, of_pages, states, of_states)
 
+    def return_seconds(self) -> tuple[float, float]:
+        with self._group.lock:  # steps of other engines, which warm up too, replace the pools
+            return super().return_seconds()
+
     def plan_update(self, params: Any, *, partial: bool) -> list[WeightUpdate]:
         raise ValueError(
             "update_params: expected an engine with all experts, got one of several that share them"

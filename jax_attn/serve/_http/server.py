@@ -100,6 +100,7 @@ Result = TypeVar("Result")
 PreparedBody = TypeVar("PreparedBody", bound=PreparedSequences)
 # Factory that takes GenerationAnswer's first arguments.
 _BYTES = "application/octet-stream"
+_MOVE_SECONDS = 300.0  # for the bytes of a request that moves between servers
 MakeAnswer: TypeAlias = Callable[
     [ServedEngine | Continued, Prepared, Metrics, Ticket, Record], GenerationAnswer
 ]
@@ -636,13 +637,8 @@ class _Server:
             self._check_origin(request)  # Ollama's clients send any type, or none
         elif media_type != "application/json":
             raise ApiError(415, "Content-Type: expected application/json", param="Content-Type")
-        try:
-            async with asyncio.timeout(self._config.body_timeout):
-                raw = await self._read(request, ticket)
-        except TimeoutError:
-            raise ApiError(
-                408, f"the body took longer than {self._config.body_timeout:g} s", code="timeout"
-            ) from None
+        config = self._config
+        raw = await self._read(request, ticket, config.max_body_bytes, config.body_timeout)
         job = partial(work, raw, *args)
         try:
             if self._fetcher is None:
@@ -666,13 +662,20 @@ class _Server:
         return found
 
     async def _read(
-        self, request: Request, ticket: Ticket | None, limit: int | None = None
+        self, request: Request, ticket: Ticket | None, limit: int, seconds: float
     ) -> bytes:
-        """The body. ticket: whose bytes long ones are; None: nobody's. limit: None: the usual one.
+        """The body. ticket: whose bytes those of long bodies are; None: nobody's.
 
-        Raises ApiError.
+        Raises ApiError: it is too long, or too late.
         """
-        limit = self._config.max_body_bytes if limit is None else limit
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._read_all(request, ticket, limit)
+        except TimeoutError:
+            message = f"the body took longer than {seconds:g} s"
+            raise ApiError(408, message, code="timeout") from None
+
+    async def _read_all(self, request: Request, ticket: Ticket | None, limit: int) -> bytes:
         too_long = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
@@ -1050,7 +1053,8 @@ class _TextServer(_Server):
         record = request.state.record
         ticket = self.limiter.enter(_tenant(request), queues=True)
         try:
-            data = await self._read(request, None, self._config.max_hand_over_bytes)
+            limit = self._config.max_hand_over_bytes
+            data = await self._read(request, None, limit, _MOVE_SECONDS)
             caller = Caller(ticket.tenant, record.arrival)
 
             def prepare() -> tuple[Prepared, MakeAnswer]:
