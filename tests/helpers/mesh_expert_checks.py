@@ -15,7 +15,7 @@ from helpers import model_cases
 from helpers.mesh_checks import make_mesh
 from helpers.mesh_model_checks import bytes_of_model
 from jax_attn import models
-from jax_attn.models._layers import expert_exchange
+from jax_attn.models._layers import decoder, expert_exchange
 from jax_attn.models._weights.weights import shapes_in_memory
 
 BY_DEVICE = jax.P("heads")
@@ -127,6 +127,27 @@ def check_by_data(name: str, num_devices: int, one_round_bytes: int | None = Non
     for i, text in enumerate(texts[:-1]):
         want = models.reference_forward(params, config, text)
         np.testing.assert_allclose(logits[i, : len(text)], want, rtol=2e-4, atol=2e-4)
+
+
+def check_padding(num_devices: int) -> None:
+    """Checks that padding is not sent: it would fill the rounds, as all of it is for one expert."""
+    mesh = make_mesh(num_devices, 1)
+    split = models.ExpertParallel(config_of("qwen3 moe"), mesh, "heads")
+    params = models.random_params(split.whole, jax.random.key(0), "float32")
+    weights = split.split_params(params)["layers"][0]
+    x = jax.random.normal(jax.random.key(1), (6 * num_devices, split.whole.hidden_size))
+
+    def run(x, weights):
+        return decoder._experts(x, weights, split.config, num_tokens=jnp.int32(4))
+
+    specs = jax.tree.map(lambda x: x.sharding.spec, weights)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(BY_DEVICE, specs), out_specs=BY_DEVICE, check_vma=False
+    )
+    found = np.asarray(jax.jit(mapped)(x, weights)).reshape(num_devices, 6, -1)
+    whole = decoder._experts(x, params["layers"][0], split.whole).reshape(found.shape)
+    np.testing.assert_allclose(found[:, :4], whole[:, :4], rtol=2e-4, atol=2e-5)
+    assert not found[:, 4:].any() and np.abs(found[:, :4]).min(-1).all()
 
 
 def check_by_heads(name: str, num_devices: int) -> None:

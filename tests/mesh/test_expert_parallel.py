@@ -24,6 +24,10 @@ def test_the_exchange():
     run(4, "check_exchange(4)")
 
 
+def test_padding_stays():
+    run(2, "check_padding(2)")
+
+
 @pytest.mark.parametrize(
     ("num_devices", "name", "one_round_bytes"),
     [(4, "qwen3 moe", None), (2, "deepseek v2 groups, yarn", 0),
