@@ -649,6 +649,7 @@ QUANTIZED_PRODUCTS = (
     *((dtype, format, 64, 256, groups) for dtype in (0, 1) for format in (0, 1, 2)
       for groups in (1, 2)),
     *((0, 0, rows, 256, 1) for rows in (8, 16, 32)),
+    *((0, format, 64, 128, 1) for format in (0, 1, 2)),
     *((0, format, 64, 224, 1) for format in (0, 1, 2)),
     (0, 1, 8, 224, 2),
     (1, 2, 8, 224, 1),

@@ -55,8 +55,10 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   // bits.
   const bool is_whole =
       a.group_size % kProductStep == 0 || a.group_size == kProductStep / 2 || groups <= 1;
-  if (depth % 8 != 0 || columns % 16 != 0 || !is_whole || depth >= 1 << 30 || columns >= 1 << 28 ||
-      num_rows >= 1 << 16 || num_splits < 1 || num_splits > 1 << 10) {
+  const bool is_small = depth < 1 << 30 && columns < 1 << 28 &&  // vectors are counted, too
+                        depth * columns < int64_t{1} << 36 && num_rows * depth < int64_t{1} << 35;
+  if (depth % 8 != 0 || columns % 16 != 0 || !is_whole || !is_small || num_rows >= 1 << 16 ||
+      num_splits < 1 || num_splits > 1 << 10) {
     return Status::Error(
         "quantized_product: expected a depth that is a multiple of 8, columns of 16, and groups of "
         "32 rows, of a multiple of 64 or of all, got " +

@@ -516,10 +516,16 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
   name << "quantized_product-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-"
        << WeightName(kernel.format) << "-m" << kernel.tile_rows << "-n" << kernel.tile_columns
        << "-g" << kProductStep / kernel.scale_rows;
-  return {name.str(), entry,
-          TranslationUnit("cuda/sm80/quantized_product.cuh", TraitsOf(kernel).str(),
-                          "QuantizedProductBody", "QuantizedProduct", entry),
-          Options(kernel.arch), FieldsOf(kernel)};
+  // wgmma has so many rows of x, and a warpgroup so many columns.
+  const bool hopper = kernel.arch == 90 && kernel.tile_columns % 128 == 0 &&
+                      (kernel.tile_rows & (kernel.tile_rows - 1)) == 0;
+  return {
+      name.str(), entry,
+      TranslationUnit(
+          hopper ? "cuda/sm90/quantized_product.cuh" : "cuda/sm80/quantized_product.cuh",
+          TraitsOf(kernel).str(), hopper ? "HopperQuantizedProductBody" : "QuantizedProductBody",
+          "QuantizedProduct", entry),
+      Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelSource MakeSource(const AllReduceKernel& kernel) {

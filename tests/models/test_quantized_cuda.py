@@ -127,12 +127,16 @@ def test_tiles_cover_every_shape():
     for processors in (4, 108, 132, 148):
         for num_rows in (1, 8, 9, 33, 64, 65, 256):
             for depth, columns in ((64, 16), (4096, 6144), (14336, 4096), (4096, 28672)):
-                tiles = quantized_cuda.choose_tiles(num_rows, depth, columns, 4, processors)
-                assert tiles.rows in (8, 16, 32, 64) and tiles.columns in (224, 256)
-                assert 1 <= tiles.num_splits <= -(-depth // 64)
+                for arch, widths in ((80, (224, 256)), (90, (128, 256))):
+                    tiles = quantized_cuda.choose_tiles(
+                        num_rows, depth, columns, 4, processors, arch
+                    )
+                    assert tiles.rows in (8, 16, 32, 64) and tiles.columns in widths
+                    assert 1 <= tiles.num_splits <= -(-depth // 64)
     # One wave fills the device, and each sum has few parts.
-    assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132) == (64, 224, 1)
-    assert quantized_cuda.choose_tiles(64, 4096, 4096, 4, 132) == (64, 256, 8)
+    assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132, 80) == (64, 224, 1)
+    assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132, 90) == (64, 256, 1)
+    assert quantized_cuda.choose_tiles(64, 4096, 4096, 4, 132, 90) == (64, 256, 8)
 
 
 # ---- around the call ---------------------------------------------------------------------------
