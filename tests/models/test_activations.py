@@ -20,6 +20,7 @@ from jax_attn.models._products.quantized import Quantized
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
+GPU = ", as on a GPU"
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
 LARGEST = {"e4m3": 448, "e2m1": 6}
 reference = jax.jit(
@@ -47,12 +48,16 @@ def without_activations(params):
     return jax.tree.map(plain, params, is_leaf=is_leaf)
 
 
-@pytest.mark.parametrize("name", WITH_ACTIVATIONS)
-def test_logits_are_those_of_compressed_tensors(name, tmp_path):
+@pytest.mark.parametrize("name", [*WITH_ACTIVATIONS, "fp8 channel, tokens, as on a GPU"])
+def test_logits_are_those_of_compressed_tensors(name, tmp_path, monkeypatch):
+    if on_gpu := name.endswith(GPU):
+        name = name.removesuffix(GPU)
+        monkeypatch.setattr(quantized, "multiplies_float8", lambda: True)
     config, _ = quantized_cases.write(tmp_path, LLAMA, name)
     params = models.load_params(tmp_path, config, "float32")
     with np.load(quantized_cases.RECORDED) as recorded:
         want = recorded[name]
+    assert all(params["layers"][1][each].is_transposed == on_gpu for each in ("qkv", "o", "down"))
     far = np.abs(logits_of(params, config) - want).max(axis=1) > 4e-5 * np.abs(want).max()
     # A tie that the last bit of an activation decides changes a row, but not the first ones.
     assert far.mean() < 0.1 and not far[:4].any()
@@ -164,20 +169,22 @@ def test_products_of_8_bit_numbers(how, columns, monkeypatch):
     np.testing.assert_allclose(elsewhere, want, atol=bound)
 
 
-def lowered(weight, monkeypatch, target):
-    monkeypatch.setattr(quantized, "gpu_target", lambda: target)
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_8_bit_numbers_are_multiplied_on_gpus(platform):
+    weight, x = matrix(64, 128, Activations("e4m3")), jnp.ones((8, 64), jnp.bfloat16)
     call = jax.jit(lambda x, weight: quantized.product(x, weight))
-    x = jnp.ones((8, weight.shape[0]), jnp.bfloat16)
-    return call.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize("target", [(0, 0), (90, 132), (80, 108), None])
-def test_8_bit_numbers_are_multiplied_where_tensor_cores_can(target, monkeypatch):
-    jax.clear_caches()
-    text = lowered(matrix(64, 128, Activations("e4m3")), monkeypatch, target)
+    text = call.trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
     dots = re.findall(r"dot_general.*\((tensor<[^,]*>), (tensor<[^,]*>)\)", text)
-    is_8_bits = target in ((0, 0), (90, 132))
-    assert dots and all(("f8E4M3FN" in a and "f8E4M3FN" in b) == is_8_bits for a, b in dots)
+    assert dots
+    assert all(("f8E4M3FN" in a and "f8E4M3FN" in b) == (platform == "cuda") for a, b in dots)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [((0, 0), False), (None, False), ((80, 108), False), ((90, 132), True)]
+)
+def test_gpus_that_multiply_8_bit_numbers(target, expected, monkeypatch):
+    monkeypatch.setattr(quantized, "gpu_target", lambda: target)
+    assert quantized.multiplies_float8() == expected
 
 
 @pytest.mark.parametrize("is_static", [False, True])

@@ -189,7 +189,9 @@ def test_widening_is_bounded():
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * wide_tile < rows * columns
 
 
-@pytest.mark.parametrize("name", ["fp8 tensor", "compressed int8", "gptq sorted", "awq"])
+@pytest.mark.parametrize(
+    "name", ["fp8 tensor", "fp8 tensor, as on a GPU", "compressed int8", "gptq sorted", "awq"]
+)
 def test_tensor_parallel(name):
     run_on_cpus(2, f"import test_quantized as t; t.check_tensor_parallel({name!r})")
 
@@ -201,6 +203,10 @@ def check_tensor_parallel(name: str) -> None:
     from helpers.mesh_checks import make_mesh
     from jax_attn.models._layers import decoder
 
+    on_gpu = name.endswith(", as on a GPU")
+    name = name.removesuffix(", as on a GPU")
+    if on_gpu:
+        quantized.multiplies_float8 = lambda: True
     with tempfile.TemporaryDirectory() as directory:
         config, _ = quantized_cases.write(Path(directory), LLAMA | {"intermediate_size": 192}, name)
         params = models.load_params(directory, config, "float32")
@@ -213,6 +219,7 @@ def check_tensor_parallel(name: str) -> None:
     for whole, part in zip(params["layers"], parts["layers"], strict=True):
         for weight in ("qkv", "o", "gate_up", "down"):
             shards = part[weight].codes.addressable_shards
+            assert part[weight].is_transposed == on_gpu
             assert {s.data.nbytes for s in shards} == {whole[weight].codes.nbytes // 2}
     everywhere = jax.sharding.PartitionSpec()
     specs = jax.tree.map(lambda x: x.sharding.spec, parts)

@@ -17,6 +17,7 @@ from jax_attn.models._config.config import Latent, ModelConfig
 from jax_attn.models._config.quantized_files import PASSED_OVER, Rows
 from jax_attn.models._config.recurrent import GatedDelta, Lightning
 from jax_attn.models._config.rope import Rope, rotary_order
+from jax_attn.models._products import quantized
 from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._products.quantized import Matrix, Quantized, codes_per_byte, widen
 from jax_attn.models._weights import mxfp4
@@ -153,18 +154,18 @@ def _make_params(
             )
             return Quantized(codes, scales, None, None, "e2m1", mxfp4.BLOCK)
         found = [tensors.matrix(name) for name in names]
-        quantized = [rows for rows in found if isinstance(rows, Rows)]
+        in_few_bits = [rows for rows in found if isinstance(rows, Rows)]
         if weight != "kv_b":
             _check_one_input(names, found, tensors)
         # Weights stay quantized unless latent attention absorbs them, or a part is not quantized.
-        if len(quantized) == len(found) and weight != "kv_b":
-            for name, rows in zip(names, quantized, strict=True):
-                if not _same(rows.order, quantized[0].order):
+        if len(in_few_bits) == len(found) and weight != "kv_b":
+            for name, rows in zip(names, in_few_bits, strict=True):
+                if not _same(rows.order, in_few_bits[0].order):
                     raise tensors.error(
                         name, "expected the g_idx of the matrices that multiply the same input"
                     )
             return _below_each_other(
-                quantized, lambda array: _in_memory_order(array, weight, own), is_stacked
+                in_few_bits, lambda array: _in_memory_order(array, weight, own), is_stacked
             )
         arrays = [_widened(rows) if isinstance(rows, Rows) else rows for rows in found]
         if is_vector(weight):
@@ -274,7 +275,7 @@ def _below_each_other(
         and first.scales.shape[1] == 1
         and first.zeros is None
     )
-    if is_float8 and not is_stacked:
+    if is_float8 and not is_stacked and quantized.multiplies_float8():
         codes = np.ascontiguousarray(below(each.codes for each in rows)).view(jnp.float8_e4m3fn)
     else:
         codes = whole(each.codes for each in rows)
