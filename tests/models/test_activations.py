@@ -169,6 +169,19 @@ def test_products_of_8_bit_numbers(how, columns, monkeypatch):
     np.testing.assert_allclose(elsewhere, want, atol=bound)
 
 
+def test_groups_of_x_are_those_of_its_own_order():
+    random = np.random.RandomState(4)
+    codes, order = random.randint(-99, 99, (32, 8)), random.permutation(32).astype(np.int32)
+    how = Activations("e4m3", group_size=8)
+    ordered = Quantized(
+        codes[order].astype(np.int8), np.ones((1, 8), np.float32), None, order, "int8", 32, how
+    )
+    x = random.standard_normal((3, 32)).astype(np.float32) * np.repeat([1, 100, 9, 1], 8)
+    want = rounded(jnp.asarray(x, jnp.float32), how).product() @ codes.astype(np.float32)
+    got = quantized.product(jnp.asarray(x, jnp.float32), jax.tree.map(jnp.asarray, ordered))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_8_bit_numbers_are_multiplied_on_gpus(platform):
     weight, x = matrix(64, 128, Activations("e4m3")), jnp.ones((8, 64), jnp.bfloat16)

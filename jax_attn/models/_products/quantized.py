@@ -110,6 +110,9 @@ def product(
     if not isinstance(weight, Quantized):
         return jnp.dot(x, weight, preferred_element_type=dtype)
     if weight.order is not None:
+        if weight.activations is not None:  # groups of x are those of its own order
+            x = rounded(x, weight.activations, weight.x_scale).product()
+            weight = without_activations(weight)
         x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
     ways: dict[str, Callable[..., jax.Array]] = {
         "cpu": partial(tiled_product, dtype=dtype),
