@@ -109,9 +109,9 @@ def quantize(params: models.Params, kind: Any) -> models.Params:
         group = min(QUANTIZED[kind] or rows, rows)
         if kind == "fp8":
             octets = jax.random.bits(next(keys), (columns, rows), np.uint8) % 120
-            codes = jax.lax.bitcast_convert_type(octets, jax.numpy.float8_e4m3fn)
-            scales = jax.numpy.full((1, columns), 1e-3, np.float32)
-            return Quantized(codes, scales, None, None, "e4m3", rows, Activations("e4m3"))
+            values = jax.lax.bitcast_convert_type(octets, jax.numpy.float8_e4m3fn)
+            of_columns = jax.numpy.full((1, columns), 1e-3, np.float32)
+            return Quantized(values, of_columns, None, None, "e4m3", rows, Activations("e4m3"))
         codes = jax.random.bits(next(keys), (rows // codes_per_byte(kind), columns), np.uint8)
         codes = codes.view(np.int8) if kind == "int8" else codes % 120  # no NaN of e4m3
         scales = np.full((rows // group, columns), 1e-3, np.float32)
