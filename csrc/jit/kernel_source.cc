@@ -232,6 +232,7 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kTileRows", k.tile_rows, "rows of x");
   visit("kTileColumns", k.tile_columns);
   visit("kScaleRows", k.scale_rows, "most groups in a step");
+  visit("kMainLoop", k.main_loop);
 }
 
 const char* DecayName(int64_t decay) {
@@ -516,9 +517,8 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
   name << "quantized_product-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-"
        << WeightName(kernel.format) << "-m" << kernel.tile_rows << "-n" << kernel.tile_columns
        << "-g" << kProductStep / kernel.scale_rows;
-  // wgmma has so many rows of x, and a warpgroup so many columns.
-  const bool hopper = kernel.arch == 90 && kernel.tile_columns % 128 == 0 &&
-                      (kernel.tile_rows & (kernel.tile_rows - 1)) == 0;
+  const bool hopper = kernel.main_loop == kHopper;
+  if (hopper) name << "-wgmma";
   return {
       name.str(), entry,
       TranslationUnit(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import model_cases, quantized_cases
+from helpers.backends import Backend
 from helpers.quantized_cases import LLAMA, MOE, WITH_ACTIVATIONS
 from jax_attn import models
 from jax_attn.models._layers import experts
@@ -167,6 +168,23 @@ def test_products_of_8_bit_numbers(how, columns, monkeypatch):
     np.testing.assert_allclose(on_gpu, want, atol=bound)
     elsewhere = quantized._product(rows.product(), plain, None, has_float8=True)
     np.testing.assert_allclose(elsewhere, want, atol=bound)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", [Backend("gpu")], ids=["cuda"], indirect=True)
+@pytest.mark.parametrize("shape", [(1, 4096, 6144), (7, 4096, 272), (300, 528, 1000)], ids=str)
+def test_products_of_8_bit_numbers_on_a_gpu(shape, backend):
+    """Tensor cores keep some 13 bits below the largest addend of 32 products."""
+    num_rows, depth, columns = shape
+    x = jnp.asarray(np.random.RandomState(5).standard_normal((num_rows, depth)), jnp.float32)
+    for how in (Activations("e4m3"), Activations("e4m3", True)):
+        x_scale = jnp.full((1, 1), 0.01, jnp.float32) if how.is_static else None
+        weight = matrix(depth, columns, how, x_scale)
+        rows = rounded(x, how, x_scale)
+        wide = np.asarray(weight.codes, np.float64).T * np.asarray(weight.scales, np.float64)
+        want = np.asarray(rows.values, np.float64) * np.asarray(rows.scales, np.float64) @ wide
+        error = np.asarray(jax.jit(quantized.product)(x, weight), np.float64) - want
+        assert np.sqrt((error**2).mean()) < 1e-3 * np.sqrt((want**2).mean())
 
 
 def test_groups_of_x_are_those_of_its_own_order():
