@@ -21,7 +21,7 @@ from benchmarks import ops, shapes, timing
 from benchmarks.masks import in_turns
 from benchmarks.report import log
 from jax_attn import models
-from jax_attn.models._products import quantized
+from jax_attn.models._products import quantized, quantized_cuda
 
 LLAMA = {
     "model_type": "llama",
@@ -40,13 +40,17 @@ LLAMA = {
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 SHOWN_IN_XLA = (4096, 28672)  # only this one: XLA takes long to compile and run it
 NUM_LAYERS = 32
+WITH_WGMMA = ("int4", "e2m1", "e4m3")
 
 
 def product_us(
     num_rows: int, shape: tuple[int, int], kind: str, product: Callable[..., Any]
 ) -> tuple[float, int]:
     """Returns the time of a matmul with bf16 rows, and its matrix's bytes. kind: a key of
-    shapes.QUANTIZED, or bf16."""
+    shapes.QUANTIZED, or bf16; " wgmma" behind it: by that kernel of Hopper."""
+    kind, _, loop = kind.partition(" ")
+    quantized_cuda._has_wgmma = loop == "wgmma"
+    jax.clear_caches()  # the kernel is chosen when a call is traced
 
     def matrices(count: int) -> list[Any]:
         plain = {"layers": [{"w": w} for w in ops.normal(shape, count)]}
@@ -75,7 +79,7 @@ def on_gpu(all_rows: list[int]) -> None:
         total: dict[str, float] = {}
         for shape in PRODUCTS:
             texts = []
-            for kind in ("bf16", *shapes.QUANTIZED):
+            for kind in ("bf16", *shapes.QUANTIZED, *(f"{kind} wgmma" for kind in WITH_WGMMA)):
                 us, num_bytes = product_us(num_rows, shape, kind, quantized.product)
                 total[kind] = total.get(kind, 0.0) + us
                 text = f"{kind} {us:.1f} (floor {num_bytes / ceilings.bytes_per_us:.1f}"

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from jax_attn import models
 from jax_attn.models import Model
+from jax_attn.models._products.activations import Activations
 from jax_attn.models._products.quantized import Quantized, codes_per_byte
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -63,8 +64,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
-QUANTIZED = {"int8": 0, "e4m3": 128, "int4": 128, "e2m1": 32}
-"""Kinds of codes, and rows of a scale; 0: all."""
+QUANTIZED = {"int8": 0, "e4m3": 128, "int4": 128, "e2m1": 32, "fp8": 0}
+"""Kinds of codes, and rows of a scale; 0: all. fp8: e4m3, multiplied with x that is rounded to e4m3
+with a scale for each row."""
 TINY = {  # replaces sizes of any shape, for trying a script
     "vocab_size": 512,
     "hidden_size": 64,
@@ -105,6 +107,11 @@ def quantize(params: models.Params, kind: Any) -> models.Params:
             return weight
         rows, columns = weight.shape
         group = min(QUANTIZED[kind] or rows, rows)
+        if kind == "fp8":
+            octets = jax.random.bits(next(keys), (columns, rows), np.uint8) % 120
+            values = jax.lax.bitcast_convert_type(octets, jax.numpy.float8_e4m3fn)
+            of_columns = jax.numpy.full((1, columns), 1e-3, np.float32)
+            return Quantized(values, of_columns, None, None, "e4m3", rows, Activations("e4m3"))
         codes = jax.random.bits(next(keys), (rows // codes_per_byte(kind), columns), np.uint8)
         codes = codes.view(np.int8) if kind == "int8" else codes % 120  # no NaN of e4m3
         scales = np.full((rows // group, columns), 1e-3, np.float32)

@@ -653,6 +653,12 @@ QUANTIZED_PRODUCTS = (
     (0, 1, 8, 224, 2),
     (1, 2, 8, 224, 1),
 )  # fmt: skip
+HOPPER_QUANTIZED_PRODUCTS = (
+    *((dtype, format, 64, 256, groups) for dtype in (0, 1) for format in (0, 1, 2)
+      for groups in (1, 2)),
+    *((0, 0, rows, 256, 1) for rows in (8, 16, 32)),
+    *((0, format, 64, 128, 1) for format in (0, 1, 2)),
+)  # fmt: skip
 
 
 # dtype, devices, threads, vectors, two-shot, norm, quantizes (csrc/jit/kernel_source.h).
@@ -714,7 +720,9 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     for reduction in ALL_REDUCES + (QUANTIZING_ALL_REDUCES if arch >= 89 else ()):
         yield _core.all_reduce_source(arch, *reduction), 0
     for case in QUANTIZED_PRODUCTS:
-        yield _core.quantized_product_source(arch, *case), 0
+        yield _core.quantized_product_source(arch, *case, 0), 0
+    for case in HOPPER_QUANTIZED_PRODUCTS if arch == 90 else ():
+        yield _core.quantized_product_source(arch, *case, 1), 0
     linear = {
         source.name: source
         for words in LINEAR_ATTENTIONS

@@ -477,11 +477,12 @@ NB_MODULE(_core, m) {
           return AllReduceKernelSource(
               {arch, dtype, num_devices, num_threads, vectors, two_shot, norm, quantizes});
         });
-  m.def("quantized_product_source", [](int64_t arch, int64_t dtype, int64_t format,
-                                       int64_t tile_rows, int64_t tile_columns,
-                                       int64_t scale_rows) {
-    return QuantizedProductKernelSource({arch, dtype, format, tile_rows, tile_columns, scale_rows});
-  });
+  m.def("quantized_product_source",
+        [](int64_t arch, int64_t dtype, int64_t format, int64_t tile_rows, int64_t tile_columns,
+           int64_t scale_rows, int64_t main_loop) {
+          return QuantizedProductKernelSource(
+              {arch, dtype, format, tile_rows, tile_columns, scale_rows, main_loop});
+        });
   m.def("check_state_plan", [](const std::string& op, nb::handle buffer, int64_t begin,
                                int64_t max_tokens, int64_t num_slots) {
     const Int32Array words(buffer, 1);

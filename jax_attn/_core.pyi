@@ -142,5 +142,12 @@ def linear_gradient_sources(problem: list[int], /) -> list[KernelSource]: ...
 def linear_gradient_workspace_words(problem: list[int], /) -> int: ...
 def short_convolution_source(arch: int, dtype: int, width: int, silu: bool, /) -> KernelSource: ...
 def quantized_product_source(
-    arch: int, dtype: int, format: int, tile_rows: int, tile_columns: int, scale_rows: int, /
+    arch: int,
+    dtype: int,
+    format: int,
+    tile_rows: int,
+    tile_columns: int,
+    scale_rows: int,
+    main_loop: int,
+    /,
 ) -> KernelSource: ...

@@ -13,7 +13,7 @@ constexpr char kOp[] = "quantized_product";
 
 // Attributes of the call, in the order of BindAttributes. dtype, format: DType, WeightFormat.
 struct Attributes {
-  int64_t arch, dtype, format, group_size, tile_rows, tile_columns;
+  int64_t arch, dtype, format, group_size, tile_rows, tile_columns, main_loop;
   bool poison;
 };
 
@@ -38,8 +38,17 @@ Status ReadKernel(const Attributes& a, QuantizedProductKernel* kernel) {
   if (a.tile_columns < 32 || a.tile_columns > 256 || a.tile_columns % 32 != 0) {
     return refuse("tile_columns", "a multiple of 32 up to 256", a.tile_columns);
   }
+  if (a.main_loop != kPortable && a.main_loop != kHopper) {
+    return refuse("main_loop", "0 or 1", a.main_loop);
+  }
+  // wgmma has so many rows of x, and a warpgroup so many columns.
+  const bool is_whole = (a.tile_rows & (a.tile_rows - 1)) == 0 && a.tile_columns % 128 == 0;
+  if (a.main_loop == kHopper && (a.arch != 90 || !is_whole)) {
+    return refuse("main_loop", "0 unless arch is 90, tile_rows 8 to 64, tile_columns 128 or 256",
+                  1);
+  }
   const int64_t scale_rows = a.group_size == kProductStep / 2 ? 2 : 1;
-  *kernel = {a.arch, a.dtype, a.format, a.tile_rows, a.tile_columns, scale_rows};
+  *kernel = {a.arch, a.dtype, a.format, a.tile_rows, a.tile_columns, scale_rows, a.main_loop};
   return Status::Ok();
 }
 
@@ -55,8 +64,10 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   // bits.
   const bool is_whole =
       a.group_size % kProductStep == 0 || a.group_size == kProductStep / 2 || groups <= 1;
-  if (depth % 8 != 0 || columns % 16 != 0 || !is_whole || depth >= 1 << 30 || columns >= 1 << 28 ||
-      num_rows >= 1 << 16 || num_splits < 1 || num_splits > 1 << 10) {
+  const bool is_small = depth < 1 << 30 && columns < 1 << 28 &&  // vectors are counted, too
+                        depth * columns < int64_t{1} << 36 && num_rows * depth < int64_t{1} << 35;
+  if (depth % 8 != 0 || columns % 16 != 0 || !is_whole || !is_small || num_rows >= 1 << 16 ||
+      num_splits < 1 || num_splits > 1 << 10) {
     return Status::Error(
         "quantized_product: expected a depth that is a multiple of 8, columns of 16, and groups of "
         "32 rows, of a multiple of 64 or of all, got " +
@@ -122,6 +133,7 @@ auto BindAttributes(Binding binding) {
       .template Attr<int64_t>("group_size")
       .template Attr<int64_t>("tile_rows")
       .template Attr<int64_t>("tile_columns")
+      .template Attr<int64_t>("main_loop")
       .template Attr<bool>("poison");
 }
 

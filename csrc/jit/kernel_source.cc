@@ -232,6 +232,7 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kTileRows", k.tile_rows, "rows of x");
   visit("kTileColumns", k.tile_columns);
   visit("kScaleRows", k.scale_rows, "most groups in a step");
+  visit("kMainLoop", k.main_loop);
 }
 
 const char* DecayName(int64_t decay) {
@@ -516,10 +517,15 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
   name << "quantized_product-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-"
        << WeightName(kernel.format) << "-m" << kernel.tile_rows << "-n" << kernel.tile_columns
        << "-g" << kProductStep / kernel.scale_rows;
-  return {name.str(), entry,
-          TranslationUnit("cuda/sm80/quantized_product.cuh", TraitsOf(kernel).str(),
-                          "QuantizedProductBody", "QuantizedProduct", entry),
-          Options(kernel.arch), FieldsOf(kernel)};
+  const bool hopper = kernel.main_loop == kHopper;
+  if (hopper) name << "-wgmma";
+  return {
+      name.str(), entry,
+      TranslationUnit(
+          hopper ? "cuda/sm90/quantized_product.cuh" : "cuda/sm80/quantized_product.cuh",
+          TraitsOf(kernel).str(), hopper ? "HopperQuantizedProductBody" : "QuantizedProductBody",
+          "QuantizedProduct", entry),
+      Options(kernel.arch), FieldsOf(kernel)};
 }
 
 KernelSource MakeSource(const AllReduceKernel& kernel) {

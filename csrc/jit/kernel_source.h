@@ -78,9 +78,10 @@ struct QuantizedProductKernel {
   int64_t arch = 0;  // 0: the capability of device 0
   int64_t dtype = kBF16;
   int64_t format = kInt4Weights;
-  int64_t tile_rows = 0;     // rows of x per tile
-  int64_t tile_columns = 0;  // columns of the matrix per tile
-  int64_t scale_rows = 0;    // most groups in kProductStep rows: 1 or 2
+  int64_t tile_rows = 0;          // rows of x per tile
+  int64_t tile_columns = 0;       // columns of the matrix per tile
+  int64_t scale_rows = 0;         // most groups in kProductStep rows: 1 or 2
+  int64_t main_loop = kPortable;  // or kHopper
 };
 
 struct AllReduceKernel {

@@ -491,7 +491,7 @@ def quantized_product(
     The operands are described by QuantizedProductParams in csrc/params.h.
 
     zeros: an array without elements if there are none.
-    attributes: arch, format, group_size, tile_rows, tile_columns.
+    attributes: arch, format, group_size, tile_rows, tile_columns, main_loop.
 
     Returns [num_splits, n, out] of `dtype` (x's or f32): partial sums over parts of the depth.
     """

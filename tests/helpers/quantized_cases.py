@@ -39,7 +39,12 @@ def scales_of(random, shape, dtype=np.float32) -> np.ndarray:
     return random.uniform(0.5, 1.5, shape).astype(dtype)
 
 
-def fp8(name: str, per: str, block: int = 0, dtype: Any = np.float32):
+INPUT_SCALE = np.float32(1 / 128)  # activations beyond 3.5 are cut off
+
+
+def fp8(name: str, per: str, block: int = 0, dtype: Any = np.float32, of_input: str = ""):
+    """of_input: the name of a static scale of activations."""
+
     def make(random, outer, inner):
         codes = e4m3(random, outer, inner).view(jnp.float8_e4m3fn)
         size, rows = (block, block) if block else (inner, 1 if per == "channel" else outer)
@@ -51,7 +56,8 @@ def fp8(name: str, per: str, block: int = 0, dtype: Any = np.float32):
                 wide[o, i] = np.float32(codes[o, i]) * np.float32(scales[o // rows, i // size])
         if per == "tensor":
             scales = scales.reshape(())
-        return {"weight": codes, name: scales}, wide
+        more = {of_input: INPUT_SCALE.reshape(1)} if of_input else {}
+        return {"weight": codes, name: scales} | more, wide
 
     return make
 
@@ -150,14 +156,15 @@ def pack_quantized(size: int, symmetric: bool):
 _E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
-def nvfp4(codes_name: str, whole_name: str, divides: bool):
+def nvfp4(codes_name: str, whole_name: str, divides: bool, whole: float | None = None):
     """NVFP4: a byte has two values, the first in its low bits; scales in e4m3 for 16 of them, and
-    one for all, which multiplies or divides."""
+    one for all, which multiplies or divides. whole: the scale for all; None: a random one."""
+    given = whole
 
     def make(random, outer, inner):
         codes = random.randint(0, 16, (outer, inner))
         scales = (1 + random.randint(0, 8, (outer, inner // 16)) / 8).astype(jnp.float8_e4m3fn)
-        whole = np.float32(random.uniform(0.02, 0.04))
+        whole = np.float32(random.uniform(0.02, 0.04) if given is None else given)
         wide = np.empty((outer, inner), np.float32)
         octets = np.zeros((outer, inner // 2), np.uint8)
         for o in range(outer):
@@ -170,16 +177,21 @@ def nvfp4(codes_name: str, whole_name: str, divides: bool):
             codes_name: octets,
             "weight_scale": scales,
             whole_name: stored,
-            "input_global_scale" if divides else "input_scale": np.ones((), np.float32),
+            # Magnitudes up to 6.
+            "input_global_scale" if divides else "input_scale": np.full(
+                (1,) if divides else (), 448 if divides else 1 / 448, np.float32
+            ),
         }, wide
 
     return make
 
 
-def compressed(format: str, **weights: Any) -> dict[str, Any]:
+def compressed(
+    format: str, activations: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
     group = {
         "weights": {"num_bits": 8, "symmetric": True, "dynamic": False} | weights,
-        "input_activations": {"num_bits": 8, "dynamic": True},
+        "input_activations": activations,
         "output_activations": None,
         "targets": ["Linear"],
     }
@@ -196,7 +208,9 @@ def compressed(format: str, **weights: Any) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False, "damp_percent": 0.1}
 FORMATS = {
     "fp8 tensor": Format(
-        {"quant_method": "fp8", "activation_scheme": "static"}, fp8("weight_scale", "tensor"), 8
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        fp8("weight_scale", "tensor", of_input="activation_scale"),
+        8,
     ),
     "fp8 block": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 24]},
@@ -251,7 +265,7 @@ FORMATS = {
     ),
     "modelopt fp8": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
-        fp8("weight_scale", "tensor"),
+        fp8("weight_scale", "tensor", of_input="input_scale"),
         8,
     ),
     "llm.int8": Format(
@@ -273,6 +287,46 @@ FORMATS = {
         4,
     ),
 }  # fmt: skip
+
+_TOKENS = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token"}
+# Formats whose activations are rounded, too, and that compressed-tensors runs on a CPU.
+WITH_ACTIVATIONS = {
+    "fp8 channel, tokens": Format(
+        compressed("float-quantized", _TOKENS | {"type": "float"}, type="float",
+                   strategy="channel"),
+        fp8("weight_scale", "channel"),
+        8,
+    ),
+    "fp8 tensor, static": Format(
+        compressed("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True,
+                                       "dynamic": False, "strategy": "tensor"},
+                   type="float", strategy="tensor"),
+        fp8("weight_scale", "tensor", of_input="input_scale"),
+        8,
+    ),
+    "fp8 block, groups": Format(
+        compressed("float-quantized", _TOKENS | {"type": "float", "strategy": "group",
+                                                 "group_size": 16},
+                   type="float", strategy="block", block_structure=[16, 16]),
+        fp8("weight_scale", "block", 16),
+        8,
+    ),
+    "int8 channel, tokens": Format(
+        compressed("int-quantized", _TOKENS | {"type": "int"}, type="int", strategy="channel"),
+        int8,
+        8,
+    ),
+    "nvfp4, local": Format(
+        compressed("nvfp4-pack-quantized",
+                   {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": "local",
+                    "strategy": "tensor_group", "group_size": 16,
+                    "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+                   type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        nvfp4("weight_packed", "weight_global_scale", True, whole=2**-5),
+        4,
+    ),
+}  # fmt: skip
+RECORDED = Path(__file__).parents[1] / "data" / "activations.npz"  # make_activations.py
 
 
 # Wide enough for several tiles of columns and a partial one.
@@ -298,7 +352,7 @@ def write(
     """
     from safetensors.numpy import save_file
 
-    form = FORMATS[name]
+    form = (FORMATS | WITH_ACTIVATIONS)[name]
     raw = raw | {"quantization_config": form.config}
     (directory / "config.json").write_text(json.dumps(raw))
     config = parse_config(raw)

@@ -40,9 +40,12 @@ def is_quantized(x) -> bool:
 
 
 def load_both(directory, raw, name, **kwargs):
-    """The quantized model, and the plain one of the same numbers."""
+    """The quantized model, and the plain one of the same numbers.
+
+    Activations are as they are; test_activations.py has models that round them.
+    """
     config, wide = quantized_cases.write(directory, raw, name, **kwargs)
-    params = models.load_params(directory, config, "float32")
+    params = with_plain_activations(models.load_params(directory, config, "float32"))
     plain_dir = directory / "plain"
     plain_dir.mkdir()
     (plain_dir / "config.json").write_text(json.dumps(raw))
@@ -50,6 +53,14 @@ def load_both(directory, raw, name, **kwargs):
     plain_config = models.load_config(plain_dir)
     assert dataclasses.replace(config, quantization=None) == plain_config
     return config, params, models.load_params(plain_dir, plain_config, "float32")
+
+
+def with_plain_activations(params):
+    return jax.tree.map(
+        lambda x: quantized.without_activations(x) if is_quantized(x) else x,
+        params,
+        is_leaf=is_quantized,
+    )
 
 
 def difference(got, expected) -> float:
@@ -178,7 +189,9 @@ def test_widening_is_bounded():
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * wide_tile < rows * columns
 
 
-@pytest.mark.parametrize("name", ["fp8 tensor", "compressed int8", "gptq sorted", "awq"])
+@pytest.mark.parametrize(
+    "name", ["fp8 tensor", "fp8 tensor, as on a GPU", "compressed int8", "gptq sorted", "awq"]
+)
 def test_tensor_parallel(name):
     run_on_cpus(2, f"import test_quantized as t; t.check_tensor_parallel({name!r})")
 
@@ -190,6 +203,10 @@ def check_tensor_parallel(name: str) -> None:
     from helpers.mesh_checks import make_mesh
     from jax_attn.models._layers import decoder
 
+    on_gpu = name.endswith(", as on a GPU")
+    name = name.removesuffix(", as on a GPU")
+    if on_gpu:
+        quantized.multiplies_float8 = lambda: True
     with tempfile.TemporaryDirectory() as directory:
         config, _ = quantized_cases.write(Path(directory), LLAMA | {"intermediate_size": 192}, name)
         params = models.load_params(directory, config, "float32")
@@ -202,6 +219,7 @@ def check_tensor_parallel(name: str) -> None:
     for whole, part in zip(params["layers"], parts["layers"], strict=True):
         for weight in ("qkv", "o", "gate_up", "down"):
             shards = part[weight].codes.addressable_shards
+            assert part[weight].is_transposed == on_gpu
             assert {s.data.nbytes for s in shards} == {whole[weight].codes.nbytes // 2}
     everywhere = jax.sharding.PartitionSpec()
     specs = jax.tree.map(lambda x: x.sharding.spec, parts)
@@ -293,7 +311,7 @@ CONFIGS = {
     ),
     "mixed precision": (
         changed("modelopt fp8", quant_algo="MIXED_PRECISION"),
-        "quant_algo: expected 'FP8' or 'NVFP4', got 'MIXED_PRECISION'",
+        "quant_algo: expected 'FP8', 'FP8_PER_CHANNEL_PER_TOKEN' or 'NVFP4', got 'MIXED_PRECISION'",
     ),
     "wider groups of nvfp4": (
         changed("modelopt nvfp4", group_size=32),
@@ -332,7 +350,7 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path):
     assert models.load_config(tmp_path) == config
     of_modelopt["quantization"]["quant_algo"] = "W4A8_AWQ"
     path.write_text(json.dumps(of_modelopt))
-    message = "hf_quant_config.json: quantization: quant_algo: expected 'FP8' or 'NVFP4', got"
+    message = "hf_quant_config.json: quantization: quant_algo: expected 'FP8', 'FP8_PER_CH"
     with pytest.raises(models.ModelDirectoryError, match=message):
         models.load_config(tmp_path)
 

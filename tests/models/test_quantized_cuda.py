@@ -12,6 +12,7 @@ import pytest
 from helpers.backends import Backend
 from helpers.mesh_checks import run_on_cpus
 from jax_attn import _core
+from jax_attn._spec.target import default_target
 from jax_attn._xla import ffi
 from jax_attn.models._products import quantized, quantized_cuda
 from jax_attn.models._products.quantized import Quantized
@@ -62,6 +63,7 @@ def lowered(x, weight, **options):
 
 
 def stand_in(x, codes, scales, zeros, *, num_splits, dtype, x_dtype, arch, **attributes):
+    assert attributes["main_loop"] == 0
     assert codes.shape[1] % 16 == 0 and x.shape[1] % 8 == 0  # the handler needs this
     kind = {code: kind for kind, code in quantized_cuda.FORMATS.items()}[attributes["format"]]
     zeros = zeros if zeros.size else None
@@ -127,11 +129,15 @@ def test_tiles_cover_every_shape():
     for processors in (4, 108, 132, 148):
         for num_rows in (1, 8, 9, 33, 64, 65, 256):
             for depth, columns in ((64, 16), (4096, 6144), (14336, 4096), (4096, 28672)):
-                tiles = quantized_cuda.choose_tiles(num_rows, depth, columns, 4, processors)
-                assert tiles.rows in (8, 16, 32, 64) and tiles.columns in (224, 256)
-                assert 1 <= tiles.num_splits <= -(-depth // 64)
+                for has_wgmma, widths in ((False, (224, 256)), (True, (128, 256))):
+                    tiles = quantized_cuda.choose_tiles(
+                        num_rows, depth, columns, 4, processors, has_wgmma
+                    )
+                    assert tiles.rows in (8, 16, 32, 64) and tiles.columns in widths
+                    assert 1 <= tiles.num_splits <= -(-depth // 64)
     # One wave fills the device, and each sum has few parts.
     assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132) == (64, 224, 1)
+    assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132, True) == (64, 256, 1)
     assert quantized_cuda.choose_tiles(64, 4096, 4096, 4, 132) == (64, 256, 8)
 
 
@@ -234,6 +240,22 @@ def test_on_a_gpu(kind, shape, num_rows, backend):
         assert (np.asarray(wide) == np.asarray(again)).all()
         in_xla = jax.jit(lambda *a: quantized._product(*a, jnp.float32, has_float8=True))
         check(in_xla(x, weight), x, weight)
+
+
+@on_gpu
+@pytest.mark.parametrize("num_rows", [1, 9, 64, 65])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_wgmma_on_hopper(kind, num_rows, backend, monkeypatch):
+    if default_target() != "sm_90":
+        pytest.skip("needs sm_90")
+    monkeypatch.setattr(quantized_cuda, "_has_wgmma", True)
+    jax.clear_caches()
+    for shape in SHAPES:
+        for dtype, group_size in (("bfloat16", GROUPS[kind]), ("float16", 64), ("bfloat16", 32)):
+            x, weight = operands(kind, num_rows, *shape, group_size, dtype)
+            if len(weight.scales) > 1:
+                check(jax.jit(quantized.product)(x, weight), x, weight)
+    jax.clear_caches()
 
 
 @on_gpu

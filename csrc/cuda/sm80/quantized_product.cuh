@@ -20,11 +20,55 @@
 
 namespace jax_attn {
 
+// Products of a warp by mma.sync: of 32 columns and 32 of the depth of a step.
 template <class Traits>
+class MmaProducts {
+ public:
+  static constexpr int kRowTiles = Traits::kTileRows / 8;
+  static constexpr int kXPitch = kProductStep + 8;  // an odd number of 16-byte chunks
+  static constexpr int kXAlignment = 16;            // bytes
+  static constexpr int kColumnWarps = 1;            // that multiply together
+
+  // Byte offset of 8 elements of a row of x in a step.
+  __device__ __forceinline__ static u32 XOffset(u32 row, u32 chunk) {
+    return row * (kXPitch * 2) + chunk * 16;
+  }
+  // Before the barrier behind which other warps read what this thread copied.
+  __device__ __forceinline__ static void Publish() {}
+
+  // Adds to y, whose tiles are of the lane's columns 2 i and 2 i + 1. x: of the step. depth: the
+  // first of the warp's. weights(k, w): operands of the 16 rows from 8 k on.
+  template <class Weights>
+  __device__ __forceinline__ static void Multiply(float (&y)[2][kRowTiles][4], u32 x, int depth,
+                                                  int lane, Weights weights) {
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      u32 w[2][4];
+      weights(k, w);
+      // Matrices of an ldmatrix: twice 8 rows of x, each with 8 and 8 of the depth.
+#pragma unroll
+      for (int j = 0; j < kRowTiles; j += 2) {
+        const int row = Min(j * 8 + lane / 16 * 8, Traits::kTileRows - 8) + lane % 8;
+        const int chunk = depth / 8 + k + lane / 8 % 2;
+        u32 b[4];
+        LoadMatrix4(b, x + XOffset(static_cast<u32>(row), static_cast<u32>(chunk)));
+#pragma unroll
+        for (int i = 0; i < Min(2, kRowTiles - j); ++i) {
+          E::Mma(y[0][j + i], w[0], b[2 * i], b[2 * i + 1]);
+          E::Mma(y[1][j + i], w[1], b[2 * i], b[2 * i + 1]);
+        }
+      }
+    }
+  }
+
+ private:
+  using E = Element<Traits::kDtype>;
+};
+
+template <class Traits, class Products = MmaProducts<Traits>>
 class QuantizedProductBody {
  public:
   using Params = QuantizedProductParams;
-  using E = Element<Traits::kDtype>;
   using Quantized = WeightBits<Traits::kFormat, Traits::kDtype>;
   using Factors = WeightFactors<Traits::kFormat, Traits::kDtype>;
 
@@ -40,12 +84,16 @@ class QuantizedProductBody {
   static constexpr int kRowTiles = kRows / 8;    // of mma
   static constexpr int kPairs = kWarpDepth / 8;  // rows of a column that a lane has
   static_assert(kRows % 8 == 0 && kColumns % kWarpColumns == 0 && kDepthWarps == 2, "whole tiles");
+  static_assert(kColumnWarps % Products::kColumnWarps == 0 && kPairs == 4, "whole products");
 
   static constexpr int kQuantizedRows = kDepth / Quantized::kPerByte;
   // Lanes read 4 neighbouring rows of bytes, or every other one of 8: these are in different banks.
   static constexpr int kQuantizedPitch =
       Quantized::kPerByte == 2 ? (kColumns + 31) / 64 * 64 + 32 : kColumns + 16;
-  static constexpr int kXPitch = kDepth + 8;  // an odd number of 16-byte chunks
+  static constexpr int kXPitch = Products::kXPitch;
+  // Vectors of 16 bytes in a row.
+  static constexpr u32 kChunks = kColumns / 16, kXChunks = kDepth / 8;
+  static_assert(kNumThreads % kChunks == 0 && kNumThreads % kXChunks == 0, "whole rows at once");
   static constexpr int kScaleBytes = Traits::kFormat == kE2m1Weights ? 1 : 4;
   static constexpr bool kHasZeros = Traits::kFormat == kInt4Weights;
   static constexpr int kScaleRows = Traits::kScaleRows;  // groups in a step, at most
@@ -56,8 +104,8 @@ class QuantizedProductBody {
   };
   struct NoZeros {};
   struct Step : Conditional<kHasZeros, Zeros, NoZeros>::Type {
+    alignas(Products::kXAlignment) u16 x[kRows][kXPitch];
     alignas(16) unsigned char quantized[kQuantizedRows][kQuantizedPitch];
-    alignas(16) u16 x[kRows][kXPitch];
     alignas(16) unsigned char scales[kScaleRows][kColumns * kScaleBytes];
   };
   // Sums of the warps with the second half of each step, in the order of registers.
@@ -70,7 +118,7 @@ class QuantizedProductBody {
   static_assert(kSlots >= 2, "a step is copied while another one is multiplied");
 
   __device__ __forceinline__ static void Run(const Params& p) {
-    extern __shared__ __align__(128) unsigned char smem[];
+    extern __shared__ __align__(1024) unsigned char smem[];
     QuantizedProductBody(p, smem).Run();
   }
 
@@ -89,10 +137,18 @@ class QuantizedProductBody {
     depth_begin_ = split_ * p.split_depth;  // may be behind the end
     num_steps_ = CeilDiv(Max(0, Min(p.split_depth, p.depth - depth_begin_)), kDepth);
     num_groups_ = CeilDiv(p.depth, p.group_size);
+    const u32 column = static_cast<u32>(first_column_) + threadIdx.x % kChunks * 16;
+    const u32 row = static_cast<u32>(depth_begin_ / Quantized::kPerByte) + threadIdx.x / kChunks;
+    codes_at_ = row * (static_cast<u32>(p.columns) / 16) + column / 16;
+    has_columns_ = static_cast<int>(column) < p.columns;
+    x_at_ =
+        (static_cast<u32>(first_row_) + threadIdx.x / kXChunks) * (static_cast<u32>(p.depth) / 8) +
+        static_cast<u32>(depth_begin_) / 8 + threadIdx.x % kXChunks;
     // A single group may not be a whole number of steps.
     group_steps_ = num_groups_ == 1 ? CeilDiv(p.depth, kDepth) : p.group_size / kDepth;
     if constexpr (kScaleRows == 1) {
       first_group_end_ = group_steps_ - depth_begin_ / kDepth % group_steps_;
+      load_group_ = depth_begin_ / kDepth / group_steps_;
     }
   }
 
@@ -121,6 +177,7 @@ class QuantizedProductBody {
     int slot = 0;
     for (int step = 0; step < num_steps_; ++step) {
       WaitCopies<kSlots - 2>();
+      Products::Publish();
       __syncthreads();  // the step is there for all, and the slot that is filled next has been read
       Load(step + kSlots - 1, slot == 0 ? kSlots - 1 : slot - 1);
       Multiply(step, slot);
@@ -173,14 +230,35 @@ class QuantizedProductBody {
     }
   }
 
+  // Copies kNum rows of a step, `rows` at a time and from `at` on, in vectors of 16 bytes: of the
+  // thread, which has row `row` of the first ones. They are row_vectors apart; num_valid are there.
+  template <u32 kNum, u32 kAtOnce, class To>
+  __device__ __forceinline__ static void CopyRows(const void* array, u32 at, u32 row,
+                                                  u32 row_vectors, int num_valid, To to) {
+#pragma unroll
+    for (u32 i = 0; i < kNum; i += kAtOnce) {
+      if (i + kAtOnce > kNum && row + i >= kNum) break;
+      const char* from =
+          static_cast<const char*>(array) + static_cast<u64>(at + i * row_vectors) * 16;
+      to(row + i, from, static_cast<int>(row + i) < num_valid);
+    }
+  }
+
   __device__ __forceinline__ void Load(int step, int slot) {
     if (step < num_steps_) {
       Step& to = ring_[slot];
       const int k = depth_begin_ + step * kDepth;
-      Copy<kQuantizedRows, kColumns>(to.quantized, p_.codes, k / Quantized::kPerByte,
-                                     p_.depth / Quantized::kPerByte);
+      const u32 thread = static_cast<u32>(Opaque(static_cast<int>(threadIdx.x)));
+      const u32 row_vectors = static_cast<u32>(p_.columns) / 16;
+      CopyRows<kQuantizedRows, kNumThreads / kChunks>(
+          p_.codes, codes_at_, thread / kChunks, row_vectors, (p_.depth - k) / Quantized::kPerByte,
+          [&](u32 row, const char* from, bool valid) {
+            CopyAsync16(SharedAddress(&to.quantized[row][thread % kChunks * 16]), from,
+                        valid && has_columns_, EvictFirst());
+          });
+      codes_at_ += kQuantizedRows * row_vectors;
       if (BeginsGroup(step, load_group_end_)) {
-        const int group = kScaleRows == 1 ? k / p_.group_size : k / kWarpDepth;
+        const int group = kScaleRows == 1 ? load_group_++ : k / kWarpDepth;
         Copy<kScaleRows, kColumns * kScaleBytes>(to.scales, p_.scales, group, num_groups_);
         if constexpr (kHasZeros) {
           const bool has_zeros = p_.zeros != nullptr;
@@ -188,13 +266,15 @@ class QuantizedProductBody {
                                      has_zeros ? num_groups_ : 0);
         }
       }
-      ForEachChunk<kRows, kDepth / 8>([&](u32 row, u32 chunk) {
-        const u32 x_row = static_cast<u32>(first_row_) + row, at = static_cast<u32>(k) + chunk * 8;
-        const u32 depth = static_cast<u32>(p_.depth);
-        const bool valid = x_row < static_cast<u32>(p_.num_rows) && at < depth;
-        const u16* from = static_cast<const u16*>(p_.x) + static_cast<u64>(x_row) * depth + at;
-        CopyAsync16(SharedAddress(&to.x[row][chunk * 8]), from, valid);
-      });
+      const u32 chunk = thread % kXChunks;
+      const bool is_inside = static_cast<int>(chunk * 8) < p_.depth - k;
+      CopyRows<kRows, kNumThreads / kXChunks>(
+          p_.x, x_at_, thread / kXChunks, static_cast<u32>(p_.depth) / 8, p_.num_rows - first_row_,
+          [&](u32 row, const char* from, bool valid) {
+            CopyAsync16(SharedAddress(to.x) + Products::XOffset(row, chunk), from,
+                        valid && is_inside);
+          });
+      x_at_ += kXChunks;
     }
     CommitCopies();
   }
@@ -205,11 +285,8 @@ class QuantizedProductBody {
     const Step& from = ring_[slot];
     const Part part;
     if (BeginsGroup(step, factors_end_)) SetFactors(from, part);
-    const u32 x = SharedAddress(&from.x[0][part.depth_warp * kWarpDepth]);
-#pragma unroll
-    for (int k = 0; k < kPairs; k += 2) {
-      // Operands of mma: the lane's columns 2 i and 2 i + 1, 16 rows.
-      u32 w[2][4];
+    // Operands of mma: the lane's columns 2 i and 2 i + 1, 16 rows.
+    const auto weights = [&](int k, u32(&w)[2][4]) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
 #pragma unroll
@@ -217,20 +294,8 @@ class QuantizedProductBody {
           w[c / 2][2 * pair + c % 2] = factors_[c].Dequantize(Halves(from, part, k + pair, c));
         }
       }
-      // Matrices of an ldmatrix: twice 8 rows of x, each with 8 and 8 of the depth.
-#pragma unroll
-      for (int j = 0; j < kRowTiles; j += 2) {
-        const int row = Min(j * 8 + part.lane / 16 * 8, kRows - 8) + part.lane % 8;
-        const int depth = k * 8 + part.lane / 8 % 2 * 8;
-        u32 b[4];
-        LoadMatrix4(b, x + static_cast<u32>((row * kXPitch + depth) * 2));
-#pragma unroll
-        for (int i = 0; i < Min(2, kRowTiles - j); ++i) {
-          E::Mma(y_[j + i][0], w[0], b[2 * i], b[2 * i + 1]);
-          E::Mma(y_[j + i][1], w[1], b[2 * i], b[2 * i + 1]);
-        }
-      }
-    }
+    };
+    Products::Multiply(y_, SharedAddress(from.x), part.depth_warp * kWarpDepth, part.lane, weights);
   }
 
   // Rows 8 pair + 2 t and the next of the warp's depth, t = lane % 4, in the order in which
@@ -268,7 +333,7 @@ class QuantizedProductBody {
     float (&sums)[kRowTiles * 8][kWarpSize] = sums_[part.column_warp];
     if (part.depth_warp == 1) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles * 8; ++i) sums[i][part.lane] = y_[i / 8][i / 4 % 2][i % 4];
+      for (int i = 0; i < kRowTiles * 8; ++i) sums[i][part.lane] = y_[i / 4 % 2][i / 8][i % 4];
     }
     __syncthreads();
     const int column = first_column_ + part.Column();
@@ -280,7 +345,7 @@ class QuantizedProductBody {
       for (int e = 0; e < 2; ++e) {
         const int row = first_row_ + j * 8 + part.lane % 4 * 2 + e;
         const auto sum = [&](int tile, int i) {
-          return y_[j][tile][i] + sums[j * 8 + tile * 4 + i][part.lane];
+          return y_[tile][j][i] + sums[j * 8 + tile * 4 + i][part.lane];
         };
         const float4 y = make_float4(sum(0, e), sum(0, 2 + e), sum(1, e), sum(1, 2 + e));
         if (row >= p_.num_rows) continue;
@@ -299,9 +364,13 @@ class QuantizedProductBody {
   Sums& sums_;
   int first_row_, first_column_, split_, depth_begin_, num_steps_;
   int num_groups_, group_steps_, first_group_end_ = 0;
+  // The thread's next vectors of the codes and of x, and whether its columns are there.
+  u32 codes_at_, x_at_;
+  bool has_columns_;
+  int load_group_ = 0;
   int load_group_end_ = 0, factors_end_ = 0;  // see BeginsGroup
   Factors factors_[4];
-  float y_[kRowTiles][2][4] = {};
+  float y_[2][kRowTiles][4] = {};
 };
 
 }  // namespace jax_attn

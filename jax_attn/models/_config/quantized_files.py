@@ -1,7 +1,4 @@
-"""Quantized matrices in files: quantization_config, and conversion of its tensors to `Rows`.
-
-Activations are never quantized here, so the settings for them are ignored.
-"""
+"""Quantized matrices in files: quantization_config, and conversion of its tensors to `Rows`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models._config.keys import Keys
+from jax_attn.models._products.activations import Activations
+from jax_attn.models._products.activations import Kind as ActivationKind
 from jax_attn.models._products.quantized import Kind
 
 Shape = tuple[int, ...]
@@ -30,6 +29,8 @@ class Rows(NamedTuple):
     order: np.ndarray | None  # [in] i32, see Quantized
     kind: Kind
     group_size: int
+    activations: Activations | None
+    x_scale: np.ndarray | None  # [1, 1] f32, see Quantized
 
 
 class Tensor(NamedTuple):
@@ -40,18 +41,19 @@ class Tensor(NamedTuple):
     is_needed: bool = True
 
 
-# Tensors of a matrix that are not read: activation scales, and facts that shapes and dtypes give.
+# Tensors of a matrix that are not read: scales of activations that are not rounded by them, and
+# facts that shapes and dtypes give.
 PASSED_OVER = ("input_scale", "activation_scale", "input_global_scale") + (
     *("weight_shape", "weight_format"),
     *("k_scale", "v_scale"),  # of a quantized cache
 )
-# NVFP4: the tensors of a matrix with its values, and with the scale of all of them.
+# NVFP4: the tensors of a matrix with its values, and with the scales of all of them and of x.
 _NVFP4_NAMES = {
-    "modelopt": ("weight", "weight_scale_2"),
-    "compressed-tensors": ("weight_packed", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale_2", "input_scale"),
+    "compressed-tensors": ("weight_packed", "weight_global_scale", "input_global_scale"),
 }
 _NVFP4_GROUP = 16
-_OTHER_NAMES = {"weight_scale_inv": "weight_scale"}
+_OTHER_NAMES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +67,22 @@ class Quantization:
     block: int = 1  # rows per scale
     has_zeros: bool = False
     zero_offset: int = 0  # added to the zero points of the files
+    activations: Activations | None = None  # how x is rounded; None: not at all
 
     def tensors(self, outer: int, inner: int) -> dict[str, Tensor]:
         """Returns the tensors of a matrix [outer, inner] by the suffix of their names."""
+        of_x = {}
+        if self._x_scale_name is not None:
+            of_x = {self._x_scale_name: Tensor(((), (1,), (1, 1)), FLOATS)}
+        return self._tensors(outer, inner) | of_x
+
+    @property
+    def _x_scale_name(self) -> str | None:
+        if self.activations is None or not self.activations.needs_scale:
+            return None
+        return _NVFP4_NAMES[self.method][2] if self.layout == "nvfp4" else "input_scale"
+
+    def _tensors(self, outer: int, inner: int) -> dict[str, Tensor]:
         groups = self._groups(inner)
         if self.layout == "dense":
             dtype = "F8_E4M3" if self.kind == "e4m3" else "I8"
@@ -83,7 +98,7 @@ class Quantization:
                 "SCB": Tensor(((outer,),), FLOATS),
             }
         if self.layout == "nvfp4":
-            codes, whole = _NVFP4_NAMES[self.method]
+            codes, whole, _ = _NVFP4_NAMES[self.method]
             return {
                 codes: Tensor(((outer, inner // 2),), ("U8",)),
                 "weight_scale": Tensor(((outer, groups),), ("F8_E4M3",)),
@@ -137,12 +152,8 @@ class Quantization:
             scales = need("weight_scale")
             if ((scales & 0x7F) == 0x7F).any():
                 raise ValueError("expected numbers as weight_scale, got NaN")
-            whole = need(names[1]).reshape(())
-            # compressed-tensors stores what the scales were multiplied by.
-            factor = 1 / whole if self.method == "compressed-tensors" else whole
-            if not (np.isfinite(factor) and factor > 0):
-                raise ValueError(f"expected a number > 0 as {names[1]}, got {whole}")
-            scales = scales.view(jnp.float8_e4m3fn).astype(np.float32) * np.float32(factor)
+            factor = self._factor(names[1], need(names[1]))
+            scales = scales.view(jnp.float8_e4m3fn).astype(np.float32) * factor
         elif self.layout == "packed":
             codes = _nibbles(need("weight_packed"))[:, :inner]
             scales, index = need("weight_scale"), get("weight_g_idx")
@@ -163,7 +174,21 @@ class Quantization:
         order = None if index is None else _order(index, size)
         if order is not None:
             codes = codes[:, order]
-        return Rows(codes, scales.astype(np.float32), zeros, order, self.kind, size)
+        x_scale = None
+        if (name := self._x_scale_name) is not None:
+            x_scale = self._factor(name, need(name)).reshape(1, 1)
+        scales = scales.astype(np.float32)
+        return Rows(codes, scales, zeros, order, self.kind, size, self.activations, x_scale)
+
+    def _factor(self, name: str, scale: np.ndarray) -> np.float32:
+        """The scale of a whole tensor. Raises ValueError for no number above 0."""
+        whole = np.float32(scale.reshape(()))
+        is_inverse = self.layout == "nvfp4" and self.method == "compressed-tensors"
+        with np.errstate(divide="ignore"):
+            factor = 1 / whole if is_inverse else whole
+        if not (np.isfinite(factor) and factor > 0):
+            raise ValueError(f"expected a number > 0 as {name}, got {whole}")
+        return factor
 
     def _groups(self, inner: int) -> int:
         return -(-inner // (self.group_size or inner))
@@ -244,17 +269,26 @@ _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # the files 
 
 
 def _fp8(keys: Keys) -> Quantization:
+    """Parses the settings of DeepSeek's and transformers' FP8. Without a scheme it is dynamic."""
     _know(keys, "activation_scheme", "fmt", "weight_block_size", "scale_fmt", *_LEFT_OUT)
     keys.expect("fmt", "e4m3", None)
-    if keys.get("weight_block_size") is None:
-        return Quantization("fp8", "dense", "e4m3")
-    block, size = _block(keys, "weight_block_size")
-    return Quantization("fp8", "dense", "e4m3", size, block)
+    keys.expect("activation_scheme", "dynamic", "static", None)
+    keys.expect("scale_fmt", "float", "ue8m0", None)
+    is_static = keys.get("activation_scheme") == "static"
+    powers = keys.get("scale_fmt") == "ue8m0" and not is_static
+    block, size = 1, None
+    if keys.get("weight_block_size") is not None:
+        block, size = _block(keys, "weight_block_size")
+    activations = Activations("e4m3", is_static, None if is_static else size, powers=powers)
+    return Quantization("fp8", "dense", "e4m3", size, block, activations=activations)
 
 
 def _fbgemm_fp8(keys: Keys) -> Quantization:
     _know(keys, "activation_scale_ub", *_LEFT_OUT)
-    return Quantization("fbgemm_fp8", "dense", "e4m3")
+    limit = keys.get("activation_scale_ub", 1200.0)  # the default of transformers
+    if limit is not None:
+        limit = float(keys.check_number("activation_scale_ub", limit))
+    return Quantization("fbgemm_fp8", "dense", "e4m3", activations=Activations("e4m3", limit=limit))
 
 
 def _bitsandbytes(keys: Keys) -> Quantization:
@@ -324,14 +358,18 @@ def _compressed_tensors(keys: Keys) -> Quantization:
         _know(group, "weights", "input_activations", "targets", "format")
         group.expect("format", keys.get("format"), None)
         weights = _inner(group, "weights", group.need("weights"))
-        found.add(_scheme(weights, layouts[keys.get("format", "float-quantized")]))
+        of_weights = _scheme(weights, layouts[keys.get("format", "float-quantized")])
+        raw, activations = group.get("input_activations"), None
+        if raw is not None:
+            activations = _activations(_inner(group, "input_activations", raw))
+        found.add(dataclasses.replace(of_weights, activations=activations))
     if len(found) != 1:
         raise keys.error(f"config_groups: expected one way for all weights, got {len(found)}")
     return found.pop()
 
 
 def _scheme(keys: Keys, layout: Literal["dense", "packed", "nvfp4"]) -> Quantization:
-    """Parses the weight scheme of a compressed-tensors group."""
+    """Parses the scheme of the weights of a compressed-tensors group."""
     _know(
         keys,
         *("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"),
@@ -359,6 +397,35 @@ def _scheme(keys: Keys, layout: Literal["dense", "packed", "nvfp4"]) -> Quantiza
         block, size = _block(keys, "block_structure")
     has_zeros = not keys.flag("symmetric", True)
     return Quantization("compressed-tensors", layout, kind, size, block, has_zeros)
+
+
+def _activations(keys: Keys) -> Activations:
+    """Parses the scheme of the inputs of a compressed-tensors group."""
+    _know(
+        keys,
+        *("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"),
+        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    )
+    keys.expect("num_bits", 8, 4)
+    keys.expect("type", "int", "float", None)
+    keys.expect("symmetric", True, None)
+    if keys.get("num_bits") == 4:
+        expected = ("type", "float"), ("strategy", "tensor_group"), ("dynamic", "local")
+        for key, value in (*expected, ("group_size", _NVFP4_GROUP)):
+            keys.need(key)
+            keys.expect(key, value)
+        return Activations("e2m1", group_size=_NVFP4_GROUP)
+    keys.expect("scale_dtype", None)
+    kind: ActivationKind = "e4m3" if keys.get("type") == "float" else "int8"
+    keys.expect("dynamic", False, True, None)
+    if not keys.get("dynamic"):
+        keys.expect("strategy", "tensor", None)
+        return Activations(kind, is_static=True)
+    # One scale for a whole batch would make a request's tokens depend on the others'.
+    keys.need("strategy")
+    keys.expect("strategy", "token", "group")
+    size = _group_size(keys) if keys.get("strategy") == "group" else None
+    return Activations(kind, group_size=size)
 
 
 def _group_size(keys: Keys) -> int | None:
@@ -394,11 +461,13 @@ def _modelopt(keys: Keys) -> Quantization:
         *("config_groups", "producer", "quant_library", *_LEFT_OUT),
     )
     keys.need("quant_algo")
-    keys.expect("quant_algo", "FP8", "NVFP4")
-    if keys.get("quant_algo") == "FP8":
-        return Quantization("modelopt", "dense", "e4m3")
+    keys.expect("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
+    if (found := keys.get("quant_algo")) != "NVFP4":
+        activations = Activations("e4m3", is_static=found == "FP8")
+        return Quantization("modelopt", "dense", "e4m3", activations=activations)
     keys.expect("group_size", _NVFP4_GROUP, None)
-    return Quantization("modelopt", "nvfp4", "e2m1", _NVFP4_GROUP)
+    activations = Activations("e2m1", group_size=_NVFP4_GROUP)
+    return Quantization("modelopt", "nvfp4", "e2m1", _NVFP4_GROUP, activations=activations)
 
 
 _METHODS: dict[str, Callable[[Keys], Quantization]] = {

@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn.models._config.config import ExpertGroups, Experts
+from jax_attn.models._products.activations import rounded
 from jax_attn.models._products.panels import Panels
-from jax_attn.models._products.quantized import Matrix, Quantized, tiled_product, widen
+from jax_attn.models._products.quantized import (
+    Matrix,
+    Quantized,
+    tiled_product,
+    widen,
+    without_activations,
+)
 
 _TILE = 32  # rows of one matmul of the CPU's loop
 
@@ -82,6 +89,12 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
     if isinstance(weights, Panels):
         return weights.grouped_product(x, group_sizes)
     if isinstance(weights, Quantized):
+        if weights.activations is not None:
+            of_rows = weights.x_scale
+            if of_rows is not None:
+                of_rows = of_rows[_groups_of_rows(len(x), group_sizes), 0]
+            x = rounded(x, weights.activations, of_rows).product()
+            weights = without_activations(weights)
         return _grouped(x, weights, group_sizes)
     return _grouped_plain(x, weights, group_sizes)
 
@@ -151,9 +164,15 @@ def _ragged_dot(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Ar
 
 def _of_own_groups(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
     """Gathers a matrix for each row, and widens those alone."""
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(x)), side="right")
-    own = jax.tree.map(lambda a: a[jnp.minimum(group, len(group_sizes) - 1)], weights)
+    group = _groups_of_rows(len(x), group_sizes)
+    own = jax.tree.map(lambda a: a[group], weights)
     return jnp.einsum("ni,nio->no", x, widen(own, x.dtype))
+
+
+def _groups_of_rows(num_rows: int, group_sizes: jax.Array) -> jax.Array:
+    """The group of each row, [num_rows] i32; the last one's for rows of none."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")
+    return jnp.minimum(group, len(group_sizes) - 1)
 
 
 def _loop_over_groups(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:

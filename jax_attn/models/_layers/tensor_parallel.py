@@ -206,8 +206,13 @@ class TensorParallel:
             zeros = None if x.zeros is None else put(x.zeros, of_groups, order)
             row_order = None if x.order is None else put(x.order, None, None)
             scales = put(x.scales, of_groups, order)
+            x_scale = None
+            if x.x_scale is not None:  # a stack's are those of its experts
+                x_scale = put(x.x_scale, axis if len(x.shape) == 3 else None, None)
+            of_codes = 1 - axis if axis is not None and x.is_transposed else axis
+            codes = put(x.codes, of_codes, order)
             return dataclasses.replace(
-                x, codes=put(x.codes, axis, order), scales=scales, zeros=zeros, order=row_order
+                x, codes=codes, scales=scales, zeros=zeros, order=row_order, x_scale=x_scale
             )
 
         def put(x: Any, axis: int | None, order: np.ndarray | None) -> jax.Array:

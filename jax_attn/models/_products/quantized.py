@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jax_attn._spec.target import gpu_target
 from jax_attn.models._products import quantized_cuda
+from jax_attn.models._products.activations import Activations, Rounded, rounded
 from jax_attn.models._products.lora import Adapted
 from jax_attn.models._products.panels import Panels
 
@@ -40,10 +43,13 @@ class Quantized:
     """A quantized matrix or a stack of them: [..., in, out] with values (code - zero) * scale.
 
     codes: [..., in, out], i8 (int8) or u8. Quantized values. 4-bit formats have two rows in a byte:
-        [..., in / 2, out] u8, the first row in the low half.
+        [..., in / 2, out] u8, the first row in the low half. Or [..., out, in] float8_e4m3fn, as
+        products of 8-bit numbers read them: then a column has one scale.
     scales: [..., groups, out], f32, or u8 meaning 2 ** (scale - 127). One per group_size rows.
     zeros: [..., groups, out] u8, or None. Zero points.
     order: [in] i32, the element of x that each row multiplies; None: row i multiplies element i.
+    activations: how x is rounded before the product; None: not at all.
+    x_scale: [..., 1, 1] f32, the scale that the files have for x; None: they have none.
     """
 
     codes: Array
@@ -52,11 +58,20 @@ class Quantized:
     order: Array | None
     kind: Kind = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(metadata={"static": True})
+    activations: Activations | None = dataclasses.field(default=None, metadata={"static": True})
+    x_scale: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         *stack, rows, columns = self.codes.shape
+        if self.is_transposed:
+            return (*stack, columns, rows)
         return (*stack, rows * self.codes_per_byte, columns)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether codes are [..., out, in]."""
+        return bool(self.codes.dtype == jnp.float8_e4m3fn)
 
     @property
     def codes_per_byte(self) -> int:
@@ -80,6 +95,10 @@ def product(
     cache. On a GPU, XLA fuses widening and matmul into one kernel if int8 or e4m3 columns have one
     scale each. Other formats have a kernel for up to 256 rows of 16-bit x (quantized_cuda.py). All
     other matrices are widened in memory first.
+
+    If the weight has `activations`, x is rounded. Then x of 8 bits and a matrix of float8_e4m3fn
+    are multiplied as they are on a GPU; elsewhere both are widened, which gives the same numbers
+    but for the rounding of x times its scale to x's dtype.
     """
     if isinstance(weight, Adapted):
         y = product(x, weight.weight, dtype)
@@ -91,14 +110,51 @@ def product(
     if not isinstance(weight, Quantized):
         return jnp.dot(x, weight, preferred_element_type=dtype)
     if weight.order is not None:
+        if weight.activations is not None:  # groups of x are those of its own order
+            x = rounded(x, weight.activations, weight.x_scale).product()
+            weight = without_activations(weight)
         x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
-    return jax.lax.platform_dependent(
-        x,
-        weight,
-        cpu=partial(tiled_product, dtype=dtype),
-        cuda=partial(_cuda_product, dtype=dtype),
-        default=partial(_product, dtype=dtype, has_float8=True),
-    )
+    ways: dict[str, Callable[..., jax.Array]] = {
+        "cpu": partial(tiled_product, dtype=dtype),
+        "cuda": partial(_cuda_product, dtype=dtype),
+        "default": partial(_product, dtype=dtype, has_float8=True),
+    }
+    if weight.activations is None:
+        return jax.lax.platform_dependent(x, weight, **ways)
+
+    def of_widened(way: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda rows, weight: way(rows.product(), weight)
+
+    rows = rounded(x, weight.activations, weight.x_scale)
+    ways = {platform: of_widened(way) for platform, way in ways.items()}
+    if weight.is_transposed:
+        ways["cuda"] = partial(_float8_product, dtype=dtype)
+    return jax.lax.platform_dependent(rows, without_activations(weight), **ways)
+
+
+def multiplies_float8() -> bool:
+    """Whether this process's GPU multiplies e4m3 numbers: their matrices are stored [out, in].
+
+    CPUs multiply those twice as fast that are stored [in, out].
+    """
+    target = gpu_target()
+    return target is not None and target[0] >= 89
+
+
+def without_activations(weight: Quantized) -> Quantized:
+    """The weight for x that is rounded already."""
+    return dataclasses.replace(weight, activations=None, x_scale=None)
+
+
+def _float8_product(
+    rows: Rounded, weight: Quantized, dtype: jax.typing.DTypeLike | None
+) -> jax.Array:
+    """`product` by tensor cores that multiply e4m3 numbers, sm_89 and later: cuBLASLt needs both
+    operands with the summed dimension last."""
+    values = rows.values.astype(jnp.float8_e4m3fn)
+    contracted = (((1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(values, weight.codes, contracted, preferred_element_type=jnp.float32)
+    return (y * rows.scales * weight.scales).astype(dtype or rows.values.dtype)
 
 
 def _cuda_product(x: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike | None) -> jax.Array:
@@ -123,6 +179,8 @@ def widen(weight: Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not isinstance(weight, Quantized):
         return weight.astype(dtype)
     assert weight.order is None
+    if weight.is_transposed:
+        return (_float8_values(weight.codes).swapaxes(-1, -2) * weight.scales).astype(dtype)
     parts = [_widen_part(weight, part) for part in _parts(weight)]
     return jnp.stack(parts, axis=-2).reshape(weight.shape).astype(dtype)
 
@@ -139,11 +197,20 @@ def tiled_product(
 
     def add_tile(i: jax.Array, y: jax.Array) -> jax.Array:
         first = i * _TILE  # slices of the last tile begin earlier, to stay inside
-        tile = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, _TILE, 1), weight)
+        tile = _columns(weight, first, _TILE)
         return jax.lax.dynamic_update_slice_in_dim(y, _product(x, tile, dtype), first, 1)
 
     y = jnp.zeros((len(x), columns), dtype or x.dtype)
     return jax.lax.fori_loop(0, -(-columns // _TILE), add_tile, y)
+
+
+def _columns(weight: Quantized, first: jax.Array, count: int) -> Quantized:
+    def of(array: jax.Array, axis: int = 1) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, count, axis)
+
+    zeros = None if weight.zeros is None else of(weight.zeros)
+    codes = of(weight.codes, 0 if weight.is_transposed else 1)
+    return dataclasses.replace(weight, codes=codes, scales=of(weight.scales), zeros=zeros)
 
 
 def _product(
@@ -153,6 +220,10 @@ def _product(
     has_float8: bool = False,
 ) -> jax.Array:
     """Widens and multiplies. has_float8: XLA converts its float8 fast, which is not so on CPUs."""
+    if weight.is_transposed:
+        codes = weight.codes if has_float8 else _float8_values(weight.codes)
+        y = jnp.dot(x, codes.astype(x.dtype).T, preferred_element_type=jnp.float32)
+        return (y * weight.scales).astype(dtype or x.dtype)
     # If a column has one scale, the scale is applied to the sum.
     one_scale = weight.scales.shape[-2] == 1 and weight.zeros is None
     if one_scale and (weight.kind == "int8" or (weight.kind == "e4m3" and has_float8)):
@@ -204,6 +275,12 @@ def _values(codes: jax.Array, kind: Kind) -> jax.Array:
     wide = codes.astype(jnp.uint16)
     bits = ((wide & sign) << sign_shift) | ((wide & (sign - 1)) << shift)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+
+
+def _float8_values(codes: jax.Array) -> jax.Array:
+    """Converts float8_e4m3fn to f32, on CPUs faster than XLA's own conversion."""
+    octets = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    return _values(octets, "e4m3") * _SHIFTS["e4m3"][2]
 
 
 def _scales(weight: Quantized) -> jax.Array:

@@ -26,9 +26,12 @@ _STEP = 64  # rows of the matrix, kProductStep
 _VECTOR = 16  # bytes of one copy; columns are a multiple of it
 
 # Rows of x and columns of the matrix per CTA. Accumulators of 64 rows take half of the registers.
-# 224 columns fill 132 multiprocessors in cases where 256 leave some idle.
+# 224 columns fill 132 multiprocessors in cases where 256 leave some idle; a warpgroup has 128.
 _TILE_ROWS = (8, 16, 32, 64)
-_TILE_COLUMNS = (256, 224)
+_TILE_COLUMNS, _WGMMA_TILE_COLUMNS = (256, 224), (256, 128)
+# Whether Hopper's kernel is that with wgmma (csrc/cuda/sm90/quantized_product.cuh). It has not been
+# measured yet: benchmarks/quantized.py runs both.
+_has_wgmma = False
 # Latency until the first step has arrived, in bytes that a multiprocessor reads in that time.
 _START = 32 << 10
 
@@ -100,8 +103,11 @@ def product(
     return y
 
 
-def choose_tiles(num_rows: int, depth: int, columns: int, bits: int, processors: int) -> Tiles:
+def choose_tiles(
+    num_rows: int, depth: int, columns: int, bits: int, processors: int, has_wgmma: bool = False
+) -> Tiles:
     """Returns the tiles and the split with the shortest predicted time. bits: per value."""
+    all_columns = _WGMMA_TILE_COLUMNS if has_wgmma else _TILE_COLUMNS
     rows = next((n for n in _TILE_ROWS if n >= num_rows), _TILE_ROWS[-1])
     steps = -(-depth // _STEP)
 
@@ -114,11 +120,11 @@ def choose_tiles(num_rows: int, depth: int, columns: int, bits: int, processors:
         waves = -(-num_ctas // processors)
         sums = 0 if tiles.num_splits == 1 else 4 * tiles.num_splits * num_rows * columns
         # The other width needs one more kernel to be compiled.
-        factor = 1 if tiles.columns == _TILE_COLUMNS[0] else 1.04
+        factor = 1 if tiles.columns == all_columns[0] else 1.04
         return factor * waves * (own_steps * step_bytes + _START) + sums / processors
 
     splits = range(1, min(steps, 32) + 1)
-    return min((Tiles(rows, c, s) for c in _TILE_COLUMNS for s in splits), key=cost)
+    return min((Tiles(rows, c, s) for c in all_columns for s in splits), key=cost)
 
 
 def _product(
@@ -134,7 +140,8 @@ def _product(
         processors = _core.default_processors(90)
     bits = 8 if matrix.kind == "e4m3" else 4
     num_rows, depth = x.shape
-    tiles = choose_tiles(num_rows, depth, codes.shape[1], bits, processors)
+    has_wgmma = _has_wgmma and arch == 90
+    tiles = choose_tiles(num_rows, depth, codes.shape[1], bits, processors, has_wgmma)
     is_own = tiles.num_splits == 1 and matrix.dtype in (x.dtype, jnp.float32)
     y = ffi.quantized_product(
         x,
@@ -149,6 +156,7 @@ def _product(
         group_size=matrix.group_size,
         tile_rows=tiles.rows,
         tile_columns=tiles.columns,
+        main_loop=int(has_wgmma),
     )
     # A chain of adds, not a reduction, so that XLA can fuse it with the next op.
     return functools.reduce(operator.add, y).astype(matrix.dtype)

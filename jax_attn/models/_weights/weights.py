@@ -17,6 +17,7 @@ from jax_attn.models._config.config import Latent, ModelConfig
 from jax_attn.models._config.quantized_files import PASSED_OVER, Rows
 from jax_attn.models._config.recurrent import GatedDelta, Lightning
 from jax_attn.models._config.rope import Rope, rotary_order
+from jax_attn.models._products import quantized
 from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._products.quantized import Matrix, Quantized, codes_per_byte, widen
 from jax_attn.models._weights import mxfp4
@@ -138,7 +139,9 @@ def _make_params(
     in_panels: bool,
     with_head: bool,
 ) -> Params:
-    def side_by_side(layer: int | None, weight: str, parts: Parts) -> np.ndarray | Quantized:
+    def side_by_side(
+        layer: int | None, weight: str, parts: Parts, is_stacked: bool = False
+    ) -> np.ndarray | Quantized:
         names = [_whole_name(layer, name, config) for name in parts]
         own = config if layer is None else config.of(config.layers[layer])
         if names[0].endswith("_blocks"):
@@ -151,15 +154,19 @@ def _make_params(
             )
             return Quantized(codes, scales, None, None, "e2m1", mxfp4.BLOCK)
         found = [tensors.matrix(name) for name in names]
-        quantized = [rows for rows in found if isinstance(rows, Rows)]
+        in_few_bits = [rows for rows in found if isinstance(rows, Rows)]
+        if weight != "kv_b":
+            _check_one_input(names, found, tensors)
         # Weights stay quantized unless latent attention absorbs them, or a part is not quantized.
-        if len(quantized) == len(found) and weight != "kv_b":
-            for name, rows in zip(names, quantized, strict=True):
-                if not _same(rows.order, quantized[0].order):
+        if len(in_few_bits) == len(found) and weight != "kv_b":
+            for name, rows in zip(names, in_few_bits, strict=True):
+                if not _same(rows.order, in_few_bits[0].order):
                     raise tensors.error(
                         name, "expected the g_idx of the matrices that multiply the same input"
                     )
-            return _below_each_other(quantized, lambda array: _in_memory_order(array, weight, own))
+            return _below_each_other(
+                in_few_bits, lambda array: _in_memory_order(array, weight, own), is_stacked
+            )
         arrays = [_widened(rows) if isinstance(rows, Rows) else rows for rows in found]
         if is_vector(weight):
             arrays = [array.reshape(-1) for array in arrays]
@@ -179,10 +186,10 @@ def _make_params(
     def make(layer: int | None, weight: str, parts: Parts | list[Parts]) -> Matrix | Panels:
         if not isinstance(parts, list):
             return on_device(weight, side_by_side(layer, weight, parts))
-        first = side_by_side(layer, weight, parts[0])
+        first = side_by_side(layer, weight, parts[0], is_stacked=True)
         whole = jax.tree.map(lambda a: np.empty((len(parts), *a.shape), a.dtype), first)
         for i, part in enumerate(parts):
-            expert = side_by_side(layer, weight, part) if i else first
+            expert = side_by_side(layer, weight, part, is_stacked=True) if i else first
             if isinstance(expert, Quantized) != isinstance(first, Quantized):
                 raise tensors.error(
                     _whole_name(layer, next(iter(part)), config),
@@ -219,28 +226,76 @@ def _whole_name(layer: int | None, name: str, config: ModelConfig) -> str:
     return name if layer is None else layer_prefix(config, layer) + name
 
 
+def _check_one_input(
+    names: list[str], found: list[np.ndarray | Rows], tensors: FileTensors
+) -> None:
+    """Raises unless matrices that multiply the same input have it rounded in the same way."""
+    first = found[0]
+    for name, rows in zip(names, found, strict=True):
+        both = [each for each in (first, rows) if isinstance(each, Rows)]
+        if not any(each.activations for each in both):
+            continue
+        if len(both) == 1:
+            raise tensors.error(
+                name,
+                "expected the matrices that multiply the same input to be quantised, or none, as"
+                " their activations are",
+            )
+        expected, got = (None if each.x_scale is None else each.x_scale.item() for each in both)
+        if got != expected:
+            raise tensors.error(
+                name,
+                "expected the activation scale of the matrices that multiply the same input,"
+                f" {expected}, got {got}",
+            )
+
+
 def _below_each_other(
-    rows: list[Rows], ordered: Callable[[np.ndarray], np.ndarray] = lambda array: array
+    rows: list[Rows],
+    ordered: Callable[[np.ndarray], np.ndarray] = lambda array: array,
+    is_stacked: bool = False,
 ) -> Quantized:
-    """Stacks matrices [out, in] of torch by rows and reorders outputs; returns [in, out]."""
+    """Stacks matrices [out, in] of torch by rows and reorders outputs; returns [in, out].
+
+    is_stacked: for a stack of matrices, whose products are not those of 8-bit numbers.
+    """
+
+    def below(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return ordered(np.concatenate([*arrays]))
 
     def whole(arrays: Iterable[np.ndarray]) -> np.ndarray:
-        return np.ascontiguousarray(ordered(np.concatenate([*arrays])).T)
+        return np.ascontiguousarray(below(arrays).T)
 
     first = rows[0]
-    codes = whole(each.codes for each in rows)
+    how = first.activations
+    is_float8 = (
+        first.kind == "e4m3"
+        and how is not None
+        and (how.kind, how.group_size) == ("e4m3", None)
+        and first.scales.shape[1] == 1
+        and first.zeros is None
+        and not any(size % 16 for each in rows for size in each.codes.shape)  # XLA would pad it
+    )
+    if is_float8 and not is_stacked and quantized.multiplies_float8():
+        codes = np.ascontiguousarray(below(each.codes for each in rows)).view(jnp.float8_e4m3fn)
+    else:
+        codes = whole(each.codes for each in rows)
     if codes_per_byte(first.kind) == 2:
         codes = codes[::2] | codes[1::2] << 4
     scales = whole(each.scales for each in rows)
     zeros = (
         None if first.zeros is None else whole(z for each in rows if (z := each.zeros) is not None)
     )
-    return Quantized(codes, scales, zeros, first.order, first.kind, first.group_size)
+    return Quantized(
+        *(codes, scales, zeros, first.order),
+        *(first.kind, first.group_size, first.activations, first.x_scale),
+    )
 
 
 def _widened(rows: Rows) -> np.ndarray:
     """Dequantizes to [out, in] f32."""
-    wide = np.asarray(widen(_below_each_other([rows._replace(order=None)]), jnp.float32)).T
+    plain = rows._replace(order=None, activations=None, x_scale=None)
+    wide = np.asarray(widen(_below_each_other([plain]), jnp.float32)).T
     return wide if rows.order is None else wide[:, np.argsort(rows.order)]
 
 
