@@ -522,7 +522,7 @@ def cached_attention(
     # Layers with the same positions and options have the same plan, which XLA then makes once.
     rows = jnp.arange(batch + 1, dtype=jnp.int32)
     own = plan(spec, rows * num_new, positions.astype(jnp.int32) + num_new, rows, rows[:-1])
-    new = (x.astype(query.dtype).reshape(batch * num_new, *x.shape[2:]) for x in (key, value))
-    k_cache, v_cache = append_kv(k_cache, v_cache, *new, own)
+    k, v = (x.astype(query.dtype).reshape(batch * num_new, *x.shape[2:]) for x in (key, value))
+    k_cache, v_cache = append_kv(k_cache, v_cache, k, v, own)
     o = attention(query.reshape(spec.q_shape), k_cache, v_cache, own)
     return o.reshape(query.shape), k_cache, v_cache

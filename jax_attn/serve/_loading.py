@@ -87,8 +87,9 @@ def _read(directory: Path, args: argparse.Namespace) -> models.Model:
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
     """Loads the model's vision tower; None: it has none that is supported, or there are several
-    processes. Raises ModelDirectoryError."""
-    if args.processes is not None or not models.has_vision(directory):
+    processes or a kv policy, which serve texts only. Raises ModelDirectoryError."""
+    serves_texts_only = args.processes is not None or args.kv_policy is not None
+    if serves_texts_only or not models.has_vision(directory):
         return None
     with _loading(directory) as show:
         return models.load_vision(directory, args.dtype, show)

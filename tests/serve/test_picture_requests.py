@@ -188,7 +188,7 @@ def test_a_chat_of_ollama(preparer):
 
 
 BAD = [
-    (part("https://example.com/a.png"), ".image_url.url", "this server fetches nothing, got 'http"),
+    (part("https://example.com/a.png"), ".image_url.url", "as nothing is fetched here, got 'http"),
     (part("data:image/png,abc"), ".image_url.url", "expected a data: URL with base64"),
     (part("data:image/png;base64,a b"), ".image_url.url", "expected base64 behind the comma"),
     (part("data:;base64,aGVsbG8="), ".image_url.url", "got 5 bytes of something else"),

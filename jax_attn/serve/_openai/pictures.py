@@ -96,7 +96,7 @@ class PictureReader:
         if self._vision is None:
             raise ApiError(
                 400,
-                f"{where}: pictures are not supported by this server, whose model reads texts only",
+                f"{where}: pictures are not supported by this server, which reads texts only",
                 param=where,
                 code="unsupported_parameter",
             )
@@ -157,8 +157,9 @@ class PictureReader:
         if file is None:
             raise bad_field(
                 where,
-                "expected a data: URL with base64, such as 'data:image/png;base64,...', as this"
-                f" server fetches nothing, got {url[:32]!r}; see --allow-image-urls",
+                "expected a data: URL with base64, such as 'data:image/png;base64,...', as nothing"
+                f" is fetched here, got {url[:32]!r}; a server fetches from hosts of"
+                " --allow-image-urls",
             )
         try:
             with _lock:
