@@ -254,7 +254,9 @@ class Preparer:
     def _chat_prompt(
         self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
     ) -> ChatPrompt:
-        shown = self._pictures.read(body.messages)
+        options = body.mm_processor_kwargs
+        pans = options is not None and options.do_pan_and_scan
+        shown = self._pictures.read(body.messages, pans)
         text, splitter = self._rendered(body, tools)
         text = self._pictures.mark(text, shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)

@@ -265,7 +265,6 @@ class SamplingBody(Generation):
     return_token_ids: bool = Field(
         False, description="the answer has token_ids of the choices, and prompt_token_ids"
     )
-    mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
 
     @model_validator(mode="after")
@@ -352,6 +351,7 @@ Prompt: TypeAlias = Annotated[
 
 
 class CompletionRequest(SamplingBody):
+    mm_processor_kwargs: Unsupported = None
     prompt: Prompt = Field(description="a text or its tokens, or a list of either")
     max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -712,8 +712,15 @@ ToolChoice: TypeAlias = Annotated[
 ]
 
 
+class PictureOptions(RequestBody):
+    do_pan_and_scan: bool = Field(
+        False, description="parts of long pictures are shown beside them; for Gemma 3"
+    )
+
+
 class ChatCompletionRequest(SamplingBody):
     messages: Messages
+    mm_processor_kwargs: PictureOptions | SkipJsonSchema[None] = None
     max_tokens: int | SkipJsonSchema[None] = Field(
         None,
         ge=1,
