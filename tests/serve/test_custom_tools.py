@@ -121,6 +121,12 @@ def test_an_input_grows(cut):
     assert shown + grown.push("", True) == text
 
 
+def test_what_cannot_be_sent_is_replaced():
+    half = r'{"input": "a\ud83d", "x": ' + "9" * 5000 + "}"
+    grown = GrowingInput()
+    assert custom_tools.input_of(half) == grown.push(half, True) == "a\ufffd"
+
+
 def test_arguments_without_an_input_are_the_input():
     assert custom_tools.input_of('{"a": 1}') == '{"a": 1}'
     grown = GrowingInput()

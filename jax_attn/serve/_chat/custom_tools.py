@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from jax_attn.serve._chat import strict_json
+
 INPUT = "input"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -40,8 +42,13 @@ def arguments_of(text: str) -> str:
 
 def input_of(arguments: str) -> str:
     """The input in a call's arguments, a JSON object. Without one, all of them."""
-    found = json.loads(arguments).get(INPUT)
-    return found if isinstance(found, str) else arguments
+    found = strict_json.members(arguments, 0)[0].get(INPUT, "")
+    return _whole_characters(json.loads(found)) if found.startswith('"') else arguments
+
+
+def _whole_characters(text: str) -> str:
+    """The text without halves of surrogate pairs, which cannot be sent."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 class GrowingInput:
@@ -59,7 +66,7 @@ class GrowingInput:
             self._at = head.end()
         new = ""
         if self._at is not None and (found := _STRING.match(self._arguments, self._at)):
-            new, self._at = json.loads(f'"{found[0]}"'), found.end()
+            new, self._at = _whole_characters(json.loads(f'"{found[0]}"')), found.end()
         if is_last:
             whole, sent = input_of(self._arguments), "".join([*self._sent, new])
             new += whole.removeprefix(sent) if whole.startswith(sent) else ""
