@@ -190,3 +190,36 @@ def test_more_new_tokens_than_places_are_refused():
         ValueError, match="^cached_attention: key: expected at most 4 tokens, got 5"
     ):
         compat.cached_attention(*arrays(5, 4), jnp.zeros(BATCH, jnp.int32))
+
+
+def test_an_attention_layer_of_flax_nnx():
+    """A layer as those of Flax's example of Gemma: a prompt of three lengths, then a token each."""
+    nnx = pytest.importorskip("flax.nnx", reason="Flax is not installed")
+
+    class Attention(nnx.Module):
+        def __init__(self, attend, rngs):
+            self.q = nnx.Einsum("btd,dnh->btnh", (SIZE, HEADS, DIM), rngs=rngs)
+            self.kv = nnx.Einsum("btd,cdkh->cbtkh", (2, SIZE, KV_HEADS, DIM), rngs=rngs)
+            self.o = nnx.Einsum("btnh,nhd->btd", (HEADS, DIM, SIZE), rngs=rngs)
+            self.attend = attend
+
+        def __call__(self, x, cache, positions, mask):
+            q, (k, v) = rotated(self.q(x), positions), self.kv(x)
+            o, cache = self.attend(q, rotated(k, positions), v, cache, positions, mask, WINDOW)
+            return self.o(o), cache
+
+    x = jax.random.normal(jax.random.key(0), (BATCH, PADDED + 1, SIZE))
+    lens, keys = jnp.asarray(PROMPT_LENS), jnp.arange(CACHE_LEN)
+    rows = {"k": jnp.zeros((BATCH, CACHE_LEN, KV_HEADS, DIM))}
+    rows |= {"v": rows["k"], "positions": jnp.zeros((BATCH, CACHE_LEN), jnp.int32)}
+    is_seen = (keys < lens[:, None]) | (keys >= PADDED)
+    outputs = []
+    for attend in (attend_before, attend_after):
+        layer = Attention(attend, nnx.Rngs(0))
+        run = nnx.jit(lambda layer, *x: layer(*x))
+        positions = jnp.minimum(jnp.arange(PADDED), lens[:, None] - 1)
+        mask = is_seen[:, None] & (keys <= jnp.arange(PADDED)[:, None])
+        _, cache = run(layer, x[:, :-1], rows | {"end_index": jnp.int32(0)}, positions, mask)
+        mask = (is_seen & (keys <= PADDED))[:, None]
+        outputs.append(run(layer, x[:, -1:], cache, lens[:, None], mask)[0])
+    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
