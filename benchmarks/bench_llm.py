@@ -6,19 +6,23 @@
 The bundled model in float32. Prompts have one of 20 beginnings of 128 tokens and 9 of their own, in
 random order; each gets 16 tokens. The server gets bodies of up to 1,000 prompts. Of the numbers of
 bodies in flight (--bodies) the best counts in each round. Every run has other tokens, so that no
-prefix is cached.
+prefix is cached. Beside tokens per second there are tokens per second of processor time, of this
+process and of the server's: other work on the machine changes those less. Needs Linux.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import gettempdir
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +34,43 @@ from jax_attn import models
 NUM_BEGINNINGS, BEGINNING, OWN, OUTPUT, BODY = 20, 128, 9, 16, 1000
 
 
+class Rate(NamedTuple):
+    """Tokens per second, of the clock and of the processor."""
+
+    wall: float
+    processor: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.0f} ({self.processor:.0f} by processor) tokens/s"
+
+
+def children_seconds() -> float:
+    """Processor time of the processes that this one has started, and of theirs, so far."""
+    parents, seconds = dict[int, int](), dict[int, float]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def is_ours(pid: int) -> bool:
+        return parents.get(pid) == os.getpid() or (pid in parents and is_ours(parents[pid]))
+
+    return sum(each for pid, each in seconds.items() if is_ours(pid))
+
+
+def timed(run: Callable[[], int], clock: Callable[[], float]) -> Rate:
+    """run: returns a number of tokens. clock: processor time."""
+    begin, begin_processor = time.perf_counter(), clock()
+    num_tokens = run()
+    return Rate(
+        num_tokens / (time.perf_counter() - begin), num_tokens / (clock() - begin_processor)
+    )
+
+
 def prompts_of(num: int, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     beginnings = rng.integers(300, 4000, (NUM_BEGINNINGS, BEGINNING))
@@ -38,18 +79,19 @@ def prompts_of(num: int, seed: int) -> list[list[int]]:
     return np.concatenate([beginnings[which], own], axis=1).tolist()
 
 
-def run_llm(llm: jax_attn.LLM, prompts: list[list[int]]) -> float:
-    """Tokens per second."""
+def run_llm(llm: jax_attn.LLM, prompts: list[list[int]]) -> Rate:
     params = jax_attn.SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
-    begin = time.perf_counter()
-    outputs = llm.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - begin
-    assert all(len(output.tokens) == OUTPUT for output in outputs)
-    return OUTPUT * len(prompts) / seconds
+
+    def run() -> int:
+        outputs = llm.generate(prompts, params, progress=False)
+        assert all(len(output.tokens) == OUTPUT for output in outputs)
+        return OUTPUT * len(outputs)
+
+    return timed(run, time.process_time)
 
 
-def run_server(client: Client, prompts: list[list[int]], num_bodies: int) -> float:
-    """Tokens per second. num_bodies: requests in flight."""
+def run_server(client: Client, prompts: list[list[int]], num_bodies: int) -> Rate:
+    """num_bodies: requests in flight."""
     bodies = [
         {
             "prompt": prompts[i : i + BODY],
@@ -69,12 +111,13 @@ def run_server(client: Client, prompts: list[list[int]], num_bodies: int) -> flo
         with urllib.request.urlopen(request, timeout=3600) as response:
             return int(json.loads(response.read())["usage"]["completion_tokens"])
 
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(num_bodies) as pool:
-        num_tokens = sum(pool.map(post, bodies))
-    seconds = time.perf_counter() - begin
-    assert num_tokens == OUTPUT * len(prompts)
-    return num_tokens / seconds
+    def run() -> int:
+        with ThreadPoolExecutor(num_bodies) as pool:
+            num_tokens = sum(pool.map(post, bodies))
+        assert num_tokens == OUTPUT * len(prompts)
+        return num_tokens
+
+    return timed(run, children_seconds)
 
 
 def main() -> None:
@@ -86,7 +129,7 @@ def main() -> None:
     tried = [int(n) for n in args.bodies.split(",")]
     cache = str(Path(gettempdir()) / "jax_attn_bench_llm")
     options = ["--dtype", "float32", "--max-waiting", str(args.prompts + BODY)]
-    rates: dict[str, list[float]] = {"LLM": [], "server": []}
+    rates: dict[str, list[Rate]] = {"LLM": [], "server": []}
     with (
         jax_attn.LLM(models.BUNDLED, dtype="float32") as llm,
         running_server(*options, "--no-access-log", cache=cache) as client,
@@ -95,19 +138,17 @@ def main() -> None:
             seed = 1000 * i
             rates["LLM"].append(run_llm(llm, prompts_of(args.prompts, seed)))
             of_round = [run_server(client, prompts_of(args.prompts, seed + n), n) for n in tried]
-            rates["server"].append(max(of_round))
-            by_bodies = ", ".join(
-                f"{n}: {rate:.0f}" for n, rate in zip(tried, of_round, strict=True)
-            )
-            log(
-                f"round {i}: LLM {rates['LLM'][-1]:.0f} tokens/s; server, by bodies in flight"
-                f" {by_bodies}"
-            )
-    medians = {name: statistics.median(each) for name, each in rates.items()}
-    log(
-        f"{args.prompts} prompts, medians: LLM {medians['LLM']:.0f}, server"
-        f" {medians['server']:.0f} tokens/s ({medians['LLM'] / medians['server'] - 1:+.1%})"
-    )
+            rates["server"].append(Rate(*map(max, zip(*of_round, strict=True))))
+            by_bodies = ", ".join(f"{n}: {each}" for n, each in zip(tried, of_round, strict=True))
+            log(f"round {i}: LLM {rates['LLM'][-1]}; server, by bodies in flight {by_bodies}")
+    for name in Rate._fields:
+        llm_rate, server_rate = (
+            statistics.median(getattr(rate, name) for rate in each) for each in rates.values()
+        )
+        log(
+            f"{args.prompts} prompts, medians by {name}: LLM {llm_rate:.0f}, server"
+            f" {server_rate:.0f} tokens/s ({llm_rate / server_rate - 1:+.1%})"
+        )
 
 
 if __name__ == "__main__":

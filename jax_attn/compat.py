@@ -10,12 +10,19 @@ import jax.numpy as jnp
 
 from jax_attn._dense.dense import dot_product_attention
 from jax_attn._ops.attention import attention
+from jax_attn._ops.kv_cache import append_kv
 from jax_attn._ops.operands import as_known
 from jax_attn._plan.plan import plan
 from jax_attn._spec.spec import AttentionSpec
 from jax_attn._spec.target import LARGEST_HEAD_DIM, default_target
 
-__all__ = ["flax_attention", "paged_attention", "paged_attention_gpu", "ragged_paged_attention"]
+__all__ = [
+    "cached_attention",
+    "flax_attention",
+    "paged_attention",
+    "paged_attention_gpu",
+    "ragged_paged_attention",
+]
 
 # Launch parameters of their kernels, which our kernels do not have.
 _TUNING = {
@@ -434,3 +441,88 @@ def flax_attention(
     o = dot_product_attention(q, k, v, joined(bias), joined(seen), is_causal=is_causal)
     assert isinstance(o, jax.Array)
     return o.reshape(*batch, *o.shape[1:])
+
+
+def cached_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    positions: jax.Array,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A step of a sampler whose cache has a row for each sequence, as those of gemma and Flax.
+
+    Writes the new tokens to their rows, at their positions, and attends to all tokens up to each.
+
+    query: [batch, T, num_heads, head_dim]. key, value: [batch, T, num_kv_heads, head_dim]. T: new
+        tokens of each sequence; their positions follow each other.
+    k_cache, v_cache: [batch, cache_len, num_kv_heads, head_dim], dtype of the query. Under jit a
+        donated cache, or one that a loop carries, is written in place.
+    positions: i32[batch, T] or [batch], of which the first of each sequence counts. positions[b] +
+        T is at most cache_len. Padding at the end of a prompt is written and attends like tokens;
+        the next tokens replace it before any attends to it.
+    sm_scale: factor of q . k; None: 1 / sqrt(head_dim). sliding_window: number of keys that a query
+        sees, its own included.
+
+    Returns o: [batch, T, num_heads, head_dim], and both caches. Raises ValueError for arrays and
+    options that do not fit.
+    """
+    op = "cached_attention"
+    as_known(op, "query", query)
+    _check_shape(op, "query", query, (None,) * 4, "[batch, T, num_heads, head_dim]")
+    batch, num_new, num_heads, head_dim = query.shape
+    _check_shape(
+        op, "key", key, (batch, num_new, None, head_dim), f"[{batch}, {num_new}, heads, {head_dim}]"
+    )
+    _check_shape(op, "value", value, key.shape, f"key's {list(key.shape)}")
+    num_kv_heads = key.shape[2]
+    if not num_kv_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{op}: query: expected a multiple of {num_kv_heads} heads, got {num_heads}."
+        )
+    row = (batch, None, num_kv_heads, head_dim)
+    _check_shape(op, "k_cache", k_cache, row, f"[{batch}, cache_len, {num_kv_heads}, {head_dim}]")
+    _check_shape(op, "v_cache", v_cache, k_cache.shape, f"k_cache's {list(k_cache.shape)}")
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if array.dtype != query.dtype:
+            raise ValueError(
+                f"{op}: {name}: expected the query's {query.dtype}, got {array.dtype}."
+            )
+    if sliding_window is not None and sliding_window <= 0:
+        raise ValueError(
+            f"{op}: sliding_window: expected a positive number of keys or None, got"
+            f" {sliding_window}."
+        )
+    cache_len = k_cache.shape[1]
+    if num_new > cache_len:
+        raise ValueError(f"{op}: key: expected at most {cache_len} tokens, got {num_new}.")
+    if getattr(positions, "ndim", None) == 2:
+        positions = positions[:, 0]
+    _check_shape(op, "positions", positions, (batch,), f"[{batch}] or [{batch}, {num_new}]")
+    spec = AttentionSpec(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype=query.dtype.name,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        sm_scale=sm_scale,
+        logits_soft_cap=attn_logits_soft_cap or 0.0,
+        page_size=cache_len,  # a row of the cache is a page
+        num_pages=batch,
+        max_batch=batch,
+        max_qo_tokens=batch * num_new,
+        max_kv_pages=batch,
+        share_prefixes=False,
+    )
+    # Layers with the same positions and options have the same plan, which XLA then makes once.
+    rows = jnp.arange(batch + 1, dtype=jnp.int32)
+    own = plan(spec, rows * num_new, positions.astype(jnp.int32) + num_new, rows, rows[:-1])
+    k, v = (x.astype(query.dtype).reshape(batch * num_new, *x.shape[2:]) for x in (key, value))
+    k_cache, v_cache = append_kv(k_cache, v_cache, k, v, own)
+    o = attention(query.reshape(spec.q_shape), k_cache, v_cache, own)
+    return o.reshape(query.shape), k_cache, v_cache

@@ -58,6 +58,7 @@ from jax_attn.models._loading.hub import fetch
 from jax_attn.models._loading.loading import Model, load
 from jax_attn.models._vision.layers import VisionConfig
 from jax_attn.models._vision.pixels import PictureError, PixelConfig
+from jax_attn.models._vision.pixels import crops as picture_crops
 from jax_attn.models._vision.pixels import decode as decode_picture
 from jax_attn.models._vision.pixels import prepare as prepare_picture
 from jax_attn.models._vision.vision import (
@@ -119,6 +120,7 @@ __all__ = [
     "pack_params",
     "parse_config",
     "picture_positions",
+    "picture_crops",
     "prepare_picture",
     "random_params",
     "reference_forward",

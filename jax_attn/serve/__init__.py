@@ -40,6 +40,7 @@ The modules of each folder:
 | | `memory` | gives memory that long texts took back to the system |
 | `_chat` | `chat`, `tools`, `reasoning` | chat templates; tool calls; thoughts before the answer |
 | | `growing_calls` | tool calls while they are written |
+| | `custom_tools` | tools whose input is a text, and the grammar of that text as a JSON string |
 | | `harmony`, `gemma_tool_calls` | the formats of gpt-oss and of Gemma |
 | | `strict_json` | reads JSON that models write, without a change of its values |
 | `_grammar` | `grammar`, `token_masks` | compiled grammars; masks, made by other threads |

@@ -86,9 +86,13 @@ def _read(directory: Path, args: argparse.Namespace) -> models.Model:
 
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
-    """Loads the model's vision tower; None: it has none that is supported, there are several
-    processes, or engines that share experts. Raises ModelDirectoryError."""
-    if args.processes is not None or shares_experts(args) or not models.has_vision(directory):
+    """Loads the model's vision tower; None: it has none that is supported, or this server serves
+    texts only (several processes, a kv policy, engines that share experts).
+    Raises ModelDirectoryError."""
+    serves_texts_only = (
+        args.processes is not None or args.kv_policy is not None or shares_experts(args)
+    )
+    if serves_texts_only or not models.has_vision(directory):
         return None
     with _loading(directory) as show:
         return models.load_vision(directory, args.dtype, show)

@@ -386,6 +386,7 @@ def compat_cases() -> dict[str, dict[str, Entry]]:
     rows, new = normal(ROWS, HEADS, DIM), normal(ROWS, KV_HEADS, DIM)
     cache = normal(3, 4, 2 * KV_HEADS, 1, DIM)
     x, keys = normal(2, 5, HEADS, DIM), normal(2, 5, HEADS, DIM)
+    new_rows, own_rows = normal(2, 5, KV_HEADS, DIM), normal(2, 12, KV_HEADS, DIM)
     return {
         "jax_attn.compat.paged_attention": {
             "": Entry(
@@ -410,6 +411,11 @@ def compat_cases() -> dict[str, dict[str, Entry]]:
                     *x, q_scale=0.5, k_scale=0.5, v_scale=2.0, out_dtype=jnp.bfloat16),
                 (rows, new, new + 1, cache, ints(3, 5, 9), ints(0, 0, 2, 1, 0, 0), ints(0, 3, 4, 9),
                  ints(0, 0, 2)), (), REFUSES_VMAP),
+        },
+        "jax_attn.compat.cached_attention": {
+            "": Entry(
+                lambda *x: compat.cached_attention(*x, sliding_window=4, attn_logits_soft_cap=5.0),
+                (x, new_rows, new_rows + 1, own_rows, own_rows + 1, ints(0, 3)), (), REFUSES_VMAP),
         },
         "jax_attn.compat.flax_attention": {
             "": Entry(

@@ -915,6 +915,25 @@ def test_weights_by_the_names_of_files_are_those_that_are_loaded(name, tmp_path)
         np.testing.assert_array_equal(got, held[weight], err_msg=weight)
 
 
+def test_a_tied_head_alone_updates_the_embedding():
+    """As in a model's files. By the name of Params it has another layout, so it is refused."""
+    config = dataclasses.replace(
+        models.parse_config(model_cases.CONFIGS["llama"]), tie_embeddings=True
+    )
+    params = models.random_params(config, jax.random.key(0))
+    updates = WeightUpdates(config, params, None)
+    table = np.random.default_rng(0).standard_normal(params["embed"].shape).astype(np.float32)
+    (update,) = updates.plan({"lm_head.weight": table}, partial=True)
+    got = np.asarray(updates.convert(update, donate=False), np.float32)
+    np.testing.assert_allclose(got, table, rtol=1e-2)
+    # Beside the embedding it says nothing new.
+    both = {"lm_head.weight": table, "model.embed_tokens.weight": -table}
+    (update,) = updates.plan(both, partial=True)
+    assert update.sources[0] is both["model.embed_tokens.weight"]
+    with pytest.raises(ValueError, match="^update_params: head: expected with it embed"):
+        updates.plan({"head": table.T}, partial=True)
+
+
 @pytest.mark.parametrize(
     ("name", "prefix", "passed_over"),
     [

@@ -174,7 +174,6 @@ def test_a_tower_of_another_family_that_is_refused(name, changes, message):
 
 
 REFUSED_PIXELS = [
-    ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan: expected None or False, got True"),
     ("gemma3", {"size": {"height": 32, "width": 16}}, "width: expected 32, got 16"),
     ("gemma3", {"resample": 3}, "resample: expected 2"),
     ("gemma4", {"max_soft_tokens": 100}, "max_soft_tokens: expected 280, 70, 140, 560 or 1120"),

@@ -17,6 +17,7 @@ from helpers.serve.fake_engine import FakeEngine
 from helpers.serve.live_server import eventually, post_bytes, serving
 from jax_attn import models
 from jax_attn.models._vision.layers import PromptText
+from jax_attn.models._vision.pixels import PanAndScan
 from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
 from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
@@ -167,6 +168,57 @@ def test_a_tokenizer_without_the_tokens_of_pictures(loaded):
         PictureReader(dataclasses.replace(vision, config=prompt), model.tokenizer, 99, None)
 
 
+# Left, top, right and bottom of parts, as Gemma3ImageProcessor of transformers 5.24 cuts them.
+PARTS = {
+    (600, 600): [],
+    (600, 719): [],
+    (600, 720): [(0, 0, 360, 600), (360, 0, 720, 600)],
+    (512, 1024): [(0, 0, 512, 512), (512, 0, 1024, 512)],
+    (256, 2000): [(i, 0, i + 500, 256) for i in range(0, 2000, 500)],
+    (255, 2000): [],
+    (1000, 300): [(0, 0, 300, 334), (0, 334, 300, 668), (0, 668, 300, 1000)],
+    (1300, 512): [(0, 0, 512, 434), (0, 434, 512, 868), (0, 868, 512, 1300)],
+    (700, 513): [(0, 0, 513, 350), (0, 350, 513, 700)],
+    (300, 1501): [(0, 0, 376, 300), (376, 0, 752, 300), (752, 0, 1128, 300), (1128, 0, 1501, 300)],
+}
+
+
+def test_parts_are_cut_as_transformers_does():
+    pan_and_scan = PanAndScan()
+    assert {size: pan_and_scan.boxes(*size) for size in PARTS} == PARTS
+
+
+def test_pan_and_scan(tmp_path):
+    """Parts of a long picture follow it, with the text that Gemma 3's processor writes."""
+    marker, expanded = PROMPTS["gemma3"]
+    tokenizer = picture_cases.write_family(tmp_path, "gemma3", marker)
+    model = models.Model(models.load_config(tmp_path), {}, tokenizer)
+    vision = dataclasses.replace(models.load_vision(tmp_path), params={})
+    engine, limits = FakeEngine(tokenizer), KeyLimits.default(8, 8)
+    engine.limits.max_model_len = 2000
+    preparer = Preparer(model, engine, tmp_path, ["tiny"], limits, {}, vision, 3)
+    long = picture_cases.picture(300, 620)
+    content = [part(f"data:image/png;base64,{encoded(long)}"), part()]  # the second is small
+    asked = {"mm_processor_kwargs": {"do_pan_and_scan": True}}
+    (seq,) = chat(preparer, content, **asked).sequences
+    one = expanded(4, 4)
+    text = f"Here is the original image {one} and here are some crops to help you see better {one}"
+    expected = tokenizer.encode(f"user: {text} {one}{one};", add_special_tokens=False).ids
+    (plain,) = chat(preparer, content).sequences
+    assert len(plain.pictures) == 2 and len(seq.pictures) == 4
+    assert seq.tokens == expected
+    whole, *parts = [x.pixels for x in seq.pictures[:3]]
+    image = Image.fromarray(long)
+    for got, box in zip(parts, [(0, 0, 310, 300), (310, 0, 620, 300)], strict=True):
+        assert got == models.prepare_picture(image.crop(box), vision.pixels).tobytes()
+    assert whole == models.prepare_picture(image, vision.pixels).tobytes()
+
+
+def test_a_model_without_parts_of_pictures(preparer):
+    with pytest.raises(ApiError, match="^mm_processor_kwargs: expected do_pan_and_scan false"):
+        chat(preparer, [part()], mm_processor_kwargs={"do_pan_and_scan": True})
+
+
 def test_pictures_are_a_feature(loaded, preparer):
     assert preparer.features == ["completions", "chat", "pictures"]
     directory, model, _ = loaded
@@ -188,7 +240,7 @@ def test_a_chat_of_ollama(preparer):
 
 
 BAD = [
-    (part("https://example.com/a.png"), ".image_url.url", "this server fetches nothing, got 'http"),
+    (part("https://example.com/a.png"), ".image_url.url", "as nothing is fetched here, got 'http"),
     (part("data:image/png,abc"), ".image_url.url", "expected a data: URL with base64"),
     (part("data:image/png;base64,a b"), ".image_url.url", "expected base64 behind the comma"),
     (part("data:;base64,aGVsbG8="), ".image_url.url", "got 5 bytes of something else"),

@@ -6,12 +6,16 @@ import http.server
 import socket
 import threading
 import time
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from jax_attn.serve._http import picture_urls
+from jax_attn.serve._http.body_threads import FairPool
 from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher, is_public
 
 PUBLIC = "93.184.216.34"
@@ -208,8 +212,9 @@ def test_a_server_that_says_nothing(monkeypatch):
         sock.close()
 
 
-def test_a_server_that_begins_a_line_and_is_silent():
+def test_a_server_that_begins_a_line_and_is_silent(monkeypatch):
     """http.client has let go of the socket then, but the thread still reads it."""
+    monkeypatch.setattr(picture_urls, "SECONDS", 0.2)
     ours, theirs = socket.socketpair()
     theirs.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n1")
     fetcher = PictureFetcher([HOST], lambda host, port: [PUBLIC], lambda *_: ours)
@@ -217,7 +222,7 @@ def test_a_server_that_begins_a_line_and_is_silent():
 
     def fetch_it() -> None:
         try:
-            fetcher._fetch_all([f"http://{HOST}/"], time.monotonic() + 0.2)
+            fetcher._fetch_all([f"http://{HOST}/"])
         except FetchError as error:
             refusals.append(str(error))
 
@@ -251,3 +256,55 @@ def test_what_does_not_speak_http(web):
 def test_a_host_without_an_address(web):
     with pytest.raises(FetchError, match="the host 'pictures.example' has no address"):
         fetch(web, f"http://{HOST}/", {})
+
+
+def test_the_time_of_a_request_begins_with_its_thread(web, monkeypatch):
+    """A request that waited for a thread longer than its own time still has all of it."""
+    now = [0.0]
+    monkeypatch.setattr(picture_urls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    web.answers["/a"] = 200, {}, b"a"
+    fetcher = PictureFetcher([HOST], lambda host, port: [PUBLIC], web.connect)
+
+    async def run() -> Mapping[str, bytes]:
+        url = f"http://{HOST}/a"
+        pool, blocked = fetcher._pool, threading.Event()
+        others = [asyncio.create_task(pool.run("b", blocked.wait)) for _ in range(4)]
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(fetcher.fetch("a", [url]))
+        await asyncio.sleep(0)
+        now[0] += 1.5 * picture_urls.SECONDS
+        blocked.set()
+        await asyncio.gather(*others)
+        return await asked
+
+    assert asyncio.run(run()) == {f"http://{HOST}/a": b"a"}
+    fetcher.close()
+
+
+def test_a_thread_that_is_still_busy_has_its_slot():
+    """Nobody waits for the resolver's answer, but other jobs cannot begin before it."""
+    pool, resolved, begun = FairPool("pictures", 1), threading.Event(), []
+
+    async def run() -> None:
+        first = asyncio.create_task(pool.run("a", resolved.wait))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert first.cancelled()
+        # Of the same tenant twice, then of another, which is next in turn.
+        jobs = [partial(begun.append, name) for name in "aab"]
+        tasks = [
+            asyncio.create_task(pool.run(tenant, job))
+            for tenant, job in zip("aab", jobs, strict=True)
+        ]
+        await asyncio.sleep(0)
+        assert pool._num_free == 0 and not begun
+        assert [len(slots) for slots in pool._waiting.values()] == [2, 1]
+        resolved.set()
+        await asyncio.gather(*tasks)
+        while not pool._num_free:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    pool.close()
+    assert begun == ["a", "b", "a"]

@@ -341,6 +341,18 @@ def test_namespaces_share_nothing():
     assert [view.num_pages for view in cache.walk()] == [0]  # no trace of the namespaces
 
 
+def test_partial_pages_are_found_whatever_other_namespaces_have():
+    """Only so many pages are compared, but those of others do not count."""
+    _, cache = make(num_pages=300, page_size=4)
+    for i in range(100):
+        put(cache, 1, 2, 3, 100 + i, namespace="yours")
+    (page,) = put(cache, 1, 2, 3, 4, namespace="mine")
+    root = cache.match("mine", b"").node
+    assert cache.partial_page("mine", root, pack(1, 2, 3, 9)) == (page, 3)
+    assert cache.partial_page("nobody's", root, pack(1, 2, 3, 9)) is None
+    cache.check_integrity()
+
+
 def test_the_least_recently_used_end_goes_first():
     _, cache = make()
     put(cache, 1, 1, 2, 2)

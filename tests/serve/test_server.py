@@ -605,7 +605,7 @@ def test_an_image_is_refused_by_its_name(server, caplog):
     """The check comes before its fields count as unknown ones."""
     part = {"type": "image_url", "image_url": {"url": "data:,"}}
     for role, words in (
-        ("user", "pictures are not supported by this server, whose model reads texts only"),
+        ("user", "pictures are not supported by this server, which reads texts only"),
         ("assistant", "'image_url' is not supported by this server"),
     ):
         answer = server.post(CHAT, {"messages": [{"role": role, "content": [part]}]})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ import pytest
 import jax_attn
 from helpers.paths import EXAMPLES
 from helpers.small_llm import SMALL
-from jax_attn import LLM
+from jax_attn import LLM, models
 from jax_attn.models._config.config import Latent, Temperature
 from jax_attn.models._layers import decoder
-from jax_attn.serve import _options
+from jax_attn.serve import _loading, _options
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._openai.metrics import _families
@@ -272,3 +273,13 @@ def test_models_whose_keys_cannot_move_are_refused(model, of_layer, of_model, re
     config = dataclasses.replace(model.config, layers=layers, **of_model)
     with pytest.raises(ValueError, match=f"kv_policy: expected None, as llama has {reason}, got"):
         Engine(model._replace(config=config), CONFIG)
+
+
+def test_a_model_with_a_vision_tower_reads_texts(monkeypatch):
+    """The tower is not loaded, as the engine refuses it with a kv policy."""
+    monkeypatch.setattr(models, "has_vision", lambda directory: True)
+    monkeypatch.setattr(models, "load_vision", lambda *_: "a tower")
+    args = _options.from_keywords({"kv_policy": "streaming:window=40"})
+    assert _loading.load_vision(Path("model"), args) is None
+    args = _options.from_keywords({})
+    assert _loading.load_vision(Path("model"), args) == "a tower"

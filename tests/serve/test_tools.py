@@ -1017,6 +1017,35 @@ def test_tools_beside_a_strict_one_keep_their_arguments_in_gemmas_format(tmp_pat
             assert follows(matcher, encode(f"Wait.\n{text}").ids) == fits, arguments
 
 
+def test_schemas_without_a_grammar_in_gemmas_format(tmp_path):
+    """A strict tool is refused; another is free, and does not free the strict one beside it."""
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }} <|tool_call>")
+    tokenizer = fake_model().tokenizer
+    tokenizer.add_special_tokens(["<|tool_call>", "<tool_call|>", '<|"|>'])
+    strict = PLAIN_WEATHER | {"strict": True}
+    free = {"name": "free", "parameters": {"type": "object", "properties": {"x": {}}}}
+    model = fake_model()
+    model.tokenizer, model.config.vocab_size = tokenizer, tokenizer.get_vocab_size()
+    engine = FakeEngine(tokenizer)
+
+    def body(*functions):
+        return ASKED | {"tools": [{"type": "function", "function": each} for each in functions]}
+
+    with serving(engine, directory=tmp_path, model=model) as server:
+        answer = server.post(CHAT, body(free | {"strict": True}))
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "strict: calls of 'free' cannot follow the schema" in answer.error["message"]
+        assert server.post(CHAT, body(strict, free)).status == 200
+        matcher = engine._grammars.matcher(engine.submitted[-1].params.grammar)
+
+        def fits(name: str, arguments: dict) -> bool:
+            text = calls(GEMMA_4, call(name, arguments, GEMMA_4))
+            return follows(matcher.copy(), [*tokenizer.encode(f"Wait.\n{text} Done.").ids, 0])
+
+        assert fits("get_weather", {"city": "Oslo"}) and fits("free", {"x": ["any", {"y": 1}]})
+        assert not fits("get_weather", {"town": "Oslo"}) and not fits("other", {})
+
+
 @pytest.mark.parametrize("format", [LISTED, LISTED_SPACE, NAMED, NAMED_ID])
 def test_mistral(tmp_path, monkeypatch, format):
     """Special tokens are found in requests with tools; identifiers fit its template."""

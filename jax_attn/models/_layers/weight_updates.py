@@ -26,6 +26,7 @@ from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import Quantized
 from jax_attn.models._weights.tensors import (
     Parts,
+    embed_name,
     file_shapes,
     head_name,
     is_upright,
@@ -95,6 +96,7 @@ class WeightUpdates:
         params: a pytree of arrays; the names are the keys of its paths, joined by dots, without the
           `value` of flax's variables. numpy arrays are copied to the device.
         partial: weights that are not in `params` stay as they are.
+        A head that is tied to the embedding may stand for it, by the name that files have.
 
         Raises:
           ValueError: a name, a shape or a dtype that does not fit, in one sentence.
@@ -106,6 +108,8 @@ class WeightUpdates:
             if (other := full_names[name]) != full_name:
                 raise _error(full_name, f"expected each tensor once, got it as {other}, too")
         given = {name: found[full_name] for name, full_name in full_names.items()}
+        if self._config.tie_embeddings:
+            self._tie(given)
         updates, used = [], set[str]()
         for target, parts in self._parts.items():
             sets = parts if isinstance(parts, list) else [parts]
@@ -142,6 +146,16 @@ class WeightUpdates:
                 " partial=True keeps the old ones",
             )
         return updates
+
+    def _tie(self, given: dict[str, Any]) -> None:
+        """A tied head that is there alone is the embedding, as it is in a model's files."""
+        embed = embed_name(self._config)
+        if "embed" in given or embed in given:
+            return
+        if head_name(self._config) in given:
+            given[embed] = given[head_name(self._config)]
+        elif "head" in given:
+            raise _error("head", "expected with it embed, which this model's head is tied to")
 
     def _check_plain(self, target: Target) -> None:
         if self._held[target].is_quantized:

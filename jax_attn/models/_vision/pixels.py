@@ -134,17 +134,46 @@ def _check_ratio(height: int, width: int, most: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class PanAndScan:
+    """Parts of a long picture that are shown beside all of it (Gemma 3).
+
+    min_side: of a part, pixels. min_ratio: of the longer side to the other.
+    """
+
+    min_side: int = 256
+    most: int = 4
+    min_ratio: float = 1.2
+
+    def boxes(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
+        """Returns left, top, right and bottom of each part, as transformers cuts them; []: none."""
+        long, short = max(height, width), min(height, width)
+        if not short or long / short < self.min_ratio:
+            return []
+        num = min(long // self.min_side, math.floor(long / short + 0.5))
+        num = min(self.most, max(2, num))
+        side = math.ceil(long / num)
+        if min(side, short) < self.min_side:
+            return []
+        ends = [(i * side, min(long, (i + 1) * side)) for i in range(num)]
+        if width >= height:
+            return [(begin, 0, end, height) for begin, end in ends]
+        return [(0, begin, width, end) for begin, end in ends]
+
+
+@dataclasses.dataclass(frozen=True)
 class PixelConfig:
     """How pictures are resized and normalized.
 
     mean, std: of the three channels, of values between 0 and 1.
     resample: Pillow's number of the filter.
+    pan_and_scan: None: the model knows no parts of pictures.
     """
 
     sizing: Sizing
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int = _BICUBIC
+    pan_and_scan: PanAndScan | None = None
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -225,14 +254,15 @@ def _qwen(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
 
 def _gemma3(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
     _expect_processor(keys, "Gemma3ImageProcessor")
-    for key in ("do_pan_and_scan", "do_pad"):
-        keys.expect(key, None, False)
+    # transformers' processor does not read do_pan_and_scan here: a call asks for it.
+    keys.expect("do_pad", None, False)
     side = tower.patch_size * tower.grid_size
     size = keys.inner("size") or Keys({}, keys.path)
     for key in ("height", "width"):
         size.need(key)
         size.expect(key, side)
-    return _normalized(keys, Square(side), _BILINEAR)
+    found = _normalized(keys, Square(side), _BILINEAR)
+    return dataclasses.replace(found, pan_and_scan=PanAndScan())
 
 
 def _gemma4(keys: Keys, tower: VisionConfig, processor: Keys) -> PixelConfig:
@@ -326,6 +356,13 @@ def prepare(image: Image, config: PixelConfig) -> np.ndarray:
         white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
         image = image_module.alpha_composite(white, image)
     return np.asarray(image.convert("RGB").resize((width, height), config.resample))
+
+
+def crops(image: Image, config: PixelConfig) -> list[Image]:
+    """Returns the parts of a picture that pan and scan shows beside it; []: it shows none."""
+    if config.pan_and_scan is None:
+        return []
+    return [image.crop(box) for box in config.pan_and_scan.boxes(image.height, image.width)]
 
 
 def _pillow() -> Any:

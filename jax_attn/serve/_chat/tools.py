@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jax_attn.serve._chat import gemma_tool_calls, strict_json
+from jax_attn.serve._chat import custom_tools, gemma_tool_calls, strict_json
 from jax_attn.serve._chat.growing_calls import GrowingCall, GrowingCalls, Steps
 from jax_attn.serve._text.stop_strings import overlap
 
@@ -210,12 +210,14 @@ def grammar_of(
 ) -> str:
     """A Lark grammar for calls of the functions: one or, if `parallel`, one or more.
 
-    functions: {"name": ..., "parameters": JSON schema of an object}, as clients send them.
+    functions: {"name": ..., "parameters": JSON schema of an object}, as clients send them. With
+        "input_grammar", a pair of syntax and definition, it is a custom tool.
     answer: a JSON schema for an answer that is allowed instead of calls.
     special_tokens: token ids of the tokenizer, by text.
 
     Raises:
       gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
+      custom_tools.CustomToolError: the input's grammar has none.
     """
 
     literal = partial(_literal, special_tokens=special_tokens or {})
@@ -240,13 +242,15 @@ def grammar_once_begun(
 ) -> str | None:
     """A Lark grammar for any text, in which calls follow the schemas of the functions.
 
-    functions, parallel, special_tokens: see `grammar_of`. Without `parallel` the text ends with
+    functions, parallel, special_tokens: see `grammar_of`; with "is_free", arguments are any text
+        up to the mark behind it. Without `parallel` the text ends with
     its call. free_marks: marks that the text may have, though they may be special tokens.
 
     Returns None where only the whole text is a call, or its channels begin with other marks.
 
     Raises:
       gemma_tool_calls.CannotDemand: a schema has no grammar in this format.
+      custom_tools.CustomToolError: the input's grammar has none.
     """
     mark = format.begin
     if not mark or format.answer_opening:
@@ -293,6 +297,23 @@ def _call_rules(
     for rule, function in zip(names, functions, strict=True):
         before = head(function["name"])
         lines.append(f"{rule}: {before} {rule}_arguments {literal(format.behind)}")
+        if (given := function.get("input_grammar")) is not None:
+            text = custom_tools.lark_of(given[0], given[1], not format.quote)
+            if format.quote:
+                quote = literal(format.quote)
+                lines.append(
+                    f'{rule}_arguments: "{{{custom_tools.INPUT}:" {quote} {rule}_input {quote} "}}"'
+                )
+            else:
+                begin, end = custom_tools.arguments_of("|").split("|")
+                lines.append(
+                    f"{rule}_arguments: {json.dumps(begin)} {rule}_input {json.dumps(end)}"
+                )
+            lines.append(f"{rule}_input: %lark {{\n{text}}}")
+            continue
+        if function.get("is_free"):
+            lines.append(f'{rule}_arguments: "{{" TEXT ({literal(format.quote)} TEXT)*')
+            continue
         if format.quote:
             schema = function.get("parameters") or {}
             lines += gemma_tool_calls.rules(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,11 +60,24 @@ class FairPool:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, job: Callable[[], Result]) -> Result:
+        """Returns or raises the job's result.
+
+        The slot of a job that nobody waits for any more is free when its thread is.
+        """
         await self._acquire(tenant)
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
-        finally:
+            running = self._pool.submit(job)
+        except RuntimeError:  # the pool is closed
             self._release()
+            raise
+
+        def release(_: Future[Result]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._release)
+
+        running.add_done_callback(release)
+        return await asyncio.wrap_future(running)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Runs a job that needs no slot and has no result."""

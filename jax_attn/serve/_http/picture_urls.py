@@ -23,7 +23,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from jax_attn.serve._http.body_threads import FairPool
 
 MAX_BYTES = 32 << 20  # of all pictures of a request, as of a body
-SECONDS = 10.0  # for all pictures of a request
+SECONDS = 10.0  # for all pictures of a request, once a thread fetches them
+_MOST_SECONDS = 20.0  # with the wait for a thread, and resolvers, which may take longer
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CHUNK = 1 << 16
@@ -58,18 +59,18 @@ class PictureFetcher:
 
     async def fetch(self, tenant: str, urls: Iterable[str]) -> Mapping[str, bytes]:
         """Returns the bytes of each URL. Raises FetchError that names no address."""
-        job = partial(self._fetch_all, list(urls), time.monotonic() + SECONDS)
+        job = partial(self._fetch_all, list(urls))
         try:
-            # A resolver may take longer than the job's own limits.
-            async with asyncio.timeout(2 * SECONDS):
+            async with asyncio.timeout(_MOST_SECONDS):
                 return await self._pool.run(tenant, job)
         except TimeoutError:
-            raise FetchError(f"the pictures took longer than {2 * SECONDS:g} s") from None
+            raise FetchError(f"the pictures took longer than {_MOST_SECONDS:g} s") from None
 
     def close(self) -> None:
         self._pool.close()
 
-    def _fetch_all(self, urls: list[str], deadline: float) -> dict[str, bytes]:
+    def _fetch_all(self, urls: list[str]) -> dict[str, bytes]:
+        deadline = time.monotonic() + SECONDS  # of a thread's own time: the wait for it is others'
         found: dict[str, bytes] = {}
         num_left = MAX_BYTES
         for url in urls:

@@ -373,6 +373,7 @@ class OllamaAnswer(GenerationAnswer):
                 ),
             )
             for index, call in enumerate(self._split.calls[first:], first)
+            if isinstance(call, schemas.ToolCall)  # its requests have no custom tools
         ]
 
     def _dump(self, line: ollama.OllamaAnswerBase) -> list[bytes]:

@@ -77,7 +77,7 @@ class Arguments(dict[str, Any]):
         return before + self._text
 
 
-def _arguments(call: schemas.ToolCall, where: str) -> Arguments:
+def _arguments(call: schemas.PastToolCall | schemas.PastCustomToolCall, where: str) -> Arguments:
     """Parses a call's arguments, as templates write the JSON themselves."""
     text = call.function.arguments.strip() or "{}"
     if not strict_json.is_object(text):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Pixels(NamedTuple):
     rows: int  # of tokens
     columns: int
     array: np.ndarray  # [height, width, 3] u8
+    num_crops: int = 0  # parts of it, which follow
 
     def at(self, begin: int, row_gap: int) -> Picture:
         height, width, _ = self.array.shape
@@ -81,8 +82,11 @@ class PictureReader:
     def has_model(self) -> bool:
         return self._vision is not None
 
-    def read(self, messages: Seq[schemas.Message]) -> list[Pixels]:
-        """Decodes the pictures of messages, in their order. Raises ApiError, PicturesWanted."""
+    def read(self, messages: Seq[schemas.Message], pans: bool = False) -> list[Pixels]:
+        """Decodes the pictures of messages, in their order. Raises ApiError, PicturesWanted.
+
+        pans: pan and scan: parts of long pictures follow them.
+        """
         found = [
             (f"messages[{i}].content[{j}]", message.role, part.image_url.url)
             for i, message in enumerate(messages)
@@ -96,7 +100,7 @@ class PictureReader:
         if self._vision is None:
             raise ApiError(
                 400,
-                f"{where}: pictures are not supported by this server, whose model reads texts only",
+                f"{where}: pictures are not supported by this server, which reads texts only",
                 param=where,
                 code="unsupported_parameter",
             )
@@ -107,6 +111,11 @@ class PictureReader:
         for where, role, _ in found:
             if role != "user":
                 raise bad_field(where, f"expected pictures of the user, got one of {role!r}")
+        if pans and self._vision.pixels.pan_and_scan is None:
+            raise bad_field(
+                "mm_processor_kwargs",
+                "expected do_pan_and_scan false, as this model knows no parts of pictures",
+            )
         fetched = FETCHED.get(None)
         wanted = {
             url: f"{where}.image_url.url"
@@ -117,7 +126,7 @@ class PictureReader:
             raise PicturesWanted(wanted)
         read: list[Pixels] = []
         for where, _, url in found:
-            read.append(self._decoded(f"{where}.image_url.url", url))
+            read += self._decoded(f"{where}.image_url.url", url, pans)
             num_tokens = sum(x.rows * x.columns for x in read)
             if num_tokens >= self._max_tokens:
                 raise overflow("messages", self._max_tokens, f"over {num_tokens}")
@@ -127,8 +136,28 @@ class PictureReader:
         """Returns a prompt's text with what stands for each picture in the place of its marker."""
         if not pictures or self._marker == self._shown_as:
             return text
-        _check_count(text.count(self._marker), pictures)
-        return text.replace(self._marker, self._shown_as)
+        originals: list[int] = []
+        left = 0
+        for each in pictures:
+            if not left:
+                originals.append(each.num_crops)
+            left = each.num_crops if not left else left - 1
+        parts = text.split(self._marker)
+        _check_count(len(parts) - 1, originals)
+        shown = [parts[0]]
+        for num_crops, part in zip(originals, parts[1:], strict=True):
+            shown += [self._shown(num_crops), part]
+        return "".join(shown)
+
+    def _shown(self, num_crops: int) -> str:
+        if not num_crops:
+            return self._shown_as
+        # As Gemma 3's processor writes it.
+        crops = " ".join([self._shown_as] * num_crops)
+        return (
+            f"Here is the original image {self._shown_as} and here are some crops to help you see"
+            f" better {crops}"
+        )
 
     def place(
         self, tokens: list[int], pictures: Seq[Pixels]
@@ -151,22 +180,26 @@ class PictureReader:
             begin = end + 1
         return placed + tokens[begin:], tuple(found)
 
-    def _decoded(self, where: str, url: str) -> Pixels:
+    def _decoded(self, where: str, url: str, pans: bool) -> list[Pixels]:
         assert self._vision is not None
         file = FETCHED.get({}).get(url) if _is_of_web(url) else _of_data_url(where, url)
         if file is None:
             raise bad_field(
                 where,
-                "expected a data: URL with base64, such as 'data:image/png;base64,...', as this"
-                f" server fetches nothing, got {url[:32]!r}; see --allow-image-urls",
+                "expected a data: URL with base64, such as 'data:image/png;base64,...', as nothing"
+                f" is fetched here, got {url[:32]!r}; a server fetches from hosts of"
+                " --allow-image-urls",
             )
         try:
             with _lock:
                 image = models.decode_picture(file)
-                array = models.prepare_picture(image, self._vision.pixels)
+                config = self._vision.pixels
+                crops = models.picture_crops(image, config) if pans else []
+                arrays = [models.prepare_picture(each, config) for each in (image, *crops)]
         except models.PictureError as error:
             raise bad_field(where, str(error)) from None
-        return Pixels(*self._vision.grid(array), array)
+        found = [Pixels(*self._vision.grid(array), array) for array in arrays]
+        return [found[0]._replace(num_crops=len(crops)), *found[1:]]
 
 
 def _is_of_web(url: str) -> bool:
@@ -184,7 +217,7 @@ def _of_data_url(where: str, url: str) -> bytes | None:
         raise bad_field(where, "expected base64 behind the comma") from None
 
 
-def _check_count(count: int, pictures: Seq[Pixels]) -> None:
+def _check_count(count: int, pictures: Seq[Any]) -> None:
     if count != len(pictures):
         raise bad_field(
             "messages",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from jax_attn import models
-from jax_attn.serve._chat import chat, gemma_tool_calls, harmony, reasoning, tools
+from jax_attn.serve._chat import chat, custom_tools, gemma_tool_calls, harmony, reasoning, tools
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._openai import fill_in_middle, schemas
 from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
@@ -52,6 +52,7 @@ class Prepared:
     begins: list[bool]  # the output of each prompt is a text of its own
     tool_format: tools.ToolFormat | None = None  # None: the text may hold no tool calls
     tool_names: frozenset[str] = frozenset()  # of the functions that it may call
+    custom_tools: frozenset[str] = frozenset()  # those of them whose input is a text
     max_tool_calls: int | None = None  # per choice; None: any number
     splitter: Callable[[], reasoning.Splitter] | None = None  # None: the text has no thoughts
     shows_reasoning: bool = True
@@ -234,6 +235,9 @@ class Preparer:
             prepared,
             tool_format=None if self._template.writes_channels else tool_format,
             tool_names=frozenset(tool.function.name for tool in body.tools),
+            custom_tools=frozenset(
+                tool.custom.name for tool in body.tools if isinstance(tool, schemas.CustomTool)
+            ),
             max_tool_calls=None if body.may_call_several else 1,
             splitter=splitter,
             shows_reasoning=body.include_reasoning,
@@ -250,7 +254,9 @@ class Preparer:
     def _chat_prompt(
         self, body: schemas.ChatCompletionRequest, tools: list[dict[str, Any]] | None
     ) -> ChatPrompt:
-        shown = self._pictures.read(body.messages)
+        options = body.mm_processor_kwargs
+        pans = options is not None and options.do_pan_and_scan
+        shown = self._pictures.read(body.messages, pans)
         text, splitter = self._rendered(body, tools)
         text = self._pictures.mark(text, shown)
         tokens = self._texts.encode(text, "messages", self.max_model_len, body.add_special_tokens)
@@ -305,8 +311,8 @@ class Preparer:
         if body.tool_choice == "auto" and (constraint := body.constraint) is not None:
             answer = self._made(constraint.field, lambda: grammar.usable_schema(constraint.value))
             answer = answer if isinstance(answer, dict) else {}
-        functions = [tool.function.model_dump() for tool in body.tools]
-        if isinstance(body.tool_choice, schemas.NamedTool):
+        functions = [tool.demanded() for tool in body.tools]
+        if isinstance(body.tool_choice, schemas.NamedTool | schemas.NamedCustomTool):
             name = body.tool_choice.function.name
             functions = [function for function in functions if function["name"] == name]
             if not functions:
@@ -316,6 +322,8 @@ class Preparer:
             text = tools.grammar_of(
                 tool_format, functions, body.may_call_several, answer, self._special_tokens
             )
+        except custom_tools.CustomToolError as error:
+            raise bad_field("tools", f"format: {error}") from None
         except gemma_tool_calls.CannotDemand as error:
             raise bad_field(
                 "tools",
@@ -329,23 +337,51 @@ class Preparer:
     ) -> str | None:
         """The grammar for a text whose calls of strict tools follow their schemas, if any.
 
-        In Gemma's format calls of the other tools do, too: it has no grammar for any object.
+        In Gemma's format calls of the other tools do, too, where their schemas have a grammar.
+        Raises ApiError where a strict tool's calls cannot follow it.
         """
-        functions = [tool.function.model_dump() for tool in body.tools]
+        functions = [tool.demanded() for tool in body.tools]
         if not any(function["strict"] for function in functions):
             return None
         for function in functions:
             if not (function["strict"] or tool_format.quote):
                 function["parameters"] = {"type": "object"}
         self._make_usable(functions, tool_format)
+        for function in functions:
+            if tool_format.quote and function.get("input_grammar") is None:
+                self._find_freedom(function, tool_format)
         thoughts = (reasoning.THINK, reasoning.END_THINK) if self._template.thinks else ()
         try:
             text = tools.grammar_once_begun(
                 tool_format, functions, body.may_call_several, self._special_tokens, thoughts
             )
-        except gemma_tool_calls.CannotDemand:
-            return None
+        except custom_tools.CustomToolError as error:
+            raise bad_field("tools", f"format: {error}") from None
+        if text is None and any(function.get("input_grammar") for function in functions):
+            raise bad_field(
+                "tools",
+                "format: with tool_choice 'auto' this model's calls cannot follow a grammar;"
+                " 'required' can",
+            )
         return None if text is None else self._made("tools", lambda: grammar.from_lark(text))
+
+    def _find_freedom(self, function: dict[str, Any], tool_format: tools.ToolFormat) -> None:
+        """Marks a function in Gemma's format whose schema has no grammar there.
+
+        Raises ApiError for one that is strict, or whose calls would have no end.
+        """
+        try:
+            schema = function["parameters"] or {}
+            gemma_tool_calls.rules("f", schema, tool_format.quote, tool_format.quote)
+        except gemma_tool_calls.CannotDemand as error:
+            marks = (tool_format.behind, tool_format.quote)
+            if function["strict"] or not all(mark in self._special_tokens for mark in marks):
+                raise bad_field(
+                    "tools",
+                    f"strict: calls of {function['name']!r} cannot follow the schema with this"
+                    f" model: {error}",
+                ) from None
+            function["is_free"] = True
 
     def _make_usable(self, functions: list[dict[str, Any]], tool_format: tools.ToolFormat) -> None:
         """Replaces the schemas by those that grammars are made of."""

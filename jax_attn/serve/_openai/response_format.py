@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel
 
-from jax_attn.serve._chat import tools
+from jax_attn.serve._chat import custom_tools, tools
+from jax_attn.serve._chat.custom_tools import GrowingInput
 from jax_attn.serve._chat.growing_calls import GrowingCall
 from jax_attn.serve._chat.reasoning import Parts
 from jax_attn.serve._chat.tools import ToolCall, ToolParser
@@ -148,10 +149,14 @@ class StreamedCall:
     name: str
     num_sent: int = 0  # characters of its arguments
     is_ended: bool = False
+    input: GrowingInput | None = None  # of a custom tool
 
 
 class CallPart(NamedTuple):
-    """What is new of a call. The first part of each has no arguments."""
+    """What is new of a call. The first part of each has no arguments.
+
+    arguments: of a custom tool, its input.
+    """
 
     call: StreamedCall
     is_first: bool = False
@@ -174,8 +179,8 @@ class SplitText:
         self._shows_reasoning = prepared.shows_reasoning
         self._parser = None if format is None else ToolParser(format, prepared.tool_names)
         self._new_id = (format or tools.HARMONY).new_id
-        self._max_calls = prepared.max_tool_calls
-        self.calls: list[schemas.ToolCall] = []
+        self._max_calls, self._custom_tools = prepared.max_tool_calls, prepared.custom_tools
+        self.calls: list[schemas.ToolCall | schemas.CustomToolCall] = []
         self.continued: list[CallPart] = []
         self.begun: list[CallPart] = []
         self._num_begun = 0
@@ -225,6 +230,10 @@ class SplitText:
         if not streamed.is_ended:
             piece = call.arguments[streamed.num_sent :]
             self._tell(CallPart(streamed, False, piece, True), was_known)
+        if call.name in self._custom_tools:
+            custom = schemas.CustomCall(name=call.name, input=custom_tools.input_of(call.arguments))
+            self.calls.append(schemas.CustomToolCall(id=streamed.id, custom=custom))
+            return
         function = schemas.FunctionCall(name=call.name, arguments=call.arguments)
         self.calls.append(schemas.ToolCall(id=streamed.id, function=function))
 
@@ -238,6 +247,8 @@ class SplitText:
 
     def _begin(self, name: str, id: str | None) -> StreamedCall:
         call = StreamedCall(self._num_begun, id or self._new_id(), name)
+        if name in self._custom_tools:
+            call.input = GrowingInput()
         self._num_begun += 1
         self.begun.append(CallPart(call, True))
         return call
@@ -245,6 +256,8 @@ class SplitText:
     def _tell(self, part: CallPart, was_known: bool) -> None:
         part.call.num_sent += len(part.arguments)
         part.call.is_ended = part.is_last
+        if part.call.input is not None:
+            part = part._replace(arguments=part.call.input.push(part.arguments, part.is_last))
         (self.continued if was_known else self.begun).append(part)
 
     def reasons(self, reason: str | None) -> dict[str, Any]:
@@ -254,7 +267,14 @@ class SplitText:
 
 def _call_delta(part: CallPart) -> schemas.Delta:
     call = part.call
-    if part.is_first:
+    if call.input is not None:
+        custom = schemas.CustomDelta(
+            name=call.name if part.is_first else None, input=part.arguments
+        )
+        delta = schemas.ToolCallDelta(index=call.index, custom=custom)
+        if part.is_first:
+            delta.id, delta.type = call.id, "custom"
+    elif part.is_first:
         function = schemas.FunctionDelta(name=call.name, arguments="")
         delta = schemas.ToolCallDelta(
             index=call.index, id=call.id, type="function", function=function

@@ -14,6 +14,7 @@ _MAX_ID_CHARS = 256
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 _PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
 
 
@@ -38,6 +39,8 @@ def _shown(item: Any) -> dict[str, Any]:
         return head | {"role": item.role, "content": _parts(item.content, kind)}
     if isinstance(item, rs.FunctionCallItem):
         return head | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    if isinstance(item, rs.CustomCallItem):
+        return head | {"call_id": item.call_id, "name": item.name, "input": item.input}
     output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")
     return head | {"call_id": item.call_id, "output": output}
 

@@ -97,6 +97,21 @@ class FunctionCallOutputItem(RequestBody):
     status: Ignored
 
 
+class CustomCallItem(RequestBody):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(max_length=256)
+    name: str
+    input: str
+    id: Ignored
+    status: Ignored
+
+
+class CustomCallOutputItem(FunctionCallOutputItem):
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+
+
 class ReasoningPart(RequestBody):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -117,9 +132,19 @@ Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomCallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[OtherType, Tag("other")],
-    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+    by_type(
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        default="message",
+    ),
 ]
 
 
@@ -148,6 +173,39 @@ class FunctionTool(schemas.Function):
 
 class NamedFunctionTool(schemas.NamedFunction):
     type: Literal["function"]
+
+
+class NamedCustomTool(schemas.NamedFunction):
+    type: Literal["custom"]
+
+
+class CustomFormat(RequestBody):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | SkipJsonSchema[None] = None
+    definition: str | SkipJsonSchema[None] = Field(
+        None, min_length=1, max_length=schemas.MAX_GRAMMAR_CHARS
+    )
+
+    @model_validator(mode="after")
+    def _grammar_where_it_belongs(self) -> CustomFormat:
+        given = [value is not None for value in (self.syntax, self.definition)]
+        if given != [self.type == "grammar"] * 2:
+            raise PydanticCustomError(
+                "grammar", "syntax and definition belong to type 'grammar', and are needed there"
+            )
+        return self
+
+
+class CustomTool(RequestBody):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    format: CustomFormat = Field(
+        CustomFormat(type="text", syntax=None, definition=None),
+        description="grammar: the input follows it once a call begins",
+    )
 
 
 class TextFormat(RequestBody):
@@ -214,13 +272,15 @@ class ResponsesRequest(schemas.Generation):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[FunctionTool, Tag("function")] | Annotated[OtherType, Tag("other")],
-                by_type("function"),
+                Annotated[FunctionTool, Tag("function")]
+                | Annotated[CustomTool, Tag("custom")]
+                | Annotated[OtherType, Tag("other")],
+                by_type("function", "custom"),
             ]
         ],
         Field(fail_fast=True, max_length=schemas.MAX_TOOLS),
     ] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = Field(
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool = Field(
         "auto",
         description="required, or a function's name: the arguments follow the function's schema",
     )
@@ -343,6 +403,18 @@ class OutputFunctionCall(BaseModel):
     status: ItemStatus = "in_progress"
 
 
+class OutputCustomToolCall(BaseModel):
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus = "in_progress"
+
+
+OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
+
+
 class InputTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -384,7 +456,7 @@ class ModelResponse(BaseModel):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall] = []
+    output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     # Values of the request, or the defaults that were used.
     instructions: str | None
@@ -412,13 +484,14 @@ class ResponseEvent(BaseModel):
     sequence_number: int
     response: ModelResponse | None = None
     output_index: int | None = None
-    item: OutputMessage | OutputReasoning | OutputFunctionCall | None = None
+    item: OutputItem | None = None
     item_id: str | None = None
     content_index: int | None = None
     part: OutputText | ReasoningText | None = None
     delta: str | None = None
     text: str | None = None
     arguments: str | None = None
+    input: str | None = None
 
 
 class DeletedResponse(BaseModel):

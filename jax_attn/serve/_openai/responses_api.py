@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive, Scope, Send
 
+from jax_attn.serve._chat import custom_tools
 from jax_attn.serve._openai import response_schemas as rs
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.answers import GenerationAnswer, send_pieces
@@ -50,6 +51,7 @@ _SHARED = frozenset(schemas.Generation.model_fields) - {
 # Tokens x (1 + top_logprobs) of a response, which is one JSON text, made at once in 30 ms.
 _MAX_SCORES = 1 << 14
 _LEAST_LOGPROB = -9999.0  # as OpenAI writes those that are infinite
+_CALLS = ("function_call", "custom_tool_call")
 _ITEMS = TypeAdapter(list[rs.Item])
 
 
@@ -188,7 +190,7 @@ class ResponsesApi:
             output = [
                 item.model_dump()
                 for item in response.output
-                if item.type != "function_call" or item.status == "completed"
+                if item.type not in _CALLS or item.status == "completed"
             ]
             # It was deleted, or is full: the response is there all the same.
             with contextlib.suppress(ApiError):
@@ -250,19 +252,12 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.tools:
-        fields["tools"] = [
-            {
-                "type": "function",
-                "function": tool.model_dump(
-                    include={"name", "description", "parameters", "strict"}, exclude_unset=True
-                ),
-            }
-            for tool in body.tools
-            if tool is not None
-        ]
+        fields["tools"] = [_chat_tool(tool) for tool in body.tools if tool is not None]
     choice = body.tool_choice
     if isinstance(choice, rs.NamedFunctionTool):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, rs.NamedCustomTool):
+        fields["tool_choice"] = {"type": "custom", "custom": {"name": choice.name}}
     else:
         fields["tool_choice"] = choice
     if body.text is not None and (format := body.text.format) is not None:
@@ -270,6 +265,21 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
         if format.schema_ is not None:
             fields["response_format"]["json_schema"] = {"schema": format.schema_}
     return fields
+
+
+def _chat_tool(tool: rs.FunctionTool | rs.CustomTool) -> dict[str, Any]:
+    if isinstance(tool, rs.FunctionTool):
+        include = {"name", "description", "parameters", "strict"}
+        return {
+            "type": "function",
+            "function": tool.model_dump(include=include, exclude_unset=True),
+        }
+    given = tool.format
+    format: dict[str, Any] = {"type": given.type}
+    if given.type == "grammar":
+        format["grammar"] = {"syntax": given.syntax, "definition": given.definition}
+    custom = {"name": tool.name, "description": tool.description, "format": format}
+    return {"type": "custom", "custom": custom}
 
 
 def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, Any]]:
@@ -292,7 +302,8 @@ def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, A
         if isinstance(item, rs.FunctionCallOutputItem):
             if item.call_id not in names:
                 where = f"input[{i}].call_id"
-                raise bad_field(where, f"no function_call has it: {item.call_id[:64]!r}")
+                kind = item.type.removesuffix("_output")
+                raise bad_field(where, f"no {kind} has it: {item.call_id[:64]!r}")
             messages.append(
                 {
                     "role": "tool",
@@ -315,14 +326,16 @@ def _messages(given: str | list[Any], names: dict[str, str]) -> list[dict[str, A
             answer["content"] = _content(item.content)
         else:
             names[item.call_id] = item.name
-            call = {"name": item.name, "arguments": item.arguments}
+            is_custom = isinstance(item, rs.CustomCallItem)
+            arguments = custom_tools.arguments_of(item.input) if is_custom else item.arguments
+            call = {"name": item.name, "arguments": arguments}
             answer.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
     return messages
 
 
 def _may_follow(item: Any, answer: dict[str, Any]) -> bool:
     """Whether `item` may join an answer: thoughts come first, then a text, then calls."""
-    if isinstance(item, rs.FunctionCallItem):
+    if isinstance(item, rs.FunctionCallItem | rs.CustomCallItem):
         return True
     taken = (
         {"content", "tool_calls"} if isinstance(item, rs.MessageItem) else set(answer) - {"role"}
@@ -396,7 +409,7 @@ class Output:
         """streams: calls begin before they are complete, and may be cut."""
         self._split, self._streams = SplitText(prepared), streams
         # The last item, while it grows.
-        self._open: rs.OutputMessage | rs.OutputReasoning | rs.OutputFunctionCall | None = None
+        self._open: rs.OutputItem | None = None
         self._texts: list[str] = []  # of it
         self.items: list[Any] = []
         self.num_thought = 0  # tokens up to the end of the thoughts
@@ -450,9 +463,9 @@ class Output:
         if texts["reasoning"]:
             message["reasoning_content"] = "".join(texts["reasoning"])
         calls = [
-            {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            {"id": item.call_id, "function": {"name": item.name, "arguments": _arguments(item)}}
             for item in self.items
-            if item.type == "function_call" and item.status == "completed"
+            if item.type in _CALLS and item.status == "completed"
         ]
         if calls:
             message["tool_calls"] = calls
@@ -482,6 +495,9 @@ class Output:
         if isinstance(item, rs.OutputFunctionCall):
             item.arguments = text
             yield self._arguments_event("done", name=item.name, arguments=text)
+        elif isinstance(item, rs.OutputCustomToolCall):
+            item.input = text
+            yield self._arguments_event("done", input=text)
         else:
             self._scores = self._entries
             part = self._part(text)
@@ -493,17 +509,19 @@ class Output:
 
     def _close_for_another(self) -> Iterator[Event]:
         # A call that is still open has turned out malformed.
-        is_call = isinstance(self._open, rs.OutputFunctionCall)
+        is_call = isinstance(self._open, rs.OutputFunctionCall | rs.OutputCustomToolCall)
         return self._close("incomplete" if is_call else "completed")
 
     def _call(self, part: CallPart) -> Iterator[Event]:
         if part.is_first:
             yield from self._close_for_another()
-            self._open = rs.OutputFunctionCall(
-                id=f"fc_{secrets.token_hex(12)}",
-                call_id=part.call.id,
-                name=part.call.name,
-                arguments="",
+            id, call = secrets.token_hex(12), part.call
+            self._open = (
+                rs.OutputFunctionCall(id=f"fc_{id}", call_id=call.id, name=call.name, arguments="")
+                if call.input is None
+                else rs.OutputCustomToolCall(
+                    id=f"ctc_{id}", call_id=call.id, name=call.name, input=""
+                )
             )
             self._texts = []
             self.items.append(self._open)
@@ -517,7 +535,9 @@ class Output:
     def _arguments_event(self, kind: str, **fields: str) -> Event:
         assert self._open is not None
         where = {"item_id": self._open.id, "output_index": len(self.items) - 1}
-        return {"type": f"response.function_call_arguments.{kind}", **where, **fields}
+        is_custom = isinstance(self._open, rs.OutputCustomToolCall)
+        word = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        return {"type": f"response.{word}.{kind}", **where, **fields}
 
     @property
     def _word(self) -> str:
@@ -540,6 +560,13 @@ class Output:
         assert self._open is not None
         where = {"item_id": self._open.id, "output_index": len(self.items) - 1}
         return {"type": type, **where, "content_index": 0, **fields}
+
+
+def _arguments(item: rs.OutputFunctionCall | rs.OutputCustomToolCall) -> str:
+    """The arguments that the model wrote."""
+    if isinstance(item, rs.OutputCustomToolCall):
+        return custom_tools.arguments_of(item.input)
+    return item.arguments
 
 
 class ResponseAnswer(GenerationAnswer):

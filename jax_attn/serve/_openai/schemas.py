@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
+from jax_attn.serve._chat import custom_tools
 from jax_attn.serve._openai.fields import (
     Ignored,
     PromptTokens,
@@ -264,7 +265,6 @@ class SamplingBody(Generation):
     return_token_ids: bool = Field(
         False, description="the answer has token_ids of the choices, and prompt_token_ids"
     )
-    mm_processor_kwargs: Unsupported = None
     kv_transfer_params: Unsupported = None
 
     @model_validator(mode="after")
@@ -351,6 +351,7 @@ Prompt: TypeAlias = Annotated[
 
 
 class CompletionRequest(SamplingBody):
+    mm_processor_kwargs: Unsupported = None
     prompt: Prompt = Field(description="a text or its tokens, or a list of either")
     max_tokens: int = Field(16, ge=0, description="0: the prompt is read, and nothing written")
     logprobs: int | SkipJsonSchema[None] = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -483,10 +484,38 @@ class ToolCall(RequestBody):
     function: FunctionCall
 
 
+class CustomCall(RequestBody):
+    name: str
+    input: str
+
+
+class CustomToolCall(RequestBody):
+    """A call of a custom tool, whose input is a text."""
+
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CustomCall
+
+
 class PastToolCall(ToolCall):
     """A call copied from an answer or joined from a stream, whose pieces have an index."""
 
     index: Ignored
+
+
+class PastCustomToolCall(CustomToolCall):
+    index: Ignored
+
+    @property
+    def function(self) -> FunctionCall:
+        """The call as the model wrote it."""
+        call = self.custom
+        return FunctionCall(name=call.name, arguments=custom_tools.arguments_of(call.input))
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "custom" if kind == "custom" else "function"
 
 
 class PlainMessage(RequestBody):
@@ -509,7 +538,16 @@ class ToolMessage(RequestBody):
 class PastAnswer(RequestBody):
     role: Literal["assistant"]
     content: SaidContent = ""
-    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
+    tool_calls: Annotated[
+        list[
+            Annotated[
+                Annotated[PastToolCall, Tag("function")]
+                | Annotated[PastCustomToolCall, Tag("custom")],
+                Discriminator(_kind_of_tool),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MAX_TOOLS),
+    ] = []
     reasoning_content: str | SkipJsonSchema[None] = Field(None, description="for the template")
     reasoning: str | SkipJsonSchema[None] = Field(None, description="as reasoning_content")
     reasoning_details: Ignored
@@ -553,9 +591,75 @@ class Tool(RequestBody):
     function: Function
     cache_control: Ignored
 
+    def demanded(self) -> dict[str, Any]:
+        """The function that a grammar of calls has."""
+        return self.function.model_dump()
+
     def shown(self) -> dict[str, Any]:
         """What the chat template sees of it."""
         return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class GrammarText(RequestBody):
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)
+
+
+class CustomFormat(RequestBody):
+    type: Literal["text", "grammar"]
+    grammar: GrammarText | SkipJsonSchema[None] = None
+
+    @model_validator(mode="after")
+    def _grammar_where_it_belongs(self) -> CustomFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise PydanticCustomError(
+                "grammar", "grammar belongs to type 'grammar', and is needed there"
+            )
+        return self
+
+
+class Custom(RequestBody):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    format: CustomFormat = Field(
+        CustomFormat(type="text"), description="grammar: the input follows it once a call begins"
+    )
+
+
+class CustomTool(RequestBody):
+    """A tool whose input is a text. Models see a function with one argument."""
+
+    type: Literal["custom"]
+    custom: Custom
+    cache_control: Ignored
+
+    @property
+    def function(self) -> Function:
+        return Function(
+            name=self.custom.name,
+            description=self.custom.description,
+            parameters=custom_tools.SCHEMA,
+            strict=self.custom.format.grammar is not None,
+        )
+
+    def demanded(self) -> dict[str, Any]:
+        """See Tool."""
+        given = self.custom.format.grammar
+        pair = None if given is None else (given.syntax, given.definition)
+        return self.function.model_dump() | {"input_grammar": pair}
+
+    def shown(self) -> dict[str, Any]:
+        """What the chat template sees of it."""
+        custom, parameters = self.custom, custom_tools.SCHEMA
+        description = custom.description
+        if (given := custom.format.grammar) is not None:
+            description += f"\nThe input follows this {given.syntax} grammar:\n{given.definition}"
+        function = {
+            "name": custom.name,
+            "description": description.strip(),
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
 
 
 class NamedFunction(RequestBody):
@@ -567,9 +671,24 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
+class NamedCustomTool(RequestBody):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def function(self) -> NamedFunction:
+        return self.custom
+
+
+AnyNamedTool: TypeAlias = Annotated[
+    Annotated[NamedTool, Tag("function")] | Annotated[NamedCustomTool, Tag("custom")],
+    Discriminator(_kind_of_tool),
+]
+
+
 class AllowedToolNames(RequestBody):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AnyNamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(RequestBody):
@@ -580,19 +699,28 @@ class AllowedTools(RequestBody):
 def _kind_of_choice(choice: Any) -> str:
     if not isinstance(choice, dict):
         return "word"
-    return "allowed" if choice.get("type") == "allowed_tools" else "named"
+    kind = choice.get("type")
+    return {"allowed_tools": "allowed", "custom": "custom"}.get(str(kind), "named")
 
 
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("named")]
+    | Annotated[NamedCustomTool, Tag("custom")]
     | Annotated[AllowedTools, Tag("allowed")],
     Discriminator(_kind_of_choice),
 ]
 
 
+class PictureOptions(RequestBody):
+    do_pan_and_scan: bool = Field(
+        False, description="parts of long pictures are shown beside them; for Gemma 3"
+    )
+
+
 class ChatCompletionRequest(SamplingBody):
     messages: Messages
+    mm_processor_kwargs: PictureOptions | SkipJsonSchema[None] = None
     max_tokens: int | SkipJsonSchema[None] = Field(
         None,
         ge=1,
@@ -604,7 +732,15 @@ class ChatCompletionRequest(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="more variables for the model's template, such as enable_thinking"
     )
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[Tool, Tag("function")] | Annotated[CustomTool, Tag("custom")],
+                Discriminator(_kind_of_tool),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MAX_TOOLS),
+    ] = []
     tool_choice: ToolChoice = Field(
         "auto",
         description="required, or a function's name: the arguments follow the function's schema; "
@@ -679,7 +815,8 @@ class ChatCompletionRequest(SamplingBody):
     @property
     def may_call_several(self) -> bool:
         """Whether an answer may have several calls: a function that is named is called once."""
-        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+        is_named = isinstance(self.tool_choice, NamedTool | NamedCustomTool)
+        return self.parallel_tool_calls and not is_named
 
 
 class TokenizeRequest(RequestBody):
@@ -788,7 +925,7 @@ class AssistantMessage(BaseModel):
     content: str | None
     reasoning_content: str | None = Field(None, description="what the model thought before it")
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -824,13 +961,19 @@ class FunctionDelta(Sparse):
     arguments: str
 
 
+class CustomDelta(Sparse):
+    name: str | None = None
+    input: str
+
+
 class ToolCallDelta(Sparse):
     """A part of a call. Only the first has name, id and type; arguments follow it in pieces."""
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    type: Literal["function", "custom"] | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
 
 
 class Delta(BaseModel):

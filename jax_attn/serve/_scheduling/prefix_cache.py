@@ -32,7 +32,7 @@ from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
 
 # Children of a node that are compared with the tokens after a match, the oldest first: there may be
-# thousands below the root.
+# thousands below the root. They are of one namespace, whatever others have cached.
 _PARTIAL_LOOKUPS = 64
 # The least part of a page that is worth a copy. All prompts may begin with the same token.
 _LEAST_PART = 1 / 4
@@ -181,6 +181,7 @@ class RadixCache:
         self._num_nodes_made = 0
         self._clock = 0
         self._root = self._make_node(b"", b"", [])
+        self._first: dict[str, dict[_ChildKey, Node]] = {}  # its children by namespace
         self._on_device, self._on_host = _Ends(_ends_on_device), _Ends(_ends_on_host)
 
     def peek(self, namespace: str, key: bytes) -> int:
@@ -240,8 +241,11 @@ class RadixCache:
         """
         wanted = key[: self._page_bytes]
         best: tuple[int, int] | None = None
-        for child_key, child in itertools.islice(node.children.items(), _PARTIAL_LOOKUPS):
-            if child.on_host or (isinstance(child_key, tuple) and child_key[0] != namespace):
+        children = node.children
+        if node is self._root:
+            children = self._first.get(namespace, {})
+        for child in itertools.islice(children.values(), _PARTIAL_LOOKUPS):
+            if child.on_host:
                 continue
             most = min(len(wanted), self._page_bytes) // 4
             num_tokens = num_common(wanted, child.key, most)
@@ -524,6 +528,9 @@ class RadixCache:
             queued = {node: last_access for last_access, _, node in ends.heap}
             assert len(queued) == len(ends.heap), "a node is in the heap twice"
             assert queued.keys() == ends.queued, "the heap has other nodes than it says"
+        first = {key: node for of_one in self._first.values() for key, node in of_one.items()}
+        assert first == self._root.children, "children of the root by namespace"
+        assert all(self._first.values()), "a namespace without children"
         stack = [self._root]
         while stack:
             node = stack.pop()
@@ -666,6 +673,11 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         del parent.children[node.child_key]
+        if isinstance(node.child_key, tuple):
+            namespace, _ = node.child_key
+            del self._first[namespace][node.child_key]
+            if not self._first[namespace]:
+                del self._first[namespace]
         parent.num_below -= not node.on_host
         node.parent = None
         self._offer(parent)
@@ -764,6 +776,8 @@ class RadixCache:
     def _link(self, parent: Node, child: Node) -> None:
         parent.children[child.child_key] = child
         child.parent = parent
+        if isinstance(child.child_key, tuple):
+            self._first.setdefault(child.child_key[0], {})[child.child_key] = child
 
     def _touch(self, node: Node) -> None:
         self._clock += 1

@@ -44,6 +44,7 @@ def split(format: ToolFormat, names: Iterable[str], most: int | None = None) -> 
         SimpleNamespace(  # type: ignore[arg-type]
             tool_format=None if is_harmony else format,
             tool_names=frozenset(names),
+            custom_tools=frozenset(),
             splitter=HarmonySplitter if is_harmony else None,
             shows_reasoning=True,
             max_tool_calls=most,
