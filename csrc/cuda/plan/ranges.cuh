@@ -148,9 +148,9 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
   }
   fullest = c.cta.MostOf(fullest);
   const bool several = tiles.several_tile_sizes;
-  const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+  const i64 margin = MarginOfSplits(rules, several);
   if (!AreRangesWorthIt(rules, several, margin, fullest, makespan)) return false;
-  *schedule = {chunks, num_chunks, fullest, inner};
+  *schedule = {chunks, num_chunks, fullest, inner, false};
   return true;
 }
 
