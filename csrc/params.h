@@ -171,8 +171,6 @@ struct PlanRules {
   i32 split_cost;
   i32 kv_cost[kMaxTiles];
   i32 cached_tokens;  // see GoesByWeight
-  i32 split_margin;   // see MarginOfSplits
-  i32 order_margin;   // see Retry
 
   // Queues and kv heads are divided into equal partitions with the same schedule. Every head has
   // the same lengths, so one partition is planned and the others are copies.

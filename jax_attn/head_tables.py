@@ -157,8 +157,8 @@ def _by_heads(x: jax.Array, plan: HeadPlan, op: str, name: str, group: int) -> j
     rows = plan.plan.spec.max_qo_tokens
     if x.ndim != 3 or x.shape[0] * x.shape[1] != rows * group or x.shape[1] % group:
         raise ValueError(
-            f"head_tables.{op}: {name}: expected [max_qo_tokens, heads, head_dim] with max_qo_tokens"
-            f" * heads = {rows * group}, as the spec has it, got {list(x.shape)}."
+            f"head_tables.{op}: {name}: expected [max_qo_tokens, heads, head_dim] with"
+            f" max_qo_tokens * heads = {rows * group}, as the spec has it, got {list(x.shape)}."
         )
     x = x.reshape(rows, group, x.shape[2])
     return x if plan.rows is None else x[jnp.asarray(plan.rows)]

@@ -218,7 +218,7 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
   if (balanced()) return;
   const bool several = HaveSeveralHeights(tiling.tiles);
   const bool large = HaveLargeStates(several, tiling.tiles[0]);
-  const i64 margin = MarginOfSplits(rules, several);
+  const i64 margin = MarginOfSplits(large);
   const i64 mean = total_cost / rules.num_queues;
   if (MayHaveRanges(rules, num_tiles) &&
       AreRangesWorthIt(rules, several, margin, mean, best->makespan)) {
@@ -229,7 +229,7 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
     if (balanced()) return;
   }
   for (i32 r = 0; r < kNumRetries; ++r) {
-    const Retry retry = RetryOf(rules, span_cost, first_longest_cost, large, margin, r);
+    const Retry retry = RetryOf(rules, span_cost, first_longest_cost, large, r);
     if (!MayBeWorthMoreSplits(retry.margin, total_cost, rules.num_queues, best->makespan)) continue;
     CutByLength(rules, tiling.tiles, retry.longest_cost, &trial.chunks);
     CountAssignment(rules, tiling, &trial);

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_attn as ja
 from jax_attn import head_tables, retention
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 3, 32, 4

@@ -91,7 +91,7 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
     // What was made, and what comes next.
     i32 retry = kFirstOfFewer;  // the first one of the next round
     if (first == 0) {
-      const i64 margin = MarginOfSplits(rules, several);
+      const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
       if (!IsBalanced(schedule->makespan, total_cost, rules.num_queues)) {
         if (MayHaveRanges(rules, tiles.num_tiles) &&
             AreRangesWorthIt(rules, several, margin, total_cost / rules.num_queues,
@@ -107,8 +107,7 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
       replaced |= TakeFewerSplits(c, first, schedule);
     }
     if (retry < kFirstOfFewer && !IsBalanced(schedule->makespan, total_cost, rules.num_queues) &&
-        MayBeWorthMoreSplits(LeastMargin(rules), total_cost, rules.num_queues,
-                             schedule->makespan)) {
+        MayBeWorthMoreSplits(kLeastMargin, total_cost, rules.num_queues, schedule->makespan)) {
       first = retry;
       end = Min(first + kRetriesOfRound, kFirstOfFewer);
       continue;

@@ -246,8 +246,7 @@ __device__ __forceinline__ Retry TrialOf(const PlanRules& rules, const Tiles& ti
                                      LongestChunkCost(rules, tiles.span_cost, 2));
   if (r == 0) return {first, false, 0};
   const bool large = HaveLargeStates(tiles.several_tile_sizes, tiles.tiles[0]);
-  const i64 margin = MarginOfSplits(rules, tiles.several_tile_sizes);
-  return RetryOf(rules, tiles.span_cost, first, large, margin, r - 1);
+  return RetryOf(rules, tiles.span_cost, first, large, r - 1);
 }
 
 // Trial r of Algorithm 1, for tiles that share nothing. than: the makespan that a retry must beat;

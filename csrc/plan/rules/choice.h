@@ -15,21 +15,19 @@ inline bool IsBalanced(i64 makespan, i64 total_cost, i64 num_queues) {
   return makespan <= 101 * total_cost / (100 * num_queues);
 }
 
-// How much more splits must gain, in percent: 2, or the rules' split_margin where tile M varies.
-// Measured (H200, decodes and prefill chunks, 714 us at FlashInfer): 256 splits of 128 rows balance
-// 3 % better but cost 674 -> 857 us. Gains below 2 % are not worth the planner's time: 20 -> 52 us
-// on the host for 256 uniform decodes, to no avail.
-inline i64 MarginOfSplits(const PlanRules& rules, bool several_tile_sizes) {
-  return several_tile_sizes ? rules.split_margin : 2;
-}
+// How much more splits must gain, in percent. Measured (H200, decodes and prefill chunks, 714 us at
+// FlashInfer): 256 splits of 128 rows balance 3 % better but cost 674 -> 857 us. On a CPU splits of
+// short prompts cost up to 11 % of the processor's time. Gains below 2 % are not worth the
+// planner's time: 20 -> 52 us on the host for 256 uniform decodes, to no avail.
+inline constexpr i64 kLeastMargin = 2;
+inline i64 MarginOfSplits(bool large_states) { return large_states ? 10 : kLeastMargin; }
 
-// The least of all margins.
-inline i64 LeastMargin(const PlanRules& rules) {
-  return Least(2, Least(rules.split_margin, rules.order_margin));
-}
+// How much whole tiles by weight must gain: a request's tiles are not kept together, which costs
+// time that the model does not know (rules/order.h).
+inline constexpr i64 kMarginOfOrder = 10;
 
-// Whether some requests have more rows than the smallest tile, or than any. several_tile_sizes:
-// whether tile M varies. t: any of the tiles.
+// Large states are those of requests with more rows than the smallest tile, or than any.
+// several_tile_sizes: whether tile M varies. t: any of the tiles.
 inline bool HaveLargeStates(bool several_tile_sizes, const QueryTile& t) {
   return several_tile_sizes || t.tile > 0 || t.section > 0;
 }
@@ -79,8 +77,7 @@ inline bool MayBeWorthFewerSplits(const PlanRules& rules, i32 r, i64 longest_spa
 }
 
 // Retries of Algorithm 1, in order, while queues are uneven. With large states the first ones are
-// whole tiles and the chunks of the first schedule, by weight: sections are not kept together then,
-// which costs time that the model does not know (rules/order.h), so these must gain order_margin.
+// whole tiles and the chunks of the first schedule, by weight: not by sections (rules/order.h).
 struct Retry {
   i64 longest_cost;
   bool by_weight;
@@ -103,14 +100,16 @@ inline constexpr i32 kSixthsOfLarge[kNumSixths] = {0, 0, 0, 3, 2};
 // first_longest_cost: of the first schedule. If LongestWholeCost made it kUncut, chunks of the
 // usual length L are tried, too. Shorter chunks fill queues; chunks somewhat longer than L may fill
 // each queue once, where two pieces of L would not.
-// margin: MarginOfSplits.
 inline Retry RetryOf(const PlanRules& rules, i64 total_span_cost, i64 first_longest_cost,
-                     bool large_states, i64 margin, i32 r) {
+                     bool large_states, i32 r) {
+  const i64 margin = MarginOfSplits(large_states);
   if (r >= kNumSixths) return {ChunksOfTokens(kFixedChunks[r - kNumSixths]), false, margin};
   const bool is_usual = first_longest_cost == kUncut;
   const i64 usual = LongestChunkCost(rules, total_span_cost, 2);
-  if (large_states && r == 0) return {kUncut, true, rules.order_margin};
-  if (large_states && r == 1) return {is_usual ? usual : first_longest_cost, true, margin};
+  if (large_states && r == 0) return {kUncut, true, kMarginOfOrder};
+  if (large_states && r == 1) {
+    return {is_usual ? usual : first_longest_cost, true, kMarginOfOrder};
+  }
   const i32 sixths = large_states ? kSixthsOfLarge[r] : kSixths[r];
   const i32 otherwise = large_states ? 4 : 5;
   return {usual * (sixths > 0 ? sixths : is_usual ? 6 : otherwise) / 6, false, margin};
