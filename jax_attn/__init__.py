@@ -15,7 +15,7 @@ if find_spec("jax_attn._core") is None:
         f" ({__path__[0]}); install it with `pip install -e .`, or start Python elsewhere."
     )
 
-from jax_attn import masks, mla, parallel, reference
+from jax_attn import head_tables, masks, mla, parallel, reference, retention
 from jax_attn._dense.dense import dot_product_attention
 from jax_attn._ops.attention import attention, item_times
 from jax_attn._ops.export import export_checks
@@ -62,6 +62,7 @@ __all__ = [
     "export_checks",
     "fixed_batch",
     "gated_delta_rule",
+    "head_tables",
     "item_times",
     "linear_attention",
     "masks",
@@ -73,6 +74,7 @@ __all__ = [
     "plan_linear_attention",
     "precompile",
     "reference",
+    "retention",
     "rows",
     "short_convolution",
     "state_from_triplet",

@@ -82,6 +82,7 @@ struct Assignment {
   int64_t makespan = 0;       // load of the fullest queue
   int64_t total_cost = 0;     // over all queues of a partition
   int64_t num_cut_items = 0;  // over all partitions and heads
+  bool by_weight = false;     // as in Retry
   PlanCounts counts = {};     // over all partitions and heads, too
 };
 
@@ -154,6 +155,7 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, DealOptions opti
                   Assignment* a) {
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
+  a->by_weight = options.by_weight;
   keys.resize(num_chunks);
   for (size_t i = 0; i < num_chunks; ++i) {
     const Chunk& c = a->chunks[i];
@@ -176,6 +178,7 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, DealOptions opti
 bool AssignRanges(const PlanRules& rules, const Tiling& tiling, i64 makespan, Assignment* a) {
   thread_local std::vector<int32_t> queue_of;
   if (!CutByRanges(rules, tiling.tiles, makespan, &a->chunks, &queue_of)) return false;
+  a->by_weight = false;
   a->slots.clear();
   for (size_t i = 0; i < a->chunks.size(); ++i) {
     a->slots.push_back({static_cast<int32_t>(i), a->chunks[i].unit, queue_of[i]});
@@ -186,6 +189,16 @@ bool AssignRanges(const PlanRules& rules, const Tiling& tiling, i64 makespan, As
   a->makespan = *std::max_element(loads.begin(), loads.end());
   CountAssignment(rules, tiling, a);
   return true;
+}
+
+// What the fullest queue has at least, in any order: the mean, and as many chunks as the fullest
+// queue of equal ones.
+int64_t LeastMakespan(const PlanRules& rules, const Assignment& a) {
+  int64_t least_cost = a.total_cost;
+  for (const Chunk& c : a.chunks) least_cost = std::min(least_cost, c.cost);
+  const auto num_slots = static_cast<int64_t>(a.chunks.size()) * rules.num_units;
+  return std::max<int64_t>(a.total_cost / rules.num_queues,
+                           CeilDivide(num_slots, rules.num_queues) * least_cost);
 }
 
 bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
@@ -216,12 +229,16 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
     if (balanced()) return;
   }
   for (i32 r = 0; r < kNumRetries; ++r) {
-    if (!MayBeWorthMoreSplits(margin, total_cost, rules.num_queues, best->makespan)) return;
     const Retry retry = RetryOf(rules, span_cost, first_longest_cost, large, r);
+    if (!MayBeWorthMoreSplits(retry.margin, total_cost, rules.num_queues, best->makespan)) continue;
     CutByLength(rules, tiling.tiles, retry.longest_cost, &trial.chunks);
+    CountAssignment(rules, tiling, &trial);
+    if (trial.counts.num_partials > rules.max_balanced_partials ||
+        !IsWorthMoreSplits(retry.margin, LeastMakespan(rules, trial), best->makespan)) {
+      continue;
+    }
     AssignChunks(rules, tiling, {false, retry.by_weight}, &trial);
-    if (trial.counts.num_partials > rules.max_balanced_partials) return;
-    if (IsWorthMoreSplits(margin, trial.makespan, best->makespan)) std::swap(*best, trial);
+    if (IsWorthMoreSplits(retry.margin, trial.makespan, best->makespan)) std::swap(*best, trial);
     if (balanced()) return;
   }
 }
@@ -231,8 +248,8 @@ void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, int64_t span_c
                     int64_t longest_span_cost, Assignment* best) {
   thread_local Assignment trial;
   if (best->chunks.empty()) return;
-  const auto may_gain = [&] {  // ranges need not be the best order even where they cut no tile
-    return best->num_cut_items > 0 || best->chunks.front().unit != kEveryUnit;
+  const auto may_gain = [&] {  // another order may be better even where no tile is cut
+    return best->num_cut_items > 0 || best->chunks.front().unit != kEveryUnit || best->by_weight;
   };
   for (i32 r = FirstOfFewer(rules); r < kNumFewerSplits && may_gain(); ++r) {
     if (!MayBeWorthFewerSplits(rules, r, longest_span_cost, best->makespan)) continue;

@@ -1,7 +1,9 @@
 """No schedule is predicted to be much faster than `balanced`: of whole tiles, fixed splits, ranges.
 
-The others are made here, by the planner's costs of items but without its code, from the items of
-`no_split`. By hand, over more batches: PYTHONPATH=.:tests python -m plan.test_best_schedule 10000
+Those of decodes are made here, by the planner's costs of items but without its code, from the items
+of `no_split`. Chunks of prompts keep the library's order, in which tiles of a request follow each
+other, so there `fixed_split` is the library's. By hand, over more batches:
+PYTHONPATH=.:tests python -m plan.test_best_schedule 10000
 """
 
 import heapq
@@ -40,7 +42,7 @@ def random_lengths(rng, kind):
     return qo_lens, kv_lens
 
 
-def make(target, heads, lengths, schedule):
+def make(target, heads, lengths, schedule, kv_split=None):
     qo_lens, kv_lens = lengths
     spec = ja.AttentionSpec(
         *heads,
@@ -50,6 +52,7 @@ def make(target, heads, lengths, schedule):
         max_qo_tokens=int(qo_lens.sum()),
         max_kv_tokens=int(kv_lens.sum()),
         schedule=schedule,
+        kv_split=kv_split,
         target=target,
         num_ctas=TARGETS[target],
     )
@@ -111,6 +114,19 @@ class Tiles:
         return loads.max() * self.together
 
 
+def fixed_split(whole, target, heads, lengths, size):
+    """Load of the fullest queue with the library's `fixed_split`, in kv tokens."""
+    try:
+        plan = make(target, heads, lengths, "fixed_split", size)
+    except ValueError:  # more chunks than a plan has items
+        return np.inf
+    config, expected = (x.spec.kernel_config for x in (plan, whole))
+    same = all(config[name] == expected[name] for name in expected if not name.startswith("max_"))
+    num_states = (plan.items()["merge_idx"] >= 0).sum()
+    fits = num_states <= 2 * config["num_ctas"] * config["heads_per_unit"]
+    return plan.queue_costs().max() if same and fits else np.inf
+
+
 def compare(rng, kind):
     """Predicted time of `balanced` over that of the best other schedule."""
     target, heads = list(TARGETS)[rng.integers(len(TARGETS))], HEADS[rng.integers(len(HEADS))]
@@ -118,7 +134,11 @@ def compare(rng, kind):
     plan, whole = (make(target, heads, lengths, s) for s in ("balanced", "no_split"))
     unit = whole.spec.kernel_config["kv_cost_0"]
     tiles = Tiles(whole)
-    others = [whole.queue_costs().max() * unit, *map(tiles.fixed_split, SPLITS)]
+    others = [whole.queue_costs().max() * unit]
+    if kind == "decode":
+        others += map(tiles.fixed_split, SPLITS)
+    else:
+        others += (unit * fixed_split(whole, target, heads, lengths, size) for size in SPLITS)
     if len(np.unique(whole.items()["tile"])) == 1:
         others.append(tiles.ranges())
     return plan.queue_costs().max() * unit / min(others)
@@ -129,9 +149,9 @@ def test_balanced_is_predicted_to_be_as_fast_as_others(kind):
     rng = np.random.default_rng(5)
     ratios = np.array([compare(rng, kind) for _ in range(25 if kind == "prefill" else 60)])
     if kind == "decode":
-        assert (ratios <= 1.02).mean() > 0.98 and ratios.max() <= 1.04
-    else:  # more splits of large states must gain 10 %
-        assert ratios.max() <= 1.2 and np.quantile(ratios, 0.95) <= 1.12
+        assert ratios.max() <= 1.02 + 1e-6
+    else:  # on GPUs more splits of large states must gain 10 %
+        assert ratios.max() <= 1.1 + 1e-6 and np.quantile(ratios, 0.9) <= 1.02
 
 
 @pytest.mark.parametrize(

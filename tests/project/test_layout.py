@@ -25,7 +25,10 @@ _ops                _core _environment _plan _spec _variant _xla
 _dense              _ops _plan _spec _variant _xla
 parallel            _core _dense _ops _plan _spec _xla
 mla
-jax_attn            _dense _ops _plan _spec _variant _xla masks mla parallel reference
+head_tables         _ops _plan _spec
+retention
+jax_attn            _dense _ops _plan _spec _variant _xla head_tables masks mla parallel reference \
+                    retention
 compat              _dense _ops _plan _spec
 inspect             _plan
 tune                _core _spec jax_attn

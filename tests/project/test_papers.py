@@ -65,6 +65,8 @@ def test_calls_exist():
         "plan": set(dir(ja.AttentionPlan)),
         "masks": set(ja.masks.__all__),
         "parallel": set(ja.parallel.__all__),
+        "head_tables": set(ja.head_tables.__all__),
+        "retention": set(ja.retention.__all__),
         "EngineConfig": config,
     }
     options = inspect.getsource(_options)

@@ -123,12 +123,27 @@ class TransformRun {
   }
 
   JAX_ATTN_INLINE void Rotate(const T* x, const float* cos, const float* sin, T* to) const {
+    using Vec = typename Isa::Vec;
+    constexpr i64 kWidth = Isa::kWidth;
     const i64 half = c_->rotation.half;
-    for (i64 d = 0; d < half; d += Isa::kWidth) {
-      const auto a = Isa::Load(x + d), b = Isa::Load(x + half + d);
-      const auto c = Isa::Load(cos + d), s = Isa::Load(sin + d);
-      Isa::StoreFirst(to + d, Isa::Sub(Isa::Mul(a, c), Isa::Mul(b, s)), Isa::kWidth);
-      Isa::StoreFirst(to + half + d, Isa::Fma(b, c, Isa::Mul(a, s)), Isa::kWidth);
+    const auto rotate = [&](i64 d, Vec* low, Vec* high) __attribute__((always_inline)) {
+      const Vec a = Isa::Load(x + d), b = Isa::Load(x + half + d);
+      const Vec c = Isa::Load(cos + d), s = Isa::Load(sin + d);
+      *low = Isa::Sub(Isa::Mul(a, c), Isa::Mul(b, s));
+      *high = Isa::Fma(b, c, Isa::Mul(a, s));
+    };
+    Vec low[2], high[2];
+    i64 d = 0;
+    for (; d + 2 * kWidth <= half; d += 2 * kWidth) {
+      rotate(d, low, high);
+      rotate(d + kWidth, low + 1, high + 1);
+      Isa::StoreTwo(to + d, low[0], low[1]);
+      Isa::StoreTwo(to + half + d, high[0], high[1]);
+    }
+    for (; d < half; d += kWidth) {
+      rotate(d, low, high);
+      Isa::Store(to + d, low[0]);
+      Isa::Store(to + half + d, high[0]);
     }
   }
 
@@ -335,7 +350,11 @@ class TransformRun {
 
   // n: a multiple of 8.
   static void StoreLanes(const float* from, i64 n, T* to) {
-    for (i64 d = 0; d < n; d += Isa::kWidth) {
+    i64 d = 0;
+    for (; d + 2 * Isa::kWidth <= n; d += 2 * Isa::kWidth) {
+      Isa::StoreTwo(to + d, Isa::Load(from + d), Isa::Load(from + d + Isa::kWidth));
+    }
+    for (; d < n; d += Isa::kWidth) {
       Isa::StoreFirst(to + d, Isa::Load(from + d), static_cast<int>(Min(Isa::kWidth, n - d)));
     }
   }

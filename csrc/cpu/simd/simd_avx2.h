@@ -75,6 +75,11 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   }
   template <typename T>
+  static void StoreTwo(T* p, Vec a, Vec b) {
+    Store(p, a);
+    Store(p + kWidth, b);
+  }
+  template <typename T>
   static void StoreFirst(T* p, Vec v, int) {
     Store(p, v);
   }

@@ -66,6 +66,11 @@ struct Avx512 {
   static void Store(F16* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), NarrowF16(v));
   }
+  template <typename T>
+  static void StoreTwo(T* p, Vec a, Vec b) {
+    Store(p, a);
+    Store(p + kWidth, b);
+  }
   static void StoreFirst(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, First16(n), v); }
   static void StoreFirst(Bf16* p, Vec v, int n) {
     _mm256_mask_storeu_epi16(p, First16(n), Narrow(v));
@@ -224,6 +229,13 @@ struct Avx512Bf16 : Avx512 {
   static constexpr bool kLooksUp = true;
   static constexpr int kLaneCodes = 4;
   static constexpr int kCodeColumns = 64;
+
+  using Avx512::StoreTwo;
+  // One instruction and one store of a line, which a load of the line can take from the store.
+  // Numbers below 2^-126 become 0.
+  static void StoreTwo(Bf16* p, Vec a, Vec b) {
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
 
   static Vec LoadCodes(const char* p) { return _mm512_loadu_ps(p); }
   // Columns are in the order of OrderCodeColumns, in which unpacking leaves them.

@@ -82,6 +82,11 @@ struct Baseline {
     for (int i = 0; i < kWidth; ++i) p[i] = ToF16(v[i]);
   }
   template <typename T>
+  static void StoreTwo(T* p, Vec a, Vec b) {
+    Store(p, a);
+    Store(p + kWidth, b);
+  }
+  template <typename T>
   static void StoreFirst(T* p, Vec v, int) {
     Store(p, v);
   }

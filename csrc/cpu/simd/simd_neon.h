@@ -65,6 +65,11 @@ struct Neon {
     memcpy(p, &half, 8);
   }
   template <typename T>
+  static void StoreTwo(T* p, Vec a, Vec b) {
+    Store(p, a);
+    Store(p + kWidth, b);
+  }
+  template <typename T>
   static void StoreFirst(T* p, Vec v, int) {
     Store(p, v);
   }

@@ -21,17 +21,18 @@ __device__ __forceinline__ void DealTrial(Context& c, i32 r) {
   if (c.thread() % Context::kTeamThreads == 0) c.shared.makespan[r] = makespan;
 }
 
-// Replaces a schedule by the best retry, if one is worth it, up to the first retry that is balanced
-// or has too many splits. Returns whether it did.
+// Replaces a schedule by the best of the retries [first, end), up to the first that leaves it
+// balanced. Returns whether it did.
 template <class Context>
-__device__ __forceinline__ bool TakeRetry(const Context& c, i64 margin, i64 total_cost,
+__device__ __forceinline__ bool TakeRetry(const Context& c, i32 first, i32 end, i64 total_cost,
                                           PlanSchedule* schedule) {
   const auto& shared = c.shared;
   i32 best = 0;
   i64 makespan = schedule->makespan;
 #pragma unroll 1
-  for (i32 r = 1; r < kFirstOfFewer && shared.trials[r].num_chunks >= 0; ++r) {
-    if (IsWorthMoreSplits(margin, shared.makespan[r], makespan)) {
+  for (i32 r = first; r < end; ++r) {
+    if (shared.trials[r].num_chunks < 0) continue;
+    if (IsWorthMoreSplits(shared.trials[r].margin, shared.makespan[r], makespan)) {
       best = r;
       makespan = shared.makespan[r];
     }
@@ -56,9 +57,9 @@ __device__ __forceinline__ bool TakeFewerSplits(const Context& c, i32 first,
 }
 
 // Chooses for tiles that share nothing, as WriteSchedule and Rebalance in plan/schedule.cc do: the
-// first trial if it is good enough; otherwise ranges, or all retries of Algorithm 1 at once, a team
-// each; then fewer splits. All threads call prepare(); threads that do not deal call record(first,
-// step) for what is in `schedule`: for the first trial, and again for another one.
+// first trial if it is good enough; otherwise ranges, or the retries of Algorithm 1, a round at
+// once, a team each; then fewer splits. All threads call prepare(); threads that do not deal call
+// record(first, step) for what is in `schedule`: for the first trial, and again for another one.
 template <class Context, class Prepare, class Record>
 __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Context::Tiles& tiles,
                                                 PlanSchedule* schedule, Prepare prepare,
@@ -74,7 +75,8 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
   while (true) {
 #pragma unroll 1
     for (i32 r = first; r < end; ++r) {
-      if (const PlanFault f = MakeTrial(c, tiles, r); f.code != kNoFault) return f;
+      const i64 than = first == 0 || first >= kFirstOfFewer ? 0 : schedule->makespan;
+      if (const PlanFault f = MakeTrial(c, tiles, r, than); f.code != kNoFault) return f;
     }
     if (first == 0) *schedule = ScheduleOf(c, 0);
     const bool chosen = first == end, records = first == 0 || (chosen && replaced);
@@ -87,33 +89,32 @@ __device__ __forceinline__ PlanFault ChooseFlat(Context& c, const typename Conte
     if (first == 0) schedule->makespan = c.shared.makespan[0];
     if (chosen || rules.schedule != kBalanced) return {};
     // What was made, and what comes next.
-    bool may_retry = false;
+    i32 retry = kFirstOfFewer;  // the first one of the next round
     if (first == 0) {
-      may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
-      if (may_retry) {
-        const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+      const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
+      if (!IsBalanced(schedule->makespan, total_cost, rules.num_queues)) {
         if (MayHaveRanges(rules, tiles.num_tiles) &&
             AreRangesWorthIt(rules, several, margin, total_cost / rules.num_queues,
                              schedule->makespan)) {
           replaced = TryRanges(c, tiles, schedule->makespan, schedule);
-          may_retry = !IsBalanced(schedule->makespan, total_cost, rules.num_queues);
         }
-        may_retry = may_retry &&
-                    MayBeWorthMoreSplits(margin, total_cost, rules.num_queues, schedule->makespan);
+        retry = 1;
       }
-    } else if (first == 1) {
-      const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
-      replaced |= TakeRetry(c, margin, total_cost, schedule);
+    } else if (first < kFirstOfFewer) {
+      replaced |= TakeRetry(c, first, end, total_cost, schedule);
+      retry = end;
     } else {
       replaced |= TakeFewerSplits(c, first, schedule);
     }
-    if (may_retry) {
-      first = 1;
-      end = kFirstOfFewer;
+    if (retry < kFirstOfFewer && !IsBalanced(schedule->makespan, total_cost, rules.num_queues) &&
+        MayBeWorthMoreSplits(kLeastMargin, total_cost, rules.num_queues, schedule->makespan)) {
+      first = retry;
+      end = Min(first + kRetriesOfRound, kFirstOfFewer);
       continue;
     }
     const i32 fewer = kFirstOfFewer + FirstOfFewer(rules);
-    const bool may_gain = schedule->has_ranges() || schedule->num_chunks > tiles.num_tiles;
+    const bool may_gain =
+        schedule->has_ranges() || schedule->by_weight || schedule->num_chunks > tiles.num_tiles;
     const bool may_take_fewer = first < kFirstOfFewer && may_gain &&
                                 MayBeWorthFewerSplits(rules, FirstOfFewer(rules),
                                                       tiles.longest_span_cost, schedule->makespan);

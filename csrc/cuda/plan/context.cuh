@@ -81,7 +81,8 @@ struct PlanChunks {
 struct PlanTrial {
   PlanChunks chunks;
   i64 cost;        // of all chunks of all units
-  i32 num_chunks;  // negative: more parts than a plan may have
+  i64 margin;      // as in Retry
+  i32 num_chunks;  // negative: more parts than a plan may have, or it cannot be worth them
   // Bits of the queue in the keys by which chunks are dealt: 31 bits with the load above. Negative:
   // too many queues, or loads that may be too large.
   i32 key_bits;
@@ -96,6 +97,7 @@ struct PlanSchedule {
   i32 num_chunks;
   i64 makespan;      // load of the fullest queue
   const i32* inner;  // ranges: the positions that cut a tile, in order; else null
+  bool by_weight;    // as in Retry
 
   __device__ bool has_ranges() const { return inner != nullptr; }
 };

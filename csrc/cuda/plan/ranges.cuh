@@ -150,7 +150,7 @@ __device__ __forceinline__ bool TryRanges(Context& c, const typename Context::Ti
   const bool several = tiles.several_tile_sizes;
   const i64 margin = MarginOfSplits(HaveLargeStates(several, tiles.tiles[0]));
   if (!AreRangesWorthIt(rules, several, margin, fullest, makespan)) return false;
-  *schedule = {chunks, num_chunks, fullest, inner};
+  *schedule = {chunks, num_chunks, fullest, inner, false};
   return true;
 }
 

@@ -240,25 +240,27 @@ __device__ __forceinline__ void Publish(Context& c, i32 r, const PlanTrial& t) {
 template <class Tiles>
 __device__ __forceinline__ Retry TrialOf(const PlanRules& rules, const Tiles& tiles, i32 r) {
   if (r >= kFirstOfFewer) {
-    return {LongestOfFewer(rules, tiles.span_cost, r - kFirstOfFewer), false};
+    return {LongestOfFewer(rules, tiles.span_cost, r - kFirstOfFewer), false, 0};
   }
   const i64 first = FirstLongestCost(rules, tiles.num_tiles, tiles.longest_span_cost,
                                      LongestChunkCost(rules, tiles.span_cost, 2));
-  if (r == 0) return {first, false};
+  if (r == 0) return {first, false, 0};
   const bool large = HaveLargeStates(tiles.several_tile_sizes, tiles.tiles[0]);
   return RetryOf(rules, tiles.span_cost, first, large, r - 1);
 }
 
-// Trial r of Algorithm 1, for tiles that share nothing.
+// Trial r of Algorithm 1, for tiles that share nothing. than: the makespan that a retry must beat;
+// 0: it need not.
 template <class Context>
 __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Context::Tiles& tiles,
-                                               i32 r) {
+                                               i32 r, i64 than) {
   const PlanRules& rules = c.rules;
   PlanTrial t = {};
   t.leaves_empty_from = kNoSlot;
   t.chunks = TakeTileArrays(c, tiles.num_tiles);
-  const Retry cut = tiles.num_tiles > 0 ? TrialOf(rules, tiles, r) : Retry{kUncut, false};
+  const Retry cut = tiles.num_tiles > 0 ? TrialOf(rules, tiles, r) : Retry{kUncut, false, 0};
   t.by_weight = cut.by_weight;
+  t.margin = cut.margin;
   const i64 num_chunks = CutByLength(c, tiles, cut.longest_cost, t.chunks);
   // In balanced schedules scratch can hold any first cut (LongestChunkCost), and retries are
   // counted.
@@ -268,8 +270,15 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
     if (num_items > rules.max_items) return MakeFault(kFaultItems, 0, num_items);
   }
   t.num_chunks = static_cast<i32>(num_chunks);
-  if (r > 0 &&
-      NumSplitChunks(c, tiles, t.chunks) * rules.num_kv_heads > rules.max_balanced_partials) {
+  const i64 num_split = r > 0 ? NumSplitChunks(c, tiles, t.chunks) : 0;
+  const auto may_win = [&] {
+    const i64 fixed =
+        (num_chunks - tiles.num_tiles) * rules.item_cost + num_split * rules.split_cost;
+    const i64 cost = WholeCost(rules, tiles.num_tiles, tiles.span_cost) +
+                     fixed * rules.kv_cost[0] * rules.num_units;
+    return MayBeWorthMoreSplits(t.margin, cost, rules.num_queues, than);
+  };
+  if (num_split * rules.num_kv_heads > rules.max_balanced_partials || (than > 0 && !may_win())) {
     t.num_chunks = -1;
   } else {
     TakeChunkArrays(c, t.num_chunks, num_chunks * rules.num_units, &t.chunks);
@@ -319,7 +328,7 @@ __device__ __forceinline__ PlanFault MakeSharedTrial(Context& c,
 template <class Context>
 __device__ __forceinline__ PlanSchedule ScheduleOf(const Context& c, i32 r) {
   const PlanTrial& t = c.shared.trials[r];
-  return {t.chunks, t.num_chunks, c.shared.makespan[r], nullptr};
+  return {t.chunks, t.num_chunks, c.shared.makespan[r], nullptr, t.by_weight};
 }
 
 }  // namespace jax_attn

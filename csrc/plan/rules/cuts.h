@@ -30,15 +30,18 @@ inline i64 LongestChunkCost(const PlanRules& rules, i64 total_span_cost, i32 twi
   return 2 * total_span_cost * rules.num_units / queues;
 }
 inline constexpr i64 kUncut = 1ll << 62;  // longest chunks if no tile is split
+// A limit in tokens, the same for tiles of any size, in the place of a cost.
+inline constexpr i64 ChunksOfTokens(i32 tokens) { return -i64{tokens}; }
 
-// longest_cost: for kBalanced. kFixedSplit counts from position 0, or from the beginning of a step
-// list: borders depend only on the position, so a request has the same partial states and, after
-// the ordered merge, the same bits in any batch. kNoSplit: FlashAttention-2 (arXiv 2307.08691,
-// section 3.2), one item per query tile and head.
+// longest_cost: for kBalanced, a cost or ChunksOfTokens. kFixedSplit counts from position 0, or
+// from the beginning of a step list: borders depend only on the position, so a request has the same
+// partial states and, after the ordered merge, the same bits in any batch. kNoSplit:
+// FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
 inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
-    const i32 tokens = static_cast<i32>(Least(kPositionLimit, longest_cost / t.kv_cost + 1));
+    const i64 limit = longest_cost < 0 ? -longest_cost : longest_cost / t.kv_cost + 1;
+    const i32 tokens = static_cast<i32>(Least(kPositionLimit, limit));
     const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
     cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
   } else if (rules.schedule == kFixedSplit) {

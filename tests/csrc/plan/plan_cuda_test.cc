@@ -539,6 +539,18 @@ void RunRetries(unsigned seed) {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 8, Pick(random, {132, 264}));
 }
 
+// Decodes for which no retry before the chunks of FlashDecoding is as good as these.
+void RunFixedChunks() {
+  std::vector<Request> requests;
+  for (const int64_t kv_len :
+       {1332, 200,  4000, 4000, 444, 4000, 2,    4000, 4000, 4000, 4000, 800, 22,  210,
+        4000, 4000, 306,  2000, 666, 1000, 2000, 4000, 4000, 4000, 4,    284, 4000}) {
+    requests.push_back({1, kv_len});
+  }
+  RunOnH200<TraitsOf<512, 96 * 1024>>(requests, 4, 132);
+  RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 4, 132);
+}
+
 // Few equal decodes: ranges that cut the heads of a partition at different positions.
 void RunRanges(unsigned seed) {
   Random random(seed);
@@ -695,6 +707,7 @@ void RunAll(unsigned num_cases) {
   RunServing(128, 8, true, false);
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
+  RunFixedChunks();
   for (unsigned seed = 0; seed < 30; ++seed) RunRanges(seed);
   for (unsigned seed = 0; seed < 40; ++seed) RunFixedSplits(seed);
   std::printf(

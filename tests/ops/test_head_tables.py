@@ -1,0 +1,146 @@
+"""Page tables of heads, against dense attention of each head over the keys that it kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_attn import head_tables, retention
+
+HEADS, KV_HEADS, DIM, PAGE = 6, 3, 32, 4
+
+
+def make(rng, qo_lens, kv_lens, spare_rows=2):
+    """A plan of the lengths, with the pages in no order."""
+    kv_lens = np.asarray(kv_lens)
+    num_pages = -(-kv_lens.reshape(-1) // PAGE)
+    indptr = np.append(0, np.cumsum(num_pages))
+    pages = rng.permutation(indptr[-1] + 3)[: indptr[-1]]
+    qo_indptr = np.append(0, np.cumsum(qo_lens))
+    spec = head_tables.spec(
+        HEADS, KV_HEADS, DIM, dtype="float32", page_size=PAGE, max_batch=len(qo_lens) + 1,
+        max_qo_tokens=int(qo_indptr[-1]) + spare_rows, max_kv_pages=int(indptr[-1]) + 1,
+        target="cpu",
+    )  # fmt: skip
+    return head_tables.plan(spec, qo_indptr, kv_lens, indptr, pages), qo_indptr, indptr, pages
+
+
+def dense(q, k, v):
+    """One head: queries at the end of the keys. [n, group, dim], [m, dim] -> [n, group, dim]"""
+    logits = np.einsum("ngd,md->ngm", q, k) / np.sqrt(DIM)
+    n, m = len(q), len(k)
+    sees = np.arange(m) <= np.arange(m - n, m)[:, None, None]
+    weights = np.exp(np.where(sees, logits, -np.inf))
+    return np.einsum("ngm,md->ngd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens"),
+    (
+        ([1, 1, 0], [[9, 1, 30], [5, 17, 4], [0, 3, 8]]),
+        ([3, 1, 5], [[9, 3, 30], [5, 17, 1], [5, 6, 40]]),
+    ),
+    ids=("decodes", "mixed"),
+)
+def test_each_head_attends_to_its_own_keys(qo_lens, kv_lens):
+    rng = np.random.default_rng(0)
+    plan, qo_indptr, indptr, pages = make(rng, qo_lens, kv_lens)
+    assert (plan.rows is None) == (max(qo_lens) <= 1)
+    num_rows = plan.plan.spec.max_qo_tokens // KV_HEADS
+    q = rng.normal(size=(num_rows, HEADS, DIM)).astype(np.float32)
+    k_pages, v_pages = rng.normal(size=(2, len(pages) + 3, PAGE, 1, DIM)).astype(np.float32)
+    o = jax.jit(head_tables.attention)(q, k_pages, v_pages, plan)
+    assert o.shape == q.shape
+    for r, (begin, end) in enumerate(zip(qo_indptr, qo_indptr[1:], strict=False)):
+        for h in range(KV_HEADS):
+            at = r * KV_HEADS + h
+            mine = pages[indptr[at] : indptr[at + 1]]
+            k, v = (x[mine].reshape(-1, DIM)[: kv_lens[r][h]] for x in (k_pages, v_pages))
+            group = slice(h * HEADS // KV_HEADS, (h + 1) * HEADS // KV_HEADS)
+            np.testing.assert_allclose(
+                o[begin:end, group], dense(q[begin:end, group], k, v), atol=1e-5
+            )
+    np.testing.assert_array_equal(o[qo_indptr[-1] :], 0)  # padding
+
+
+def test_append_writes_to_the_end_of_each_head():
+    rng = np.random.default_rng(1)
+    qo_lens, kv_lens = [2, 1], [[5, 9, 2], [1, 4, 6]]
+    plan, qo_indptr, indptr, pages = make(rng, qo_lens, kv_lens, 0)
+    k, v = rng.normal(size=(2, 3, KV_HEADS, DIM)).astype(np.float32)
+    empty = np.zeros((len(pages) + 3, PAGE, 1, DIM), np.float32)
+    k_pages, v_pages = head_tables.append_kv(empty, empty, k, v, plan)
+    for new, written in ((k, k_pages), (v, v_pages)):
+        for r, (begin, end) in enumerate(zip(qo_indptr, qo_indptr[1:], strict=False)):
+            for h in range(KV_HEADS):
+                at = r * KV_HEADS + h
+                rows = np.asarray(written)[pages[indptr[at] : indptr[at + 1]]].reshape(-1, DIM)
+                last = kv_lens[r][h]
+                np.testing.assert_array_equal(rows[last - (end - begin) : last], new[begin:end, h])
+        assert (np.asarray(written) != 0).any(-1).sum() == new.shape[0] * KV_HEADS
+
+
+def test_bad_input_is_refused():
+    plan, *_ = make(np.random.default_rng(2), [1, 1], [[3, 3, 3], [3, 3, 3]])
+    with pytest.raises(ValueError, match="num_qo_heads: expected a multiple of num_kv_heads = 3"):
+        head_tables.spec(8, 3, DIM, max_batch=1, max_qo_tokens=1)
+    with pytest.raises(ValueError, match=r"expected \[batch_size, num_kv_heads\]"):
+        head_tables.plan(plan.plan.spec, [0, 1], [3, 3, 3], [0, 1, 2, 3], [0, 1, 2])
+    with pytest.raises(ValueError, match="as many columns as head_tables.spec had"):
+        head_tables.plan(plan.plan.spec, [0, 1], [[3, 3]], [0, 1, 2], [0, 1])
+    pages = jnp.zeros((9, PAGE, 1, DIM))
+    with pytest.raises(ValueError, match="sinks: expected only layer and variant_operands"):
+        head_tables.attention(jnp.zeros((4, HEADS, DIM)), pages, pages, plan, sinks=jnp.zeros(2))
+    with pytest.raises(ValueError, match="q: expected"):
+        head_tables.attention(jnp.zeros((5, HEADS, DIM)), pages, pages, plan)
+
+
+def weights_of(q, k, first):
+    """Sums of softmax weights of queries at positions first + i, head by head, in loops."""
+    sums = np.zeros((KV_HEADS, len(k)))
+    for i in range(len(q)):
+        for head in range(HEADS):
+            h = head // (HEADS // KV_HEADS)
+            logits = k[: first + i + 1, h].astype(np.float64) @ q[i, head] / np.sqrt(DIM)
+            weights = np.exp(logits - logits.max())
+            sums[h, : first + i + 1] += weights / weights.sum()
+    return sums
+
+
+def test_snapkv_and_heavy_hitters_keep_the_largest_sums():
+    rng = np.random.default_rng(3)
+    n, window, budget = 300, 8, 40
+    q = rng.normal(size=(n, HEADS, DIM)).astype(np.float32)
+    k = 2 * rng.normal(size=(n, KV_HEADS, DIM)).astype(np.float32)
+    kept = np.asarray(retention.snapkv(q[-window:], k, budget, pool=5))
+    sums = weights_of(q[-window:], k, n - window)
+    pooled = np.stack([np.convolve(x, np.ones(5), "same") for x in sums])
+    hitters = np.asarray(retention.heavy_hitters(q, k, budget, recent=window))
+    for found, scores in ((kept, pooled), (hitters, weights_of(q, k, 0))):
+        assert found.shape == (KV_HEADS, budget)
+        assert (np.diff(found, axis=1) > 0).all()
+        for mine, score in zip(found, scores, strict=True):
+            best = np.argsort(score[: n - window])[::-1][: budget - window]
+            assert set(mine) == {*best, *range(n - window, n)}
+
+
+def test_kept_keys_and_their_compensation():
+    x = np.arange(7 * 2 * 3, dtype=np.float32).reshape(7, 2, 3)
+    kept = np.stack([np.asarray(retention.sinks_and_window(7, 1, 2)), [1, 2, 3]])
+    assert kept[0].tolist() == [0, 5, 6]
+    rows, mean = retention.compact(x, kept), retention.compensation(x, kept)
+    for h, others in enumerate(([1, 2, 3, 4], [0, 4, 5, 6])):
+        np.testing.assert_array_equal(rows[h], x[kept[h], h])
+        np.testing.assert_allclose(mean[h], x[others, h].mean(0), rtol=1e-6)
+
+
+def test_retention_refuses_budgets_that_do_not_fit():
+    q, k = np.zeros((4, HEADS, DIM)), np.zeros((9, KV_HEADS, DIM))
+    with pytest.raises(ValueError, match="budget: expected between 4 and the 9 tokens"):
+        retention.snapkv(q, k, 3)
+    with pytest.raises(ValueError, match="pool: expected an odd number, got 4"):
+        retention.snapkv(q, k, 5, pool=4)
+    with pytest.raises(ValueError, match="expected between 1 and the 9 tokens"):
+        retention.heavy_hitters(q, k, 10, recent=1)
+    with pytest.raises(ValueError, match="expected between 1 and the 9 tokens"):
+        retention.sinks_and_window(9, 4, 6)
