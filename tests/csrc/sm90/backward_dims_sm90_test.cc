@@ -44,7 +44,8 @@ int RunAll() {
                      .num_ctas = 5,
                      .kv_heads = 1};
   Run<ShapeOf<192, 192, 1, 0, false, false, false>>(full, 13, true);
-  for (const Poison poison : {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
+  for (const Poison poison :
+       {kNanQ, kInfiniteDo, kNanLse, kInfiniteLse, kNanD, kNanK, kInfiniteV}) {
     const Case c = {.name = "not finite", .requests = {{30, 40}, {60, 70}}, .kv_heads = 1};
     Run<Causal<192, 128, 1>>(c, 20 + poison, true, poison);
   }
