@@ -84,6 +84,10 @@ _BACKWARD_PAGES = (
     "what the ragged kernel has, and of the producer five words, which it reads once for each"
     " request of a unit; of the consumers two words, with windows and a soft cap at D64"
 )
+_BACKWARD_WIDE = (
+    "of the producer, with 24 registers: what it keeps from tile to tile, and with pages from request"
+    " to request; not profiled"
+)
 _PORTABLE_ON_SM100 = (
     136,
     "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
@@ -308,6 +312,13 @@ SPILLS: dict[str, tuple[int, str]] = {
     "backward-bf16-d128-g2-page1-left-right-cap-wgmma": (48, _BACKWARD_PAGES),
     "backward-bf16-d64-g4-page16-right-wgmma": (56, _BACKWARD_PAGES),
     "backward-f16-d64-g8-page256-left-right-cap-wgmma": (96, _BACKWARD_PAGES),
+    "backward-bf16-d40-g5-page5-left-right-cap-wgmma": (56, _BACKWARD_PAGES),
+    "backward-bf16-d96-g4-page1-right-cap-wgmma": (16, _BACKWARD_PAGES),
+    "backward-bf16-d112-g4-page16-right-wgmma": (32, _BACKWARD_PAGES),
+    "backward-bf16-d192x128-g1-ragged-right-wgmma": (8, _BACKWARD_WIDE),
+    "backward-bf16-d192x128-g1-page16-right-wgmma": (32, _BACKWARD_WIDE),
+    "backward-bf16-d256x64-g2-page16-right-wgmma": (32, _BACKWARD_WIDE),
+    "backward-bf16-d256-g2-page16-left-right-cap-wgmma": (48, _BACKWARD_WIDE),
     "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
         56,

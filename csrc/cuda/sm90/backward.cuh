@@ -20,7 +20,8 @@
 // add to a tile one after the other, the last block first, so the order of the sums is fixed. Units
 // are numbered in this order and taken in the order of numbers. So a unit that another one waits
 // for is already running, whatever the grid, and there is no deadlock. A causal block begins at its
-// diagonal, where the blocks behind it have been before, so it rarely waits.
+// diagonal, where the blocks behind it have been before, so it rarely waits. One head has the
+// opposite order (HopperBackwardUnit::is_mirrored).
 //
 // Pages that several requests read belong to the first of them (BackwardIndex). A block of its own
 // keys goes through all requests that read some of them, the owner first, in their order. A block
@@ -115,8 +116,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
 #pragma unroll 1
     for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
-      for (int tile = part.tile_begin; tile < part.tile_end; ++tile) {
-        LoadTile(part, tile, g);
+      for (int i = part.tile_begin; i < part.tile_end; ++i) {
+        LoadTile(part, part.TileAt(i), g);
         if (has_kv) continue;
         LoadKv(owner);  // behind the first tile, whose slot is free earlier
         has_kv = true;
@@ -155,6 +156,10 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       unit.key_end = OwnEnd(request);
       unit.block += unit.key_begin / kKeys;
       return unit;
+    }
+    if constexpr (Unit::kMirrors) {
+      unit.is_mirrored = request == batch_size - 1 && unit.kv_head == f_.num_kv_heads - 1;
+      if (unit.is_mirrored) unit.block = static_cast<int>(unit_index % blocks);
     }
     const auto tiles = Pairs{f_, unit.source}.TilesOf(unit.block);
     unit.tile_begin = tiles.begin;
@@ -266,8 +271,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   }
   // Copies rows of the owner's keys from `first` on; zeros from `end` on.
   template <class Tile, int kDim>
-  __device__ __forceinline__ void CopyPages(u32 to, const char* pool, const Unit& owner,
-                                            int first, int end) const {
+  __device__ __forceinline__ void CopyPages(u32 to, const char* pool, const Unit& owner, int first,
+                                            int end) const {
     constexpr int kChunks = Tile::kPadded / 8, kLive = kDim / 8;
 #pragma unroll 1
     for (int i = Lane(); i < kKeys * kChunks; i += kWarpSize) {
@@ -374,8 +379,8 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
 #pragma unroll 1
       for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
-        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) {
-          if (this->slot_.slot % Shape::kWriters == writer) Write(unit, tile, g);
+        for (int i = unit.tile_begin; i < unit.tile_end; ++i) {
+          if (this->slot_.slot % Shape::kWriters == writer) Write(unit, unit.TileAt(i), g);
           this->slot_.Advance();
         }
       }
@@ -398,7 +403,9 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
       before = count(0, unit.key_begin) + count(Max(next, unit.key_begin), unit.key_end);
       share = count(Max(first, unit.key_begin), Min(next, unit.key_end));
     } else {
-      before = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+      const auto blocks = Pairs{this->f_, unit.source}.BlocksOf(tile);
+      before = Unit::kMirrors && unit.is_mirrored ? unit.block - blocks.begin
+                                                  : blocks.end - 1 - unit.block;
     }
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* progress = this->p_.tile_progress + at;

@@ -103,12 +103,12 @@ class HopperBackwardConsumerBase : protected HopperBackwardRole<Traits> {
   template <class Step>
   __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, bool& is_first,
                                            const Step& step) {
-    int tile = begin;
+    int i = begin;
 #pragma unroll 1
     for (int left = (end - begin) * kGroup; left > 0; --left) {
-      step(unit, tile, is_first);
+      step(unit, unit.TileAt(i), is_first);
       is_first = false;
-      if (++tile == unit.tile_end) tile = unit.tile_begin;
+      if (++i == unit.tile_end) i = unit.tile_begin;
     }
   }
 

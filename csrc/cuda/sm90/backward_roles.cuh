@@ -24,6 +24,17 @@ struct HopperBackwardUnit
   int block;  // block of keys; -1: there are no more units
   // The request's tiles of query tokens that see the block, and the request's first tile.
   int tile_begin, tile_end, first_tile;
+  // Whether tiles come last one first, and blocks of keys of this head add to a tile first one
+  // first. Of one head, the last one of a ragged causal batch: else the longest units, those of the
+  // first blocks, would be the last ones, and most CTAs would wait for them.
+  bool is_mirrored;
+
+  static constexpr bool kMirrors =
+      Traits::kPageSize == 0 && Traits::kHasWindowRight && !Traits::kHasWindowLeft;
+  // The tile that comes at place i, in [tile_begin, tile_end).
+  __device__ __forceinline__ int TileAt(int i) const {
+    return kMirrors && is_mirrored ? tile_begin + tile_end - 1 - i : i;
+  }
 };
 
 // Which keys and which tiles of query tokens see each other. Both directions must agree: a tile
