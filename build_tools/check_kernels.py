@@ -85,8 +85,8 @@ _BACKWARD_PAGES = (
     " request of a unit; of the consumers two words, with windows and a soft cap at D64"
 )
 _BACKWARD_WIDE = (
-    "of the producer, with 24 registers: what it keeps from tile to tile, and with pages from request"
-    " to request; not profiled"
+    "of the producer, with 24 registers: what it keeps from tile to tile, and with pages from"
+    " request to request; not profiled"
 )
 _PORTABLE_ON_SM100 = (
     136,
