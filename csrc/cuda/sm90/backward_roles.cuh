@@ -136,7 +136,6 @@ struct HopperBackwardShape {
   };
   struct WideBarriers {
     u64 full_o[kOSlots], empty_o[kOSlots];
-    u64 empty_slopes[2];
     u64 full_weights, empty_weights;
   };
   // What consumer 0 hands to consumer 1, in the order of registers.
@@ -185,7 +184,6 @@ struct HopperBackwardShape {
         InitBarrier(SharedAddress(wide.full_o + i), 2 * kWarpSize);
         InitBarrier(SharedAddress(wide.empty_o + i), kConsumerWarps);
       }
-      for (int i = 0; i < 2; ++i) InitBarrier(SharedAddress(wide.empty_slopes + i), kOneConsumer);
       InitBarrier(SharedAddress(&wide.full_weights), kOneConsumer);
       InitBarrier(SharedAddress(&wide.empty_weights), kOneConsumer);
     }

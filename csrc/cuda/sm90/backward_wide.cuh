@@ -104,10 +104,7 @@ class HopperBackwardWideConsumer : HopperBackwardConsumerBase<Traits> {
     Arrive(this->WideBarriers().empty_o + o_slot);
     WgmmaWait<0>();
     PinRegisters(d_q);
-    if (!is_first) {
-      Arrive(this->WideBarriers().empty_slopes + before.slot);
-      HandOver(before, d_q);
-    }
+    if (!is_first) HandOver(before, d_q);
     this->slot_.Advance();
     this->o_slot_.Advance();
   }
@@ -122,7 +119,6 @@ class HopperBackwardWideConsumer : HopperBackwardConsumerBase<Traits> {
     WgmmaCommit();
     WgmmaWait<0>();
     PinRegisters(d_q);
-    Arrive(this->WideBarriers().empty_slopes + before.slot);
     HandOver(before, d_q);
   }
 
@@ -177,8 +173,8 @@ class HopperBackwardWideConsumer : HopperBackwardConsumerBase<Traits> {
     Arrive(this->WideBarriers().empty_o + o_slot);
     Arrive(&this->WideBarriers().empty_weights);
     weights_.Advance();
-    // Consumer 0 has read what is there of two steps ago.
-    WaitBarrier(SharedAddress(this->WideBarriers().empty_slopes + slot), this->slot_.parity ^ 1);
+    // The buffer is free: consumer 0 handed this step's weights over behind its dq of two steps
+    // ago.
     this->StoreSlopes(Uniform(SharedAddress(shared_.d_s[slot])), d_s);
     FenceSharedForWgmma();
     Arrive(this->Barriers().full_slopes + slot);

@@ -33,6 +33,7 @@ int RunAll() {
   Run<Odd<112, 32, 1>>(odd, 6, false);
   // Wide.
   Run<Causal<192, 128, 1>>(documents, 7, true);
+  Run<Causal<192, 128, 1>>({.name = "long", .requests = {{400, 400}}, .kv_heads = 1}, 14, true);
   Run<Causal<192, 128, 1>>(causal, 8, false);
   Run<Causal<256, 256, 2>>(documents, 9, true);
   Run<Odd<256, 256, 2>>(odd, 10, true);
