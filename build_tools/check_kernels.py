@@ -84,6 +84,10 @@ _BACKWARD_PAGES = (
     "what the ragged kernel has, and of the producer five words, which it reads once for each"
     " request of a unit; of the consumers two words, with windows and a soft cap at D64"
 )
+_BACKWARD_WIDE = (
+    "of the producer, with 24 registers: what it keeps from tile to tile, and with pages from"
+    " request to request; not profiled"
+)
 _PORTABLE_ON_SM100 = (
     136,
     "sm_100a, where mma.sync serves with all of 255 registers; not looked into, no such GPU was at"
@@ -330,6 +334,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "backward-bf16-d128-g2-page1-left-right-cap-wgmma": (48, _BACKWARD_PAGES),
     "backward-bf16-d64-g4-page16-right-wgmma": (56, _BACKWARD_PAGES),
     "backward-f16-d64-g8-page256-left-right-cap-wgmma": (96, _BACKWARD_PAGES),
+    "backward-bf16-d40-g5-page5-left-right-cap-wgmma": (40, _BACKWARD_PAGES),
+    "backward-bf16-d192x128-g1-page16-right-wgmma": (24, _BACKWARD_WIDE),
+    "backward-bf16-d256x64-g2-page16-right-wgmma": (24, _BACKWARD_WIDE),
+    "backward-bf16-d256-g2-page16-left-right-cap-wgmma": (40, _BACKWARD_WIDE),
     "backward-bf16-d96-g4-page1-right-cap": (8, "not looked into yet"),
     "plan": (
         56,
@@ -622,9 +630,16 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ((128, 128), 2, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
         ((64, 64), 8, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}),
         ((40, 40), 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((80, 80), 1, None, {}),
+        ((96, 96), 4, None, {"causal": False}),
         ((96, 96), 4, 1, {"logits_soft_cap": 30.0}),
+        ((112, 112), 4, 16, {}),
         ((192, 128), 1, None, {}),
+        ((192, 128), 1, 16, {}),
+        ((192, 192), 2, None, {"dtype": "float16", "window_left": 100}),
         ((256, 64), 2, 16, {}),
+        ((64, 256), 3, None, {}),
+        ((256, 256), 2, None, {}),
         ((256, 256), 2, 16, {"window_left": 4096, "logits_soft_cap": 50.0}),
         ((64, 64), 1, None, {"dtype": "float32"}),
         ((128, 128), 4, 16, {"dtype": "float32", "window_left": 100, "logits_soft_cap": 30.0}),

@@ -455,16 +455,28 @@ struct BackwardParams {
   float* d_operands[kMaxVariantOperands];
 };
 
-// Rules of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh: keys of a block, and
-// query tokens of a tile.
-constexpr i32 kHopperBackwardKeys = 128;
-constexpr i32 HopperBackwardRows(i32 head_dim) { return head_dim <= 64 ? 128 : 64; }
+// Rules of the Hopper kernel of the backward pass, cuda/sm90/backward.cuh, for the head dims of q
+// and k, and of v. Wide ones have a loop of their own, backward_wide.cuh.
+constexpr bool IsHopperBackwardWide(i32 dim_qk, i32 dim_vo) { return dim_qk > 128 || dim_vo > 128; }
+// Keys of a block, and query tokens of a tile.
+constexpr i32 HopperBackwardKeys(i32 dim_qk, i32 dim_vo) {
+  return IsHopperBackwardWide(dim_qk, dim_vo) ? 64 : 128;
+}
+constexpr i32 HopperBackwardRows(i32 dim_qk, i32 dim_vo) {
+  return dim_qk <= 64 && dim_vo <= 64 ? 128 : 64;
+}
+// Columns of q and k in shared memory, and of the sums that become d_q; the last ones are zeros.
+// 64 at a time swizzle together, and each of two consumers sums as many.
+constexpr i32 HopperBackwardColumns(i32 dim_qk, i32 dim_vo) {
+  if (IsHopperBackwardWide(dim_qk, dim_vo)) return (dim_qk + 63) / 64 * 64;
+  return HopperBackwardRows(dim_qk, dim_vo) == 128 ? 64 : 128;
+}
 // Rows of k and v in one TMA tile: all keys of a block, or the largest power of two that divides
 // pages and blocks. 0: that would be fewer than the 8 rows after which a swizzle repeats.
-constexpr i32 HopperBackwardTmaRows(i32 page_size) {
-  if (page_size == 0) return kHopperBackwardKeys;
+constexpr i32 HopperBackwardTmaRows(i32 page_size, i32 block_keys) {
+  if (page_size == 0) return block_keys;
   i32 rows = 1;
-  while (rows < kHopperBackwardKeys && page_size % (2 * rows) == 0) rows *= 2;
+  while (rows < block_keys && page_size % (2 * rows) == 0) rows *= 2;
   return rows < 8 ? 0 : rows;
 }
 
@@ -516,8 +528,8 @@ struct BackwardCudaParams {
   i32* needs_portable;
   // [max_tiles, num_qo_heads] key blocks that have added to a tile; with pages: keys
   i32* tile_progress;
-  // Not 0 at entry.
-  float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * head_dim_qk] in the order of registers
+  // Not 0 at entry. In the order of registers, with the columns of HopperBackwardColumns.
+  float* d_q_sums;  // [max_tiles, num_qo_heads, tile rows * columns]
   i32 max_tiles;
   // [1, max_qo_tokens, num_qo_heads, head_dim], TMA tiles of a tile's rows; if
   // forward.has_tensor_maps

@@ -158,20 +158,22 @@ Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardC
   const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
   // Coordinates of a TMA tile are 32-bit integers.
   if (kv_rows == 0 || kv_rows >= (int64_t{1} << 31) || spec.max_qo_tokens == 0) return Status::Ok();
-  const int64_t dim = spec.head_dim_qk;
-  const auto map = [&](const void* array, int64_t layers, int64_t rows, int64_t heads,
+  const auto dim_qk = static_cast<i32>(spec.head_dim_qk),
+             dim_vo = static_cast<i32>(spec.head_dim_vo);
+  const auto map = [&](const void* array, int64_t layers, int64_t rows, int64_t heads, i32 dim,
                        int64_t tile_rows, TensorMap* to) {
     return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, tile_rows, 1}, to);
   };
   const int64_t qo_rows = spec.max_qo_tokens, qo_heads = spec.num_qo_heads;
-  const int64_t tile = HopperBackwardRows(static_cast<i32>(dim));
-  JAX_ATTN_RETURN_IF_ERROR(map(f.q, 1, qo_rows, qo_heads, tile, &p->q_map));
-  JAX_ATTN_RETURN_IF_ERROR(map(p->d_o, 1, qo_rows, qo_heads, tile, &p->d_o_map));
-  const int64_t kv_tile = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
+  const int64_t tile = HopperBackwardRows(dim_qk, dim_vo);
+  JAX_ATTN_RETURN_IF_ERROR(map(f.q, 1, qo_rows, qo_heads, dim_qk, tile, &p->q_map));
+  JAX_ATTN_RETURN_IF_ERROR(map(p->d_o, 1, qo_rows, qo_heads, dim_vo, tile, &p->d_o_map));
+  const int64_t kv_tile =
+      HopperBackwardTmaRows(static_cast<i32>(spec.page_size), HopperBackwardKeys(dim_qk, dim_vo));
   if (kv_tile > 0) {
     const int64_t layers = spec.paged() ? f.num_layers : 1, kv_heads = spec.num_kv_heads;
-    JAX_ATTN_RETURN_IF_ERROR(map(f.k, layers, kv_rows, kv_heads, kv_tile, &f.k_map));
-    JAX_ATTN_RETURN_IF_ERROR(map(f.v, layers, kv_rows, kv_heads, kv_tile, &f.v_map));
+    JAX_ATTN_RETURN_IF_ERROR(map(f.k, layers, kv_rows, kv_heads, dim_qk, kv_tile, &f.k_map));
+    JAX_ATTN_RETURN_IF_ERROR(map(f.v, layers, kv_rows, kv_heads, dim_vo, kv_tile, &f.v_map));
   }
   f.has_tensor_maps = 1;
   return Status::Ok();

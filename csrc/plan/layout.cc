@@ -285,7 +285,9 @@ struct HopperBackwardLayout {
 HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t num_pages,
                                               int64_t num_words) {
   HopperBackwardLayout layout;
-  const int64_t rows = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
+  const auto dim_qk = static_cast<i32>(spec.head_dim_qk),
+             dim_vo = static_cast<i32>(spec.head_dim_vo);
+  const int64_t rows = HopperBackwardRows(dim_qk, dim_vo);
   layout.max_tiles = spec.max_qo_tokens / rows + spec.max_batch;
   layout.own_begins = layout.tile_progress = num_words;
   if (spec.paged()) {
@@ -296,7 +298,7 @@ HopperBackwardLayout MakeHopperBackwardLayout(const AttentionSpec& spec, int64_t
   }
   const int64_t tiles_of_heads = layout.max_tiles * spec.num_qo_heads;
   layout.sums = (layout.tile_progress + tiles_of_heads + 3) / 4 * 4;  // aligned to 16 bytes
-  layout.num_words = layout.sums + tiles_of_heads * rows * spec.head_dim_qk;
+  layout.num_words = layout.sums + tiles_of_heads * rows * HopperBackwardColumns(dim_qk, dim_vo);
   return layout;
 }
 

@@ -366,11 +366,9 @@ int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_proces
 
 bool RunsHopperBackward(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
-  // Other head dims do not fit shared memory or registers, or do not fill a swizzled row. No
-  // register is left for a variant or for step lists.
+  // No register is left for a variant or for step lists.
   return FindCudaDevice(spec.arch).main_loop == kHopper && spec.dtype != kF32 &&
-         !problem.program.present && spec.max_steps == 0 && spec.head_dim_qk == spec.head_dim_vo &&
-         (spec.head_dim_qk == 64 || spec.head_dim_qk == 128);
+         !problem.program.present && spec.max_steps == 0 && !IsWide(spec);
 }
 
 std::string DescribeFallback(int64_t arch, int64_t q_format) {

@@ -126,14 +126,18 @@ def test_without_a_kernel(dtype, monkeypatch):
 
 @on_every_platform
 @pytest.mark.parametrize("mask", ["causal", "full", "both_long", "cap_full_window"])
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, (5, 1)), (128, (4, 4))])
+@pytest.mark.parametrize(
+    ("head_dims", "heads"),
+    [((64, 64), (5, 1)), ((128, 128), (4, 4)), ((80, 96), (2, 1)), ((192, 128), (2, 2))],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_ragged(dtype, head_dim, heads, mask, backend):
-    """On sm_90 the WGMMA kernel, with whole and partial tiles and blocks."""
+def test_ragged(dtype, head_dims, heads, mask, backend):
+    """On sm_90 the WGMMA kernels, with whole and partial tiles and blocks."""
+    dim_qk, dim_vo = head_dims
     for content in ("normal", "peaky", "count"):
         case = Case(
             f"hopper_{mask}-{content}", (200, 0, 64, 1, 130, 3), (200, 16, 400, 1, 300, 0),
-            *heads, head_dim, dtype=dtype, page_size=None, **MASKS[mask], contents=(content,),
+            *heads, dim_qk, dim_vo, dtype=dtype, page_size=None, **MASKS[mask], contents=(content,),
         )  # fmt: skip
         check(case, [backend])
 

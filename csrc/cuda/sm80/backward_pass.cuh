@@ -234,8 +234,8 @@ class BackwardPass {
     if constexpr (!kOfKeys) {
       RunPart<true, false>();
     } else if constexpr (Shapes::kSeparate) {
-      RunPart<false, true>();
       RunPart<true, false>();
+      RunPart<false, true>();
     } else {
       RunPart<true, true>();
     }
@@ -256,10 +256,10 @@ class BackwardPass {
   // registers.
   __device__ __forceinline__ void ForgetThread() { thread_ = Opaque(thread_); }
 
-  // kWants1: computes dq or dk. kWants2: computes dv.
+  // kWants1: computes dq or dk. kWants2: computes dv; behind a part for dk that needed care, with
+  // care: keys whose dk becomes NaN get it in dv, too.
   template <bool kWants1, bool kWants2>
   __device__ __forceinline__ void RunPart() {
-    careful_ = false;
 #pragma unroll 1
     for (;;) {
       Sums<L1> sums1;

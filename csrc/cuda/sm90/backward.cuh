@@ -1,22 +1,27 @@
 // The backward pass on sm_90a: wgmma, TMA, one pass of five products. It takes 16-bit elements and
-// head_dim_qk = head_dim_vo of 64 or 128. sm80/backward.cuh has the formulas and does everything
-// else.
+// head dims up to 256. sm80/backward.cuh has the formulas and does everything else.
 //
-// A unit of work is a block of 128 keys of a kv head, for which it writes dk and dv. Tiles of query
+// A unit of work is a block of keys of a kv head, for which it writes dk and dv. Tiles of query
 // tokens of each query head of the group stream by:
 //   S^T = k q^T    dP^T = v d_o^T    dv += P^T d_o    dk += dS^T q    dq = dS k
-// In the first four products each of two consumers has 64 keys. P^T and dS^T are operand a from
-// registers. dS^T also goes to shared memory, for dq, of which each consumer computes half: half of
-// the columns (head_dim 128) or half of the rows (64).
+// P^T and dS^T are operand a from registers. dS^T also goes to shared memory, for dq.
+//
+// Up to head_dim 128 a block has 128 keys, and in the first four products each of two consumers has
+// 64 of them. Of dq each consumer computes half: half of the columns, or half of the rows (head_dim
+// 64). Beyond, backward_wide.cuh divides the work in another way.
 //
 // Where registers allow it, dq is that of the step before (kSumsLater): its products need no
 // barrier then, and run while dS^T is computed.
+//
+// A head_dim between these sizes is padded with zeros in shared memory: TMA tiles are whole blocks
+// of 64 columns. S^T and dP^T sum over the columns that exist, up to 15 more.
 //
 // dq leaves through shared memory: bulk copies add it to f32 sums in global memory. Blocks of keys
 // add to a tile one after the other, the last block first, so the order of the sums is fixed. Units
 // are numbered in this order and taken in the order of numbers. So a unit that another one waits
 // for is already running, whatever the grid, and there is no deadlock. A causal block begins at its
-// diagonal, where the blocks behind it have been before, so it rarely waits.
+// diagonal, where the blocks behind it have been before, so it rarely waits. One head has the
+// opposite order (HopperBackwardUnit::is_mirrored).
 //
 // Pages that several requests read belong to the first of them (BackwardIndex). A block of its own
 // keys goes through all requests that read some of them, the owner first, in their order. A block
@@ -32,189 +37,9 @@
 
 #include "cuda/any/backward_index.cuh"
 #include "cuda/common/variant.cuh"
-#include "cuda/sm90/pipeline.cuh"
-#include "cuda/sm90/tile_rows.cuh"
+#include "cuda/sm90/backward_wide.cuh"
 
 namespace jax_attn {
-
-// The owner's keys that a request reads, in all of the owner's blocks.
-struct HopperBackwardSpan {
-  int key_begin, key_end;
-};
-struct HopperBackwardNoSpan {};
-
-// A unit, as the producer hands it out. With pages: one part for each request that reads the unit's
-// keys, and behind them a part without tiles, with the owner and all of its keys; there the results
-// are complete.
-template <class Traits>
-struct HopperBackwardUnit
-    : Conditional<(Traits::kPageSize > 0), HopperBackwardSpan, HopperBackwardNoSpan>::Type {
-  BackwardSource source;
-  int kv_head;
-  int block;  // block of keys; -1: there are no more units
-  // The request's tiles of query tokens that see the block, and the request's first tile.
-  int tile_begin, tile_end, first_tile;
-};
-
-// Which keys and which tiles of query tokens see each other. Both directions must agree: a tile
-// counts its progress by it.
-template <class Traits>
-struct HopperBackwardPairs {
-  static constexpr int kKeys = kHopperBackwardKeys;
-  static constexpr int kRows = HopperBackwardRows(Traits::kHeadDimQk);
-  static constexpr int kFar = 1 << 30;
-  struct Range {
-    int begin, end;
-  };
-  const AttentionParams& p;
-  const BackwardSource& source;
-
-  __device__ __forceinline__ i64 Left() const { return Min(p.window_left, kFar); }
-  __device__ __forceinline__ i64 Right() const { return Min(p.window_right, kFar); }
-
-  __device__ __forceinline__ Range TilesOf(int block) const {
-    return TilesOf(block * kKeys, Min(block * kKeys + kKeys, source.kv_len));
-  }
-  // The same for keys [first_key, end_key), one or more.
-  __device__ __forceinline__ Range TilesOf(int first_key, int end_key) const {
-    const int last_key = end_key - 1;
-    int begin = 0, end = source.qo_len;
-    if constexpr (Traits::kHasWindowRight) {
-      begin = Clamp(static_cast<i64>(first_key) - Right() - source.q_begin, 0, source.qo_len);
-    }
-    if constexpr (Traits::kHasWindowLeft) {
-      end = Clamp(last_key + Left() + 1 - source.q_begin, 0, source.qo_len);
-    }
-    if (begin >= end) return {0, 0};
-    return {begin / kRows, CeilDiv(end, kRows)};
-  }
-  __device__ __forceinline__ Range BlocksOf(int tile) const {
-    const Range keys = KeysOf(tile);
-    return {keys.begin / kKeys, CeilDiv(keys.end, kKeys)};
-  }
-  __device__ __forceinline__ Range KeysOf(int tile) const {
-    const int last_token = Min(tile * kRows + kRows, source.qo_len) - 1;
-    int begin = 0, end = source.kv_len;
-    if constexpr (Traits::kHasWindowLeft) {
-      begin = Clamp(static_cast<i64>(source.q_begin) + tile * kRows - Left(), 0, source.kv_len);
-    }
-    if constexpr (Traits::kHasWindowRight) {
-      end = Clamp(static_cast<i64>(source.q_begin) + last_token + Right() + 1, 0, source.kv_len);
-    }
-    if (begin >= end) return {0, 0};
-    return {begin, end};
-  }
-};
-
-template <class Traits>
-struct HopperBackwardShape {
-  static_assert(Traits::kHeadDimQk == Traits::kHeadDimVo);
-  static constexpr int kDim = Traits::kHeadDimQk;
-  static_assert(kDim == 64 || kDim == 128);
-  static constexpr int kKeys = HopperBackwardPairs<Traits>::kKeys;
-  static constexpr int kRows = HopperBackwardPairs<Traits>::kRows;
-  static constexpr int kSlots = 2, kUnits = 2;
-  static constexpr int kSumWords = kRows * kDim;  // f32 words of a tile's dq
-  static constexpr int kConsumerWarps = 8;
-  static constexpr bool kIsWide = kDim == 128 && !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
-  // Whether the product for dk runs into the next step. Where registers allow it, as kSumsLater.
-  static constexpr bool kCarries = kIsWide && Traits::kPageSize > 0;
-  // Whether dq of a step is computed in the next step, behind its dS^T, beside dv and dk. Otherwise
-  // in the same step, behind a barrier of all consumers, ahead of dk.
-  static constexpr bool kSumsLater = kDim == 128 && !kCarries;
-  static constexpr int kWriters = 2;
-  using K = SwizzledTile<kDim, kKeys>;   // of k and v
-  using Q = SwizzledTile<kDim, kRows>;   // of q and d_o
-  using S = SwizzledTile<kRows, kKeys>;  // of dS^T
-
-  struct Slot {
-    unsigned char q[Q::kBytes], d_o[Q::kBytes];
-  };
-  struct Barriers {
-    u64 full_kv, empty_kv;
-    u64 full[kSlots], empty[kSlots];
-    u64 full_slopes[2];
-    u64 full_sums[2], empty_sums[2];  // of a tile's dq, which is added in order
-    u64 full_unit[kUnits], empty_unit[kUnits];
-  };
-  struct alignas(1024) Shared {
-    unsigned char k[K::kBytes], v[K::kBytes];
-    Slot slots[kSlots];
-    unsigned char d_s[2][S::kBytes];
-    float sums[kSlots][kSumWords];
-    float lse_log2[kSlots][kRows];  // inf: the row does not count
-    float d[kSlots][kRows];
-    HopperBackwardUnit<Traits> units[kUnits];
-    Barriers barriers;
-  };
-
-  __device__ __forceinline__ static void Init(Shared& shared) {
-    Barriers& b = shared.barriers;
-    // Each lane of the producer arrives twice: for its copies, and for what it stored.
-    InitBarrier(SharedAddress(&b.full_kv), 2 * kWarpSize);
-    InitBarrier(SharedAddress(&b.empty_kv), kConsumerWarps);
-    for (int i = 0; i < kSlots; ++i) {
-      InitBarrier(SharedAddress(b.full + i), 2 * kWarpSize);
-      InitBarrier(SharedAddress(b.empty + i), kConsumerWarps);
-    }
-    for (int i = 0; i < 2; ++i) {
-      InitBarrier(SharedAddress(b.full_slopes + i), kConsumerWarps);
-      InitBarrier(SharedAddress(b.full_sums + i), kConsumerWarps);
-      InitBarrier(SharedAddress(b.empty_sums + i), 1);
-    }
-    for (int i = 0; i < kUnits; ++i) {
-      InitBarrier(SharedAddress(b.full_unit + i), 1);
-      InitBarrier(SharedAddress(b.empty_unit + i), kConsumerWarps + kWriters);
-    }
-  }
-};
-
-// The base of producer, consumers and the writers of sums: their walk through the units.
-template <class Traits>
-class HopperBackwardRole {
- public:
-  using Shape = HopperBackwardShape<Traits>;
-  using Shared = typename Shape::Shared;
-  using Pairs = HopperBackwardPairs<Traits>;
-  using Unit = HopperBackwardUnit<Traits>;
-  static constexpr int kGroup = Traits::kGroupSize, kDim = Shape::kDim;
-  static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
-  static constexpr int kPage = Traits::kPageSize;
-
-  __device__ __forceinline__ HopperBackwardRole(const BackwardCudaParams& p, Shared& shared)
-      : p_(p), f_(p.forward), shared_(shared) {}
-
- protected:
-  __device__ typename Shape::Barriers& Barriers() const { return shared_.barriers; }
-  // The next unit. It stays until the caller passes it.
-  __device__ __forceinline__ const Unit& WaitForUnit() const {
-    WaitBarrier(SharedAddress(Barriers().full_unit + unit_.slot), unit_.parity);
-    return shared_.units[unit_.slot];
-  }
-  __device__ __forceinline__ void PassUnit() {
-    ArriveBarrier(SharedAddress(Barriers().empty_unit + unit_.slot));
-    unit_.Advance();
-  }
-  // The previous position in a ring of two.
-  __device__ __forceinline__ static RingCursor<2> Before(const RingCursor<2>& at) {
-    return {at.slot ^ 1, at.parity ^ static_cast<u32>(at.slot ^ 1)};
-  }
-  // Index of a tile of a query head in [max_tiles, num_qo_heads].
-  __device__ __forceinline__ i64 TileAt(const Unit& unit, int tile, int g) const {
-    return static_cast<i64>(unit.first_tile + tile) * f_.num_qo_heads + unit.kv_head * kGroup + g;
-  }
-  // Whether TMA can copy rows [row, row + num) of `len`: all of them exist.
-  __device__ __forceinline__ bool FitsTma(int row, int num, int len) const {
-    return f_.has_tensor_maps != 0 && row + num <= len;
-  }
-
-  const BackwardCudaParams& p_;
-  const AttentionParams& f_;
-  Shared& shared_;
-  RingCursor<Shape::kUnits> unit_;
-  RingCursor<Shape::kSlots> slot_;
-  RingCursor<1> kv_;
-};
 
 // --- producer: one warp ---
 
@@ -222,7 +47,8 @@ template <class Traits>
 class HopperBackwardProducer : HopperBackwardRole<Traits> {
  public:
   using Base = HopperBackwardRole<Traits>;
-  using Base::Base, Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
+  using Base::Base, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
+  using Base::kQkDim, Base::kVoDim;
   using typename Base::Pairs;
   using typename Base::Shape;
   using typename Base::Unit;
@@ -290,8 +116,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
 #pragma unroll 1
     for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
-      for (int tile = part.tile_begin; tile < part.tile_end; ++tile) {
-        LoadTile(part, tile, g);
+      for (int i = part.tile_begin; i < part.tile_end; ++i) {
+        LoadTile(part, part.TileAt(i), g);
         if (has_kv) continue;
         LoadKv(owner);  // behind the first tile, whose slot is free earlier
         has_kv = true;
@@ -331,6 +157,10 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       unit.block += unit.key_begin / kKeys;
       return unit;
     }
+    if constexpr (Unit::kMirrors) {
+      unit.is_mirrored = request == batch_size - 1 && unit.kv_head == f_.num_kv_heads - 1;
+      if (unit.is_mirrored) unit.block = static_cast<int>(unit_index % blocks);
+    }
     const auto tiles = Pairs{f_, unit.source}.TilesOf(unit.block);
     unit.tile_begin = tiles.begin;
     unit.tile_end = tiles.end;
@@ -338,18 +168,19 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     return unit;
   }
 
-  // Loads kRows rows of one head. The first num_live exist, the others become zeros.
-  template <class Tile, int kNumRows>
+  // Copies kNumRows rows of kDim columns of one head. The first num_live exist, the others and what
+  // pads them become zeros.
+  template <class Tile, int kDim, int kNumRows>
   __device__ __forceinline__ void CopyRows(u32 to, const void* array, int num_heads, int row,
                                            int head, int num_live) const {
-    constexpr int kChunks = kDim / 8;  // vectors of 16 bytes
+    constexpr int kChunks = Tile::kPadded / 8, kLive = kDim / 8;  // vectors of 16 bytes
     const u16* from =
         static_cast<const u16*>(array) + (static_cast<i64>(row) * num_heads + head) * kDim;
     const i64 stride = static_cast<i64>(num_heads) * kDim;
 #pragma unroll 1
     for (int i = Lane(); i < kNumRows * kChunks; i += kWarpSize) {
       const int r = i / kChunks, c = i % kChunks;
-      const bool live = r < num_live;
+      const bool live = r < num_live && (kLive == kChunks || c < kLive);
       CopyAsync16(to + c / 8 * Tile::kBlockBytes + r * 128 + (c % 8 ^ r % 8) * 16,
                   live ? from + r * stride + c * 8 : from, live);
     }
@@ -362,23 +193,22 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       LoadTmaTile(to + block * Tile::kBlockBytes, map, 64 * block, head, row, 0, barrier);
     }
   }
-  // Loads the same rows of two arrays. What this lane stored before arrives with them.
-  template <class Tile, int kNumRows>
-  __device__ __forceinline__ void Load(u32 barrier, bool boxed, u32 to1, u32 to2, const void* from1,
-                                       const void* from2, const TensorMap& map1,
-                                       const TensorMap& map2, int num_heads, int row, int head,
+  // Loads rows as CopyRows does, by TMA if boxed. ArriveLoaded comes after it.
+  template <class Tile, int kDim, int kNumRows>
+  __device__ __forceinline__ void Load(u32 barrier, bool boxed, u32 to, const void* from,
+                                       const TensorMap& map, int num_heads, int row, int head,
                                        int num_live) const {
-    if (boxed) {
-      if (Lane() == 0) {
-        ExpectBytes(barrier, 2 * Tile::kBytes);
-        CopyByTma<Tile>(to1, map1, row, head, barrier);
-        CopyByTma<Tile>(to2, map2, row, head, barrier);
-      }
-    } else {
-      CopyRows<Tile, kNumRows>(to1, from1, num_heads, row, head, num_live);
-      CopyRows<Tile, kNumRows>(to2, from2, num_heads, row, head, num_live);
-      ArriveBarrierAfterCopies(barrier);
+    if (!boxed) {
+      CopyRows<Tile, kDim, kNumRows>(to, from, num_heads, row, head, num_live);
+    } else if (Lane() == 0) {
+      ExpectBytes(barrier, Tile::kBytes);
+      CopyByTma<Tile>(to, map, row, head, barrier);
     }
+  }
+  // What this lane copied and stored before arrives with it.
+  __device__ __forceinline__ static void ArriveLoaded(u32 barrier, bool boxed) {
+    if (!boxed) ArriveBarrierAfterCopies(barrier);
+    ArriveBarrier(barrier, boxed ? 2 : 1);
   }
 
   __device__ __forceinline__ void LoadKv(const Unit& unit) {
@@ -392,11 +222,12 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
       return;
     }
     const bool boxed = this->FitsTma(first, kKeys, unit.source.kv_len);
-    Load<typename Shape::K, kKeys>(full, boxed, SharedAddress(shared_.k), SharedAddress(shared_.v),
-                                   f_.k, f_.v, f_.k_map, f_.v_map, f_.num_kv_heads,
-                                   unit.source.kv_begin + first, unit.kv_head,
-                                   unit.source.kv_len - first);
-    ArriveBarrier(full, boxed ? 2 : 1);
+    const int row = unit.source.kv_begin + first, num_live = unit.source.kv_len - first;
+    Load<typename Shape::K, kQkDim, kKeys>(full, boxed, SharedAddress(shared_.k), f_.k, f_.k_map,
+                                           f_.num_kv_heads, row, unit.kv_head, num_live);
+    Load<typename Shape::V, kVoDim, kKeys>(full, boxed, SharedAddress(shared_.v), f_.v, f_.v_map,
+                                           f_.num_kv_heads, row, unit.kv_head, num_live);
+    ArriveLoaded(full, boxed);
     this->kv_.Advance();
   }
 
@@ -404,7 +235,8 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
   // reads.
   __device__ __forceinline__ void LoadPages(const Unit& owner, int first, u32 full) const {
     using K = typename Shape::K;
-    constexpr int kBox = HopperBackwardTmaRows(kPage), kChunks = kDim / 8;
+    using V = typename Shape::V;
+    constexpr int kBox = HopperBackwardTmaRows(kPage, kKeys);
     const u32 k_to = SharedAddress(shared_.k), v_to = SharedAddress(shared_.v);
     const auto page_at = [&](int pos) { return LoadPage<kPage>(f_, owner.source.kv_begin, pos); };
     // The last page counts up to the tokens of the request that has the most there.
@@ -415,35 +247,47 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
         const int pos = first + Lane() * kBox;
         const int row = static_cast<int>(PoolRow<kPage>(page_at(pos), pos));
         const int layer = LoadLayer<Traits>(f_);
-        ExpectBytes(full, 2 * kBox * kDim * 2);
+        ExpectBytes(full, kBox * (K::kPadded + V::kPadded) * 2);
 #pragma unroll
-        for (int block = 0; block < K::kBlocks; ++block) {
-          const u32 at = block * K::kBlockBytes + Lane() * kBox * 128;
-          LoadTmaTile(k_to + at, f_.k_map, 64 * block, owner.kv_head, row, layer, full);
-          LoadTmaTile(v_to + at, f_.v_map, 64 * block, owner.kv_head, row, layer, full);
+        for (int block = 0; block < Max(K::kBlocks, V::kBlocks); ++block) {
+          const int at = Lane() * kBox * 128;
+          if (block < K::kBlocks) {
+            LoadTmaTile(k_to + block * K::kBlockBytes + at, f_.k_map, 64 * block, owner.kv_head,
+                        row, layer, full);
+          }
+          if (block < V::kBlocks) {
+            LoadTmaTile(v_to + block * V::kBlockBytes + at, f_.v_map, 64 * block, owner.kv_head,
+                        row, layer, full);
+          }
         }
       }
       ArriveBarrier(full, 2);
       return;
     }
     const KvPools pools = FindPools<Traits, 2>(f_);
+    CopyPages<K, kQkDim>(k_to, pools.k, owner, first, end);
+    CopyPages<V, kVoDim>(v_to, pools.v, owner, first, end);
+    ArriveLoaded(full, false);
+  }
+  // Copies rows of the owner's keys from `first` on; zeros from `end` on.
+  template <class Tile, int kDim>
+  __device__ __forceinline__ void CopyPages(u32 to, const char* pool, const Unit& owner, int first,
+                                            int end) const {
+    constexpr int kChunks = Tile::kPadded / 8, kLive = kDim / 8;
 #pragma unroll 1
     for (int i = Lane(); i < kKeys * kChunks; i += kWarpSize) {
       const int r = i / kChunks, c = i % kChunks, pos = first + r;
-      const bool live = pos < end;
+      const bool live = pos < end && (kLive == kChunks || c < kLive);
       i64 from = 0;
       if (live) {
-        from = (static_cast<i64>(PoolRow<kPage>(page_at(pos), pos)) * f_.num_kv_heads +
-                owner.kv_head) *
+        const int page = LoadPage<kPage>(f_, owner.source.kv_begin, pos);
+        from = (static_cast<i64>(PoolRow<kPage>(page, pos)) * f_.num_kv_heads + owner.kv_head) *
                    (kDim * 2) +
                c * 16;
       }
-      const u32 at = c / 8 * K::kBlockBytes + r * 128 + (c % 8 ^ r % 8) * 16;
-      CopyAsync16(k_to + at, pools.k + from, live);
-      CopyAsync16(v_to + at, pools.v + from, live);
+      CopyAsync16(to + c / 8 * Tile::kBlockBytes + r * 128 + (c % 8 ^ r % 8) * 16, pool + from,
+                  live);
     }
-    ArriveBarrierAfterCopies(full);
-    ArriveBarrier(full, 1);
   }
 
   __device__ __forceinline__ void LoadTile(const Unit& unit, int tile, int g) {
@@ -454,10 +298,35 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
     const int first = tile * kRows, head = unit.kv_head * kGroup + g;
     const int row = unit.source.qo_begin + first, num_live = unit.source.qo_len - first;
     const bool boxed = this->FitsTma(first, kRows, unit.source.qo_len);
-    typename Shape::Slot& to = shared_.slots[slot];
-    Load<typename Shape::Q, kRows>(full, boxed, SharedAddress(to.q), SharedAddress(to.d_o), f_.q,
-                                   p_.d_o, p_.q_map, p_.d_o_map, f_.num_qo_heads, row, head,
-                                   num_live);
+    Load<typename Shape::Q, kQkDim, kRows>(full, boxed, SharedAddress(shared_.q[slot]), f_.q,
+                                           p_.q_map, f_.num_qo_heads, row, head, num_live);
+    if constexpr (Shape::kIsWide) {
+      LoadRowValues<true, false>(slot, row, head, num_live);
+      ArriveLoaded(full, boxed);
+      const int o_slot = this->o_slot_.slot;
+      WaitBarrier(SharedAddress(this->WideBarriers().empty_o + o_slot), this->o_slot_.parity ^ 1);
+      const u32 full_o = SharedAddress(this->WideBarriers().full_o + o_slot);
+      LoadOutputs(full_o, boxed, o_slot, row, head, num_live);
+      LoadRowValues<false, true>(o_slot, row, head, num_live);
+      ArriveLoaded(full_o, boxed);
+      this->o_slot_.Advance();
+    } else {
+      LoadOutputs(full, boxed, slot, row, head, num_live);
+      LoadRowValues<true, true>(slot, row, head, num_live);
+      ArriveLoaded(full, boxed);
+    }
+    this->slot_.Advance();
+  }
+
+  __device__ __forceinline__ void LoadOutputs(u32 full, bool boxed, int slot, int row, int head,
+                                              int num_live) const {
+    Load<typename Shape::O, kVoDim, kRows>(full, boxed, SharedAddress(shared_.d_o[slot]), p_.d_o,
+                                           p_.d_o_map, f_.num_qo_heads, row, head, num_live);
+  }
+
+  // Loads lse and d of a tile's rows, or one of them.
+  template <bool kLse, bool kD>
+  __device__ __forceinline__ void LoadRowValues(int slot, int row, int head, int num_live) const {
     // Two of each at a time: the producer has few registers.
 #pragma unroll 1
     for (int begin = 0; begin < kRows; begin += 2 * kWarpSize) {
@@ -470,24 +339,24 @@ class HopperBackwardProducer : HopperBackwardRole<Traits> {
         if (r < num_live) {
           const i64 at = static_cast<i64>(row + r) * f_.num_qo_heads + head;
           lse[i] = __uint_as_float(LoadOperand32(p_.lse + at));
-          d[i] = __uint_as_float(LoadOperand32(p_.d + at));
+          if constexpr (kD) d[i] = __uint_as_float(LoadOperand32(p_.d + at));
         }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int r = begin + i * kWarpSize + Lane();
         const bool counts = lse[i] != -Infinity();
-        // NaN for +inf, and for lse that only the portable kernel can use: see needs_portable.
-        const float lse_log2 = (lse[i] - lse[i]) + lse[i] * kLog2E;
-        const bool is_far = !(fabsf(lse_log2) < kFarLseLog2);
-        shared_.lse_log2[slot][r] = !counts  ? Infinity()
-                                    : is_far ? __uint_as_float(kFullWarp)
-                                             : lse_log2;
-        shared_.d[slot][r] = counts ? d[i] : 0.0f;
+        if constexpr (kD) shared_.d[slot][r] = counts ? d[i] : 0.0f;
+        if constexpr (kLse) {
+          // NaN for +inf, and for lse that only the portable kernel can use: see needs_portable.
+          const float lse_log2 = (lse[i] - lse[i]) + lse[i] * kLog2E;
+          const bool is_far = !(fabsf(lse_log2) < kFarLseLog2);
+          shared_.lse_log2[slot][r] = !counts  ? Infinity()
+                                      : is_far ? __uint_as_float(kFullWarp)
+                                               : lse_log2;
+        }
       }
     }
-    ArriveBarrier(full, boxed ? 2 : 1);
-    this->slot_.Advance();
   }
 };
 
@@ -510,8 +379,8 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
 #pragma unroll 1
       for (int g = 0; g < kGroup; ++g) {
 #pragma unroll 1
-        for (int tile = unit.tile_begin; tile < unit.tile_end; ++tile) {
-          if (this->slot_.slot % Shape::kWriters == writer) Write(unit, tile, g);
+        for (int i = unit.tile_begin; i < unit.tile_end; ++i) {
+          if (this->slot_.slot % Shape::kWriters == writer) Write(unit, unit.TileAt(i), g);
           this->slot_.Advance();
         }
       }
@@ -534,157 +403,116 @@ class HopperBackwardWriter : HopperBackwardRole<Traits> {
       before = count(0, unit.key_begin) + count(Max(next, unit.key_begin), unit.key_end);
       share = count(Max(first, unit.key_begin), Min(next, unit.key_end));
     } else {
-      before = Pairs{this->f_, unit.source}.BlocksOf(tile).end - 1 - unit.block;
+      const auto blocks = Pairs{this->f_, unit.source}.BlocksOf(tile);
+      before = Unit::kMirrors && unit.is_mirrored ? unit.block - blocks.begin
+                                                  : blocks.end - 1 - unit.block;
     }
     float* to = this->p_.d_q_sums + at * Shape::kSumWords;
     i32* progress = this->p_.tile_progress + at;
-    const int slot = this->slot_.slot;
-    const u32 from = SharedAddress(this->shared_.sums[slot]);
-    constexpr int kBytes = Shape::kSumWords * 4;
     // Asked early as well: behind the sums it takes a trip to memory.
-    const bool may_add = before == 0 || LoadAcquire(progress) >= before;
-    WaitBarrier(SharedAddress(this->Barriers().full_sums + slot), this->slot_.parity);
-    if (before == 0) {
-      StoreBulk(to, from, kBytes);
-    } else {
-      // With pages the unit that is waited for may go through many requests first.
-      constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
-      int naps = 0;
-      while (!may_add && LoadAcquire(progress) < before && naps < kMost) {
-        Nap();
-        ++naps;
+    bool may_add = before == 0 || LoadAcquire(progress) >= before;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const Part part = PartOf(i);
+      WaitBarrier(SharedAddress(this->Barriers().full_sums + part.full), part.parity);
+      if (before == 0) {
+        StoreBulk(to + part.word, part.from, kPartBytes);
+      } else {
+        // With pages the unit that is waited for may go through many requests first.
+        constexpr int kMost = Base::kPage > 0 ? 16 * kMostNaps : kMostNaps;
+        int naps = 0;
+        while (!may_add && LoadAcquire(progress) < before && naps < kMost) {
+          Nap();
+          ++naps;
+        }
+        if (naps == kMost) MaxRelaxed(this->p_.needs_portable, 1);
+        may_add = true;
+        FenceGlobalForBulk();
+        AddBulk(to + part.word, part.from, kPartBytes);
       }
-      if (naps == kMost) MaxRelaxed(this->p_.needs_portable, 1);
-      FenceGlobalForBulk();
-      AddBulk(to, from, kBytes);
+      CommitStores();
+      WaitStoresRead();
+      ArriveBarrier(SharedAddress(this->Barriers().empty_sums + part.empty));
     }
-    CommitStores();
-    WaitStoresRead();
-    ArriveBarrier(SharedAddress(this->Barriers().empty_sums + slot));
     WaitStores();
     FenceGlobalForBulk();
     AddAcquireRelease(progress, share);
+  }
+
+  // What leaves at once: a tile; of wide heads a block.
+  struct Part {
+    int full, empty;  // barriers
+    u32 parity, from;
+    int word;
+  };
+  static constexpr int kParts = Shape::kIsWide ? Shape::kNumBlocks : 1;
+  static constexpr int kPartBytes = Shape::kSumWords * 4 / kParts;
+
+  // Consumer 1 hands over a step before consumer 0 does (backward_wide.cuh), so its blocks come
+  // first.
+  __device__ __forceinline__ Part PartOf(int i) const {
+    const int slot = this->slot_.slot;
+    if constexpr (Shape::kIsWide) {
+      const int consumer = i < Shape::kBlocks1 ? 1 : 0;
+      const int block = consumer == 1 ? i : i - Shape::kBlocks1;  // of the consumer's
+      const int num_blocks = consumer == 1 ? Shape::kBlocks1 : Shape::kBlocks0;
+      const u32 parity = num_blocks == 1 ? this->slot_.parity : static_cast<u32>(block);
+      const int column_block = block + (consumer == 1 ? Shape::kBlocks0 : 0);
+      return {2 * slot + consumer, consumer, parity, SharedAddress(this->shared_.sums[consumer]),
+              column_block * Shape::kBlockWords};
+    }
+    return {slot, slot, this->slot_.parity, SharedAddress(this->shared_.sums[slot]), 0};
   }
 };
 
 // --- consumers: two warpgroups ---
 
 template <class Traits>
-class HopperBackwardConsumer : HopperBackwardRole<Traits> {
+class HopperBackwardConsumer : HopperBackwardConsumerBase<Traits> {
  public:
-  using Base = HopperBackwardRole<Traits>;
-  using Base::kDim, Base::kGroup, Base::kKeys, Base::kPage, Base::kRows;
+  using Base = HopperBackwardConsumerBase<Traits>;
+  using Base::Base, Base::kKeys, Base::kRows;
+  using typename Base::E;
+  using typename Base::Fragments;
+  using typename Base::K;
+  using typename Base::O;
+  using typename Base::Q;
+  using typename Base::S;
   using typename Base::Shape;
-  using typename Base::Shared;
+  using typename Base::SumsOfK;
+  using typename Base::SumsOfV;
+  using typename Base::Tile;
   using typename Base::Unit;
-  using E = Element<Traits::kDtype>;
-  using K = typename Shape::K;
-  using Q = typename Shape::Q;
-  using S = typename Shape::S;
+  using typename Base::V;
   static constexpr int kNamedBarrier = 1, kConsumerThreads = 256;
 
-  __device__ __forceinline__ HopperBackwardConsumer(const BackwardCudaParams& p, Shared& shared)
-      : Base(p, shared),
-        consumer_(Uniform(static_cast<int>(threadIdx.x) / 128 - 1)),
-        warp_(Uniform(static_cast<int>(threadIdx.x) % 128 / kWarpSize)),
-        thread_(static_cast<int>(threadIdx.x) % 128) {}
-
   __device__ __forceinline__ void Run() {
-#pragma unroll 1
-    for (;;) {
-      const Unit& unit = this->WaitForUnit();
-      if (unit.block < 0) break;
-      RunUnit(unit);
-      PassUnitByWarp();
-    }
+    this->RunUnits([&](const Unit& unit) { RunUnit(unit); });
   }
 
  private:
-  using Base::f_, Base::p_, Base::shared_;
-  using Sums = float[kDim / 8][4];
-  using Tile = float[kRows / 8][4];      // S^T or dP^T, keys are rows
-  using Fragments = u32[kRows / 16][4];  // the same, packed
-  // Opaque: registers are few, so nothing derived from it stays in them from step to step.
-  __device__ int Lane() const { return Opaque(thread_) % kWarpSize; }
-  // The first of this warp's 16 keys in the block.
-  __device__ int FirstKey() const { return 64 * consumer_ + 16 * warp_; }
-  __device__ __forceinline__ void Arrive(const u64* barrier) const {
-    __syncwarp();
-    if (Lane() == 0) ArriveBarrier(SharedAddress(barrier));
-  }
-
-  __device__ __forceinline__ void PassUnitByWarp() {
-    __syncwarp();
-    if (Lane() == 0) {
-      this->PassUnit();
-    } else {
-      this->unit_.Advance();
-    }
-  }
+  using Base::Arrive;
+  using Base::p_, Base::f_, Base::shared_, Base::consumer_, Base::thread_;
 
   __device__ __forceinline__ void RunUnit(const Unit& unit) {
-    Sums d_k = {}, d_v = {};
-    const Unit* last = &unit;
-    if constexpr (kPage > 0) {
-      last = RunParts(last, d_k, d_v);
-    } else {
-      const int begin = Uniform(unit.tile_begin), end = Uniform(unit.tile_end);
-      if (begin < end) {
-        WaitForKv();
-        bool is_first = true;
-        RunTiles(unit, begin, end, is_first, d_k, d_v);
-        Finish(d_k);
-        Arrive(&this->Barriers().empty_kv);
-      }
-    }
-    bool is_finite = Write(p_.d_k, *last, f_.sm_scale, d_k);
-    is_finite &= Write(p_.d_v, *last, 1.0f, d_v);
+    SumsOfK d_k = {};
+    SumsOfV d_v = {};
+    const Unit* last = this->RunSteps(
+        unit,
+        [&](const Unit& part, int tile, bool is_first) { RunStep(part, tile, is_first, d_k, d_v); },
+        [&] { Finish(d_k); });
+    bool is_finite = this->template Write<Shape::kQkDim>(p_.d_k, *last, f_.sm_scale, d_k);
+    is_finite &= this->template Write<Shape::kVoDim>(p_.d_v, *last, 1.0f, d_v);
     if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
-  }
-
-  // Returns the part behind the last one, which the caller passes.
-  __device__ __forceinline__ const Unit* RunParts(const Unit* part, Sums& d_k, Sums& d_v) {
-    if (Uniform(part->tile_begin) == Uniform(part->tile_end)) return part;
-    WaitForKv();
-    bool is_first = true;
-#pragma unroll 1
-    for (;;) {
-      const int begin = Uniform(part->tile_begin), end = Uniform(part->tile_end);
-      if (begin == end) break;
-      RunTiles(*part, begin, end, is_first, d_k, d_v);
-      PassUnitByWarp();
-      part = &this->WaitForUnit();
-    }
-    Finish(d_k);
-    Arrive(&this->Barriers().empty_kv);
-    return part;
-  }
-
-  __device__ __forceinline__ void WaitForKv() {
-    WaitBarrier(SharedAddress(&this->Barriers().full_kv), this->kv_.parity);
-    this->kv_.Advance();
-    FenceSharedForWgmma();  // some rows may not have come by TMA
-  }
-
-  // is_first: whether the first tile is the unit's first one.
-  __device__ __forceinline__ void RunTiles(const Unit& unit, int begin, int end, bool& is_first,
-                                           Sums& d_k, Sums& d_v) {
-    int tile = begin;
-#pragma unroll 1
-    for (int left = (end - begin) * kGroup; left > 0; --left) {
-      RunStep(unit, tile, is_first, d_k, d_v);
-      is_first = false;
-      if (++tile == unit.tile_end) tile = unit.tile_begin;
-    }
   }
 
   // At the end the product for dk still runs, and reads this tile of q, until the next step or
   // Finish.
-  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, bool is_first, Sums& d_k,
-                                          Sums& d_v) {
+  __device__ __forceinline__ void RunStep(const Unit& unit, int tile, bool is_first, SumsOfK& d_k,
+                                          SumsOfV& d_v) {
     const int slot = this->slot_.slot;
-    const u32 q_at = Uniform(SharedAddress(shared_.slots[slot].q));
-    const u32 d_o_at = Uniform(SharedAddress(shared_.slots[slot].d_o));
+    const u32 q_at = Uniform(SharedAddress(shared_.q[slot]));
+    const u32 d_o_at = Uniform(SharedAddress(shared_.d_o[slot]));
     const u32 d_s_at = Uniform(SharedAddress(shared_.d_s[slot]));
     const bool boxed = this->FitsTma(tile * kRows, kRows, unit.source.qo_len);
     WaitBarrier(SharedAddress(this->Barriers().full + slot), this->slot_.parity);
@@ -693,11 +521,11 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     // S^T and dP^T.
     Tile s = {}, d_p = {};
     WgmmaFence();
-    Dot(SharedAddress(shared_.k), q_at, s);
+    Base::template Dot<Shape::kQkDim, K, Q>(SharedAddress(shared_.k), 64 * consumer_, q_at, s);
     WgmmaCommit();
-    Dot(SharedAddress(shared_.v), d_o_at, d_p);
+    Base::template Dot<Shape::kVoDim, V, O>(SharedAddress(shared_.v), 64 * consumer_, d_o_at, d_p);
     WgmmaCommit();
-    const bool seen_by_all = IsSeenByAll(unit, tile);
+    const bool seen_by_all = this->IsSeenByAll(unit, tile);
     WgmmaWait<1>();
     PinRegisters(s);
     if constexpr (Shape::kCarries) {
@@ -708,9 +536,9 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     // P^T.
     Fragments p;
     if (seen_by_all) {
-      Weigh<false>(unit, tile, slot, s, p);
+      this->template Weigh<false>(unit, tile, slot, s, p);
     } else {
-      Weigh<true>(unit, tile, slot, s, p);
+      this->template Weigh<true>(unit, tile, slot, s, p);
     }
 
     PinRegisters(s);
@@ -724,7 +552,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     // The buffer of two steps ago is free once all consumers have come as far as this wait
     // requires.
     if constexpr (Shape::kSumsLater) WaitForSlopesBefore();
-    StoreSlopes(d_s_at, d_s);
+    this->StoreSlopes(d_s_at, d_s);
     FenceSharedForWgmma();
     PinRegisters(p);
     PinRegisters(d_s);
@@ -734,7 +562,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     PinRegisters(d_v);
     PinRegisters(d_k);
     WgmmaFence();
-    Add(p, d_o_at, d_v);
+    Base::template Add<O>(p, d_o_at, d_v);
     WgmmaCommit();
     if constexpr (!Shape::kSumsLater) {
       SyncNamed(kNamedBarrier, kConsumerThreads);
@@ -742,7 +570,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
       DotSlopes(d_s_at, d_q);
       WgmmaCommit();
     }
-    Add(d_s, q_at, d_k);
+    Base::template Add<Q>(d_s, q_at, d_k);
     WgmmaCommit();
     WgmmaWait<Shape::kSumsLater ? 2 : 1>();
     PinRegisters(d_q);
@@ -763,7 +591,7 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
   }
 
   // Called behind the last step of a unit.
-  __device__ __forceinline__ void Finish(Sums& d_k) {
+  __device__ __forceinline__ void Finish(SumsOfK& d_k) {
     if constexpr (Shape::kSumsLater) {
       float d_q[8][4] = {};
       DotSlopesBefore(d_q);
@@ -786,22 +614,6 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
 
   // --- products ---
 
-  // c = this consumer's rows of `own` (k or v) times rows of a tile (q or d_o).
-  __device__ __forceinline__ void Dot(u32 own, u32 tile, Tile& c) const {
-    const u64 a = K::Descriptor(own, 64 * consumer_), b = Q::Descriptor(tile, 0);
-#pragma unroll
-    for (int kk = 0; kk < kDim / 16; ++kk) {
-      Wgmma<kRows, Traits::kDtype>::SharedA(c, K::AlongK(a, kk), Q::AlongK(b, kk), kk > 0);
-    }
-  }
-  // sums += fragments times rows of a tile.
-  __device__ __forceinline__ static void Add(const Fragments& a, u32 tile, Sums& sums) {
-    const u64 b = Q::TransposedDescriptor(tile, 0);
-#pragma unroll
-    for (int kk = 0; kk < kRows / 16; ++kk) {
-      Wgmma<kDim, Traits::kDtype>::RegistersATransposedB(sums, a[kk], Q::AlongRows(b, kk), true);
-    }
-  }
   // dq: this consumer's half of dS k.
   __device__ __forceinline__ void DotSlopes(u32 d_s_at, float (&d_q)[8][4]) const {
     u64 a = S::TransposedDescriptor(d_s_at, 0);
@@ -835,87 +647,9 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     WaitBarrier(SharedAddress(this->Barriers().full_slopes + before.slot), before.parity);
   }
 
-  __device__ __forceinline__ static int KeyEnd(const Unit& unit) {
-    if constexpr (kPage > 0) {
-      return unit.key_end;
-    } else {
-      return unit.source.kv_len;
-    }
-  }
-  // Whether the request has such a key, and with pages whether the owner owns it.
-  __device__ __forceinline__ static bool IsOwn(const Unit& unit, int key) {
-    bool is_own = key < KeyEnd(unit);
-    if constexpr (kPage > 0) is_own &= key >= unit.key_begin;
-    return is_own;
-  }
-
-  // Whether all of the tile's tokens see all of this warp's keys.
-  __device__ __forceinline__ bool IsSeenByAll(const Unit& unit, int tile) const {
-    const i64 key = unit.block * kKeys + FirstKey();
-    const i64 pos = static_cast<i64>(unit.source.q_begin) + tile * kRows;
-    bool all = key + 16 <= KeyEnd(unit);
-    if constexpr (kPage > 0) all &= key >= unit.key_begin;
-    if constexpr (Traits::kHasWindowRight) all &= key + 15 <= pos + f_.window_right;
-    if constexpr (Traits::kHasWindowLeft) all &= key >= pos + kRows - 1 - f_.window_left;
-    return Uniform(static_cast<int>(all)) != 0;
-  }
-
-  // Turns S into P, and with a soft cap into P times the cap's slope: the factor of dP - d. p: P,
-  // packed; without a soft cap MakeSlopes packs it.
-  template <bool kMasks>
-  __device__ __forceinline__ void Weigh(const Unit& unit, int tile, int slot, Tile& s,
-                                        Fragments& p) const {
-    const float scale = f_.sm_scale * kLog2E;
-    const float slope = Traits::kHasSoftCap ? 2.0f * scale / f_.logits_soft_cap : 0.0f;
-    const float cap = f_.logits_soft_cap * kLog2E;
-    const int lane = Lane();
-    const float* lse_log2 = shared_.lse_log2[slot] + 2 * (lane % 4);
-    // Rows [low, high) of the tile see the lane's keys.
-    int low[2] = {0, 0}, high[2] = {kRows, kRows};
-    if constexpr (kMasks) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int key = unit.block * kKeys + FirstKey() + 8 * h + lane / 4;
-        const i64 row = static_cast<i64>(key) - unit.source.q_begin - tile * kRows;
-        if constexpr (Traits::kHasWindowRight) low[h] = Clamp(row - f_.window_right, 0, kRows);
-        if constexpr (Traits::kHasWindowLeft) high[h] = Clamp(row + f_.window_left + 1, 0, kRows);
-        if (!IsOwn(unit, key)) high[h] = 0;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + 8 * j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float weights[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[j][2 * h + c];
-          const float row_lse = c == 0 ? lse.x : lse.y;
-          float factor = 1.0f;
-          if constexpr (Traits::kHasSoftCap) {  // as class SoftCap
-            const float tanh = fmaf(-2.0f, Reciprocal(Exp2(slope * x) + 1.0f), 1.0f);
-            factor = fmaf(-tanh, tanh, 1.0f);
-            weights[c] = Exp2(fmaf(cap, tanh, -row_lse));
-          } else {
-            weights[c] = Exp2(fmaf(x, scale, -row_lse));
-          }
-          if constexpr (kMasks) {
-            const int row = 8 * j + 2 * (lane % 4) + c;
-            if (row < low[h] || row >= high[h]) weights[c] = 0.0f;
-          }
-          x = Traits::kHasSoftCap ? weights[c] * factor : weights[c];
-        }
-        if constexpr (Traits::kHasSoftCap) {
-          p[j / 2][j % 2 * 2 + h] = E::Pack(weights[0], weights[1]);
-        }
-      }
-    }
-  }
-
   __device__ __forceinline__ void MakeSlopes(int slot, const Tile& s, const Tile& d_p, Fragments& p,
                                              Fragments& d_s) const {
-    const float* d = shared_.d[slot] + 2 * (Lane() % 4);
+    const float* d = shared_.d[slot] + 2 * (this->Lane() % 4);
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 x = *reinterpret_cast<const float2*>(d + 8 * j);
@@ -927,15 +661,6 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
         d_s[j / 2][j % 2 * 2 + h] = E::Pack(s[j][2 * h] * (d_p[j][2 * h] - x.x),
                                             s[j][2 * h + 1] * (d_p[j][2 * h + 1] - x.y));
       }
-    }
-  }
-
-  __device__ __forceinline__ void StoreSlopes(u32 d_s_at, const Fragments& d_s) const {
-    const int lane = Lane();
-    const u32 to = d_s_at + (FirstKey() + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
-#pragma unroll
-    for (int kk = 0; kk < kRows / 16; ++kk) {
-      StoreMatrix4((to ^ kk % 4 * 32) + kk / 4 * S::kBlockBytes, d_s[kk]);
     }
   }
 
@@ -957,41 +682,6 @@ class HopperBackwardConsumer : HopperBackwardRole<Traits> {
     FenceSharedForWgmma();
     Arrive(this->Barriers().full_sums + at.slot);
   }
-
-  // Writes rows of dk or dv. Returns whether all of them are finite.
-  __device__ __forceinline__ bool Write(void* result, const Unit& unit, float scale,
-                                        const Sums& sums) const {
-    const int lane = Lane();
-    bool is_finite = true;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int key = unit.block * kKeys + FirstKey() + 8 * h + lane / 4;
-      const bool is_own = IsOwn(unit, key);
-      i64 row = unit.source.kv_begin + key;
-      if constexpr (kPage > 0) {
-        row = LoadLayer<Traits>(f_) * f_.num_pages * kPage;
-        if (is_own) row += PoolRow<kPage>(LoadPage<kPage>(f_, unit.source.kv_begin, key), key);
-      }
-      u16* to = static_cast<u16*>(result) + (row * f_.num_kv_heads + unit.kv_head) * kDim;
-#pragma unroll
-      for (int j = 0; j < kDim / 8; j += 4) {
-        u32 packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float left = sums[j + i][2 * h] * scale, right = sums[j + i][2 * h + 1] * scale;
-          is_finite &= left - left == 0.0f && right - right == 0.0f;
-          packed[i] = E::Pack(left, right);
-        }
-        const uint4 x = TransposeQuad(packed, lane);
-        if (is_own) {
-          *reinterpret_cast<uint4*>(to + 8 * (j + lane % 4)) = x;
-        }
-      }
-    }
-    return is_finite;
-  }
-
-  const int consumer_, warp_, thread_;
 };
 
 // --- the sums become dq ---
@@ -1002,7 +692,7 @@ class HopperBackwardRounding {
   using Shape = HopperBackwardShape<Traits>;
   using Pairs = HopperBackwardPairs<Traits>;
   using E = Element<Traits::kDtype>;
-  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows;
+  static constexpr int kQkDim = Shape::kQkDim, kRows = Shape::kRows;
 
   __device__ __forceinline__ HopperBackwardRounding(const BackwardCudaParams& p, int batch_size)
       : p_(p), f_(p.forward), batch_size_(batch_size) {}
@@ -1026,19 +716,14 @@ class HopperBackwardRounding {
 
   // Writes zeros to rows of no request. Pages are zeros at entry.
   __device__ __forceinline__ void ClearRest() const {
-    const i64 q_row = static_cast<i64>(f_.num_qo_heads) * kDim;
-    const i64 kv_row = static_cast<i64>(f_.num_kv_heads) * kDim;
-    Clear(p_.d_q, batch_size_ > 0 ? LoadConstant(f_.qo_indptr + batch_size_) * q_row : 0,
+    Clear(p_.d_q,
+          batch_size_ > 0 ? LoadConstant(f_.qo_indptr + batch_size_) *
+                                (static_cast<i64>(f_.num_qo_heads) * kQkDim)
+                          : 0,
           p_.num_elements[0]);
     if constexpr (Traits::kPageSize > 0) return;
-#pragma unroll 1
-    for (int r = -1; r < batch_size_; ++r) {
-      i64 begin = 0, end = p_.num_elements[1];
-      if (r >= 0) begin = (LoadConstant(p_.kv_indptr + r) + LoadConstant(f_.kv_lens + r)) * kv_row;
-      if (r + 1 < batch_size_) end = LoadConstant(p_.kv_indptr + r + 1) * kv_row;
-      Clear(p_.d_k, begin, end);
-      Clear(p_.d_v, begin, end);
-    }
+    ClearKv(p_.d_k, p_.num_elements[1], static_cast<i64>(f_.num_kv_heads) * kQkDim);
+    ClearKv(p_.d_v, p_.num_elements[2], static_cast<i64>(f_.num_kv_heads) * Shape::kVoDim);
   }
 
  private:
@@ -1068,12 +753,12 @@ class HopperBackwardRounding {
   __device__ __forceinline__ void Round(int request, int tile, i64 tile_and_head, int item) const {
     const BackwardSource source(p_, request);
     const auto keys = Pairs{f_, source}.KeysOf(tile);
-    // The order of HandOver: column tile, row of 8, warp, consumer.
+    // The order of HandOver: column tile, row of 8, warp, block of 64 rows by 64 columns.
     const int j = item % 8, row_of_8 = item / 8 % 8, warp = item / 64 % 4, part = item / 256;
     float4 x[4] = {};
     if (keys.begin < keys.end) {
       const float* from = p_.d_q_sums + tile_and_head * Shape::kSumWords +
-                          part * (Shape::kSumWords / 2) + j * 512 + (warp * 32 + row_of_8 * 4) * 4;
+                          part * Shape::kBlockWords + j * 512 + (warp * 32 + row_of_8 * 4) * 4;
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = reinterpret_cast<const float4*>(from)[i];
     }
@@ -1093,12 +778,23 @@ class HopperBackwardRounding {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (row + 8 * h >= source.qo_len) continue;
+      if (row + 8 * h >= source.qo_len || column >= kQkDim) continue;
       const i64 at = static_cast<i64>(source.qo_begin + row + 8 * h) * f_.num_qo_heads + head;
-      *reinterpret_cast<uint4*>(static_cast<u16*>(p_.d_q) + at * kDim + column) =
+      *reinterpret_cast<uint4*>(static_cast<u16*>(p_.d_q) + at * kQkDim + column) =
           make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
     }
     if (!is_finite) MaxRelaxed(p_.needs_portable, 1);
+  }
+
+  // Clears what is between the requests' rows of dk or dv.
+  __device__ __forceinline__ void ClearKv(void* array, i64 num_elements, i64 row) const {
+#pragma unroll 1
+    for (int r = -1; r < batch_size_; ++r) {
+      i64 begin = 0, end = num_elements;
+      if (r >= 0) begin = (LoadConstant(p_.kv_indptr + r) + LoadConstant(f_.kv_lens + r)) * row;
+      if (r + 1 < batch_size_) end = LoadConstant(p_.kv_indptr + r + 1) * row;
+      Clear(array, begin, end);
+    }
   }
 
   // Clears elements [begin, end), multiples of 8.
@@ -1122,12 +818,14 @@ template <class Traits>
 struct HopperBackwardBody {
   using Shape = HopperBackwardShape<Traits>;
   using Shared = typename Shape::Shared;
+  using Consumer = typename Conditional<Shape::kIsWide, HopperBackwardWideConsumer<Traits>,
+                                        HopperBackwardConsumer<Traits>>::Type;
   static constexpr int kNumThreads = 384;
   static constexpr int kMinCtasPerSm = 1;
   static constexpr int kSmemBytes = sizeof(Shared);
   static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
   // In total at most what the CTA begins with, 168 a thread. Consumers hold dk, dv, and S and dP or
-  // dq.
+  // dq; of wide heads one of each.
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
@@ -1154,7 +852,7 @@ struct HopperBackwardBody {
       }
     } else {
       RaiseRegisterLimit<kConsumerRegisters>();
-      HopperBackwardConsumer<Traits>(p, shared).Run();
+      Consumer(p, shared).Run();
     }
   }
 };

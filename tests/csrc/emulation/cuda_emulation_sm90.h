@@ -55,6 +55,7 @@ struct BulkOfResults {
   bool adds;
   u32 shared;
   std::vector<float> words;
+  bool is_read = false;  // and waited for: what it read may be written again
 };
 
 // A WGMMA operand in shared memory, given by its descriptor. Layouts are those of the PTX ISA
@@ -574,7 +575,7 @@ inline void StartBulk(float* global, u32 shared, int num_bytes, bool adds) {
     emulation::Fail("misplaced bulk copy");
   }
   emulation::sm90.warp().open_bulks.push_back(
-      {global, adds, shared, ReadBulk(shared, num_bytes / 4)});
+      {global, adds, shared, ReadBulk(shared, num_bytes / 4), false});
 }
 inline void StoreBulk(float* global, u32 shared, int num_bytes) {
   StartBulk(global, shared, num_bytes, false);
@@ -614,11 +615,13 @@ inline void WaitStores() {
 // Waits until bulk copies have read shared memory; their data has not arrived yet.
 inline void WaitStoresRead() {
   auto& w = emulation::sm90.warp();
-  for (const emulation::BulkOfResults& bulk : w.bulks) {
+  for (emulation::BulkOfResults& bulk : w.bulks) {
+    if (bulk.is_read) continue;
     const std::vector<float> now = ReadBulk(bulk.shared, bulk.words.size());
     if (std::memcmp(now.data(), bulk.words.data(), 4 * now.size()) != 0) {
       emulation::Fail("what a bulk copy reads was written before it was waited for");
     }
+    bulk.is_read = true;
   }
   if (w.bulks.empty()) WaitStores();
 }

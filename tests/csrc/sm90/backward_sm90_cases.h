@@ -13,25 +13,28 @@ namespace {
 
 void AddMaps(const AttentionSpec& spec, BackwardCudaParams* p) {
   AttentionParams& f = p->forward;
-  const auto map = [&](const void* array, int64_t rows, int64_t heads, int64_t tile_rows) {
+  const auto dim_qk = static_cast<i32>(spec.head_dim_qk),
+             dim_vo = static_cast<i32>(spec.head_dim_vo);
+  const auto map = [&](const void* array, int64_t rows, int64_t heads, i32 dim, i32 tile_rows) {
     const emulation::TmaArray tiled = {static_cast<u16*>(const_cast<void*>(array)),
                                        1,
                                        static_cast<u64>(rows),
                                        static_cast<u64>(heads),
-                                       static_cast<u64>(spec.head_dim_qk),
+                                       static_cast<u64>(dim),
                                        static_cast<u64>(tile_rows),
                                        1};
     TensorMap bits = {};
     std::memcpy(&bits, &tiled, sizeof(tiled));
     return bits;
   };
-  const int64_t tile = HopperBackwardRows(static_cast<i32>(spec.head_dim_qk));
-  p->q_map = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, tile);
-  p->d_o_map = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, tile);
+  const i32 tile = HopperBackwardRows(dim_qk, dim_vo);
+  p->q_map = map(f.q, spec.max_qo_tokens, spec.num_qo_heads, dim_qk, tile);
+  p->d_o_map = map(p->d_o, spec.max_qo_tokens, spec.num_qo_heads, dim_vo, tile);
   const int64_t kv_rows = spec.paged() ? f.num_pages * spec.page_size : spec.max_kv_tokens;
-  const int64_t kv_tile = HopperBackwardTmaRows(static_cast<i32>(spec.page_size));
-  f.k_map = map(f.k, kv_rows, spec.num_kv_heads, kv_tile);
-  f.v_map = map(f.v, kv_rows, spec.num_kv_heads, kv_tile);
+  const i32 kv_tile =
+      HopperBackwardTmaRows(static_cast<i32>(spec.page_size), HopperBackwardKeys(dim_qk, dim_vo));
+  f.k_map = map(f.k, kv_rows, spec.num_kv_heads, dim_qk, kv_tile);
+  f.v_map = map(f.v, kv_rows, spec.num_kv_heads, dim_vo, kv_tile);
   f.has_tensor_maps = 1;
 }
 
