@@ -24,9 +24,7 @@ CPU_BOUNDS = 192 << 20, 40e9
 Lengths = tuple[list[int], list[int]]  # of queries and of keys, of each request
 
 
-def _lognormal(
-    rng: np.random.Generator, median: float, count: int, sigma: float = 1.0
-) -> list[int]:
+def lognormal(rng: np.random.Generator, median: float, count: int, sigma: float = 1.0) -> list[int]:
     lengths = median * np.exp(sigma * rng.standard_normal(count))
     return np.clip(lengths.round(), 1, 131072).astype(int).tolist()
 
@@ -37,7 +35,7 @@ def _batch(rng: np.random.Generator, largest: int) -> int:
 
 
 def _decode(rng: np.random.Generator) -> Lengths:
-    keys = _lognormal(rng, float(rng.choice([300, 1000, 4000])), _batch(rng, 256))
+    keys = lognormal(rng, float(rng.choice([300, 1000, 4000])), _batch(rng, 256))
     return [1] * len(keys), keys
 
 
@@ -47,13 +45,13 @@ def _even_decode(rng: np.random.Generator) -> Lengths:
 
 
 def _drafts(rng: np.random.Generator) -> Lengths:
-    keys = _lognormal(rng, 1500, _batch(rng, 64))
+    keys = lognormal(rng, 1500, _batch(rng, 64))
     queries = int(rng.integers(2, 9))
     return [queries] * len(keys), [n + queries for n in keys]
 
 
 def _prompts(rng: np.random.Generator) -> Lengths:
-    lengths = _lognormal(rng, float(rng.choice([60, 300, 1500])), _batch(rng, 64))
+    lengths = lognormal(rng, float(rng.choice([60, 300, 1500])), _batch(rng, 64))
     return lengths, lengths
 
 
@@ -63,13 +61,13 @@ def _even_prompts(rng: np.random.Generator) -> Lengths:
 
 
 def _mixed(rng: np.random.Generator) -> Lengths:
-    keys = _lognormal(rng, 1500, _batch(rng, 128))
+    keys = lognormal(rng, 1500, _batch(rng, 128))
     chunk = int(rng.integers(128, 2049))
     return [1] * len(keys) + [chunk], [*keys, chunk + int(rng.integers(0, 8192))]
 
 
 def _texts(rng: np.random.Generator) -> Lengths:
-    lengths = [min(n, 512) for n in _lognormal(rng, 120, _batch(rng, 256), 0.8)]
+    lengths = [min(n, 512) for n in lognormal(rng, 120, _batch(rng, 256), 0.8)]
     return lengths, lengths
 
 

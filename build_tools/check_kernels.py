@@ -41,6 +41,7 @@ from jax_attn._variant.gradient import gradient_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.digest import sources_digest
+from benchmarks.short_sequences import one_consumer
 from benchmarks.variant_functions import (
     alibi,
     causal,
@@ -72,6 +73,11 @@ _ITEM_TO_ITEM = (
     104,
     "what consumers keep from item to item, which the loops of joint, single and decode items leave"
     " no registers for; with windows and a soft cap two of these words are read in every step",
+)
+_SHORT = (
+    208,
+    "three CTAs have 128 registers a thread for consumers: half of it is for merges; some ten words"
+    " are read in every step",
 )
 _QUEUE_END = (24, "the end of the queue, which consumers read once an item")
 _BACKWARD_D64 = (
@@ -154,6 +160,9 @@ SPILLS: dict[str, tuple[int, str]] = {
         for state in ("bf16", "f32")
         for phase in ("states", "state_gradients")
     },
+    "attention-bf16-d64-g1-ragged-q64-kv64-w8-s0-wgmma": _SHORT,
+    "attention-bf16-d64-g4-ragged-q64-kv64-w8-s0-right-wgmma": _SHORT,
+    "attention-bf16-d40-g5-ragged-q64-kv64-w8-s0-left-right-cap-wgmma": _SHORT,
     "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
     "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
@@ -588,6 +597,28 @@ def attention_specs(target: str) -> Iterator[ja.AttentionSpec]:
     yield spec(512, 8, 16, variant=by_name["documents"], max_steps=999)
 
 
+def short_specs(target: str) -> Iterator[ja.AttentionSpec]:
+    """Specs for Hopper's kernel with one consumer, which select/cuda.cc does not choose yet."""
+    for dims, group, options in (
+        ((64, 64), 1, {"causal": False}),
+        ((64, 64), 4, {}),
+        ((40, 40), 5, {"window_left": 100, "logits_soft_cap": 30.0}),
+        ((128, 128), 4, {}),
+        ((128, 72), 7, {"causal": False, "dtype": "float16"}),
+    ):
+        if target == "sm_90":
+            yield ja.AttentionSpec(
+                num_qo_heads=2 * group,
+                num_kv_heads=2,
+                head_dim_qk=dims[0],
+                head_dim_vo=dims[1],
+                page_size=None,
+                max_kv_tokens=4096,
+                target=target,
+                **options,
+            )
+
+
 def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int | None, Any]]:
     by_name = variants()
     if target not in ("sm_80", "sm_90"):
@@ -725,6 +756,12 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
     timed = next(attention_specs(target))  # item_times
     config = timed.kernel_config | {"record_times": 1}
     yield _core.attention_source(_core.Problem(timed.problem.spec, config)), 0
+    for spec in short_specs(target):
+        config = one_consumer(spec.head_dim_qk)
+        yield (
+            _core.attention_source(_core.Problem(spec.problem.spec, config)),
+            (config["num_ctas"] // 132),
+        )
     arch = int(target.removeprefix("sm_"))
     for append in appends.values():
         yield append, 0

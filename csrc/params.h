@@ -437,6 +437,14 @@ constexpr i32 HopperTmaRows(i64 kv_format, i64 page_size, i64 tile_kv, bool only
   return page_size % 8 == 0 && warp_tokens % page_size == 0 ? static_cast<i32>(page_size) : 0;
 }
 
+// Whether a CTA has one consumer, whose tiles have 64 rows. CTAs share a multiprocessor then, so
+// that one computes while another begins or ends an item: as many as registers and shared memory
+// hold.
+constexpr bool HopperHasOneConsumer(i64 num_warps) { return num_warps == 8; }
+constexpr i32 HopperCtasPerSm(i64 num_warps, i64 larger_head_dim) {
+  return !HopperHasOneConsumer(num_warps) ? 1 : larger_head_dim <= 64 ? 3 : 2;
+}
+
 // Query tokens in one TMA tile of o, which is a warp's 16 rows. 0: 16 rows are not whole tokens of
 // a kv head's group, and o is stored without TMA.
 constexpr i32 HopperOutputTmaTokens(i64 group_size) {

@@ -112,13 +112,14 @@ Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const voi
   return MakeTensorMap(d, problem.spec.dtype, of, map);
 }
 
-// Tiles of several consumers write final rows by TMA, see HopperOutputTmaTokens.
+// Joint items write final rows by TMA, see HopperOutputTmaTokens.
 Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, AttentionParams* p) {
   const AttentionSpec& spec = problem.spec;
   const int64_t group = spec.num_qo_heads / spec.num_kv_heads;
   const int64_t tallest = problem.config.tile_q[problem.config.num_tiles - 1];
+  const bool has_joint_items = tallest > 64 || HopperHasOneConsumer(problem.config.num_warps);
   const int64_t tile_tokens = HopperOutputTmaTokens(group);
-  if (problem.config.main_loop != kHopper || spec.mla || tallest <= 64 || tile_tokens == 0 ||
+  if (problem.config.main_loop != kHopper || spec.mla || !has_joint_items || tile_tokens == 0 ||
       p->max_qo_tokens == 0) {
     return Status::Ok();
   }

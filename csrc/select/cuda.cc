@@ -293,6 +293,9 @@ std::pair<const char*, const KernelCosts*> CostsOf(const Choice& c) {
     return {"portable_e4m3", &costs.portable_e4m3};
   }
   if (!c.spec.mla && !IsWide(c.spec)) {
+    if (hopper && !c.spec.paged() && LargerHeadDim(c.spec) <= 128) {
+      return {"hopper_ragged", &costs.hopper_ragged};
+    }
     if (hopper) return {"hopper", &costs.hopper};
     return {"portable", &costs.portable};
   }

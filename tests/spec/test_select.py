@@ -91,6 +91,20 @@ def test_batches_of_decodes_alone():
     assert tiles(max_qo_tokens=1, schedule="fixed_split", kv_split=256) == [64]
 
 
+def test_items_of_prompts_cost_more():
+    """Ragged keys are prompts' on Hopper: their items begin and end slowly."""
+
+    def item_cost(target: str = "sm_90", head_dim: int = 128, **options: object) -> int:
+        ragged = {"page_size": None, "max_kv_pages": None, "max_kv_tokens": 4096}
+        given = ragged | {"head_dim_qk": head_dim} | options
+        return _spec(target, **given).kernel_config["item_cost"]
+
+    paged = _spec("sm_90").kernel_config["item_cost"]
+    assert item_cost() == item_cost(head_dim=64) == item_cost(max_qo_tokens=4) > paged
+    assert item_cost(head_dim=192) == paged
+    assert item_cost("sm_80") == _spec("sm_80").kernel_config["item_cost"]
+
+
 def test_portable_loop_says_once_that_it_serves(caplog):
     spec_module._tell_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, "jax_attn"):

@@ -8,11 +8,12 @@
 //   products, the others exponentiate.
 //   single items (up to 64 rows): one consumer has all rows, and the next consumer has the next
 //   item. While one writes results and merges, another multiplies.
-// decode.cuh computes single items of up to 32 rows. A kernel without larger tiles has nothing
-// else. It is made for batches that take microseconds: K and V have a producer each, and a consumer
-// copies its own q, so no copy waits until another one is issued.
-// Within a warpgroup Q K^T of a step runs while P V of the step before does (FlashAttention-3,
-// arXiv 2407.08608, section 3.2).
+// A kernel for short sequences has one consumer, and CTAs that share a multiprocessor. Its items
+// are joint: that consumer has the rows of all. decode.cuh computes single items of up to 32 rows.
+// A kernel without larger tiles has nothing else. It is made for batches that take microseconds: K
+// and V have a producer each, and a consumer copies its own q, so no copy waits until another one
+// is issued. Within a warpgroup Q K^T of a step runs while P V of the step before does
+// (FlashAttention-3, arXiv 2407.08608, section 3.2).
 //
 // kv steps start at absolute multiples of kStep. Slots outside the item's span are zero-filled,
 // never read, and masked.
@@ -35,8 +36,9 @@ __device__ __forceinline__ int NumRows(const Item& item) {
 template <class Traits>
 inline constexpr int kNumProducers = kOnlyDecodes<Traits> || kTwoConvert<Traits> ? 2 : 1;
 template <class Traits>
-using RolesOf = HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
-                              Traits::kKvFormat != kPlainFormat && !Traits::kFp8Matmul>;
+using RolesOf =
+    HopperRolesOf<Traits::kNumWarps / 4 - kNumProducers<Traits>, kNumProducers<Traits>,
+                  Traits::kKvFormat != kPlainFormat && !Traits::kFp8Matmul, kCtasPerSm<Traits>>;
 
 // The consumer that gets the token, or the next single item, after `consumer`.
 template <class Traits>
@@ -50,6 +52,7 @@ __device__ __forceinline__ int NextConsumer(int consumer) {
 template <class Traits, class Item>
 __device__ __forceinline__ bool IsJoint(const Item& item) {
   constexpr int kTallest = Traits::kNumTiles == 1 ? Traits::kTileQ0 : Traits::kTileQ1;
+  if constexpr (HopperHasOneConsumer(Traits::kNumWarps)) return true;
   return kTallest > 64 && NumRows<Traits>(item) > 64;
 }
 
@@ -121,12 +124,14 @@ struct HopperShape {
     u64 full_k[kMaxSlots], empty_k[kMaxSlots], full_v[kMaxSlots], empty_v[kMaxSlots];
     u64 staging_free;  // no consumer reads K of a joint item's last step any more
   };
+  static constexpr int kJointMerge = kNumConsumers > 1 ? kNumConsumers : 0;
+  struct Nothing {};
   struct ControlSmem {
     Barriers barriers;
     KvPools pools;
-    MergeScratch merge[kNumConsumers + 1];  // one for each consumer's single items, and one for
-                                            // joint items
-    DecodeExchange exchange[kNumConsumers];
+    MergeScratch merge[kJointMerge + 1];  // one for each consumer's single items, and one for joint
+                                          // items
+    typename Conditional<kHasDecode<Traits>, DecodeExchange, Nothing>::Type exchange[kNumConsumers];
   };
   // Shared memory of one consumer. The producer may overwrite it once the consumer releases q.
   union ConsumerSmem16Bit {
@@ -138,7 +143,7 @@ struct HopperShape {
     alignas(1024) unsigned char p[SwizzledTile<kStep / 2, 64>::kBytes];
   };
   using ConsumerSmem = typename Conditional<kFp8Matmul, ConsumerSmemFp8, ConsumerSmem16Bit>::Type;
-  static constexpr int kRingBudget = CtaSmemBudget(Traits::kArch, 1) -
+  static constexpr int kRingBudget = CtaSmemBudget(Traits::kArch, kCtasPerSm<Traits>) -
                                      kNumConsumers * static_cast<int>(sizeof(ConsumerSmem)) -
                                      static_cast<int>(sizeof(ControlSmem));
   // With conversion, two slots of K and V are enough, as consumers and the producer alternate, and
@@ -507,8 +512,7 @@ class HopperConsumer {
       ArriveNamed(kBarriersMade, Shape::Roles::kNumThreads);
     }
     // Consumer 0 has the ping-pong token first.
-    if (!kOnlyDecodes<Traits> && group_ == Shape::kNumConsumers - 1)
-      ArriveNamed(kTokenBarrier, kBoth);
+    if (kTakesTurns && group_ == Shape::kNumConsumers - 1) ArriveNamed(kTokenBarrier, kBoth);
     int owner = 0;  // gets the next single item
     for (int index = Uniform(begin); index < end; ++index) {
       const ItemRecord item(p_, index);
@@ -525,10 +529,12 @@ class HopperConsumer {
     }
     ReleaseStaging();
     // Takes the token that is left over.
-    if (!kOnlyDecodes<Traits> && group_ == 0) SyncNamed(kTokenBarrier, kBoth);
+    if (kTakesTurns && group_ == 0) SyncNamed(kTokenBarrier, kBoth);
   }
 
  private:
+  // Whether joint items have a ping-pong token.
+  static constexpr bool kTakesTurns = !kOnlyDecodes<Traits> && Shape::kNumConsumers > 1;
   static constexpr int kBoth = 256;  // threads of two consumers: the one that passes the token and
                                      // the one that waits
   // Named barriers of the token: this one for consumer 0, the next ones for the others.
@@ -884,7 +890,7 @@ class HopperConsumer {
     // The same condition as in the producer: not on pos, which a reversed span may reach.
     if (begin < end) {
       int first_end = end;
-      bool waits_for_token = joint;
+      bool waits_for_token = kTakesTurns && joint;
       if (kLeavesEarly && joint) {
         first_end = Uniform(FirstEnd(item));
         if (group_ < kLast) end = Min(first_end + group_ * kConsumerTokens, end);
@@ -925,7 +931,7 @@ class HopperConsumer {
         const u32 k_slot = KSlot(), v_slot = VSlot();  // before waiting for the token
         const Step step(p_, pos, end);
         const int next = NextTokenHolder(pos + kStep, end, first_end);
-        const bool passes_token = joint && next != group_;
+        const bool passes_token = kTakesTurns && joint && next != group_;
         if (waits_for_token) WaitForToken();
         StartQkAndPv(k_slot, v_slot, s, p, o, step_o);
         if (passes_token) PassToken(next);
@@ -974,7 +980,7 @@ class HopperConsumer {
     if (num_groups == 0) return;
     if (joint) {
       ArriveAndMerge<Traits, Consumers>(p_, index, item.merge_idx(), num_groups,
-                                        shared_.control.merge[Shape::kNumConsumers]);
+                                        shared_.control.merge[Shape::kJointMerge]);
     } else {
       struct One : OneHopperConsumer, HopperReduce<Shape::kNumConsumers> {};
       ArriveAndMerge<Traits, One>(p_, index, item.merge_idx(), num_groups,

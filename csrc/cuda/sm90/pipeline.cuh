@@ -59,11 +59,20 @@ __device__ __forceinline__ void PinBlocks(T (&d)[kBlocks][kTiles][4]) {
   for (int b = 0; b < kBlocks; ++b) PinRegisters(d[b]);
 }
 
+// CTAs of a kernel that share a multiprocessor.
+template <class Traits>
+inline constexpr int kCtasPerSm =
+    Traits::kIsMla
+        ? 1
+        : HopperCtasPerSm(Traits::kNumWarps, Max(Traits::kHeadDimQk, Traits::kHeadDimVo));
+
 // The roles of a CTA's warpgroups: the first ones, usually one, are producers, the others
-// consumers. kConverts: producers also convert what they copied, and need registers for it.
-template <int kConsumers, int kProducers = 1, bool kConverts = false>
+// consumers. kConverts: producers also convert what they copied, and need registers for it. kCtas:
+// CTAs that share a multiprocessor.
+template <int kConsumers, int kProducers = 1, bool kConverts = false, int kCtas = 1>
 struct HopperRolesOf {
-  static_assert(kConsumers + kProducers == 3 || kConsumers + kProducers == 4);
+  static_assert(kCtas == 1 ? kConsumers + kProducers == 3 || kConsumers + kProducers == 4
+                           : kConsumers == 1 && kProducers == 1 && kCtas <= 3);
   static constexpr int kNumConsumers = kConsumers;
   static constexpr int kNumProducers = kProducers;
   static constexpr int kProducerThreads = 128 * kProducers;
@@ -71,11 +80,14 @@ struct HopperRolesOf {
   static constexpr int kConsumerThreads = 128 * kNumConsumers;
   static constexpr int kNumThreads = kProducerThreads + kConsumerThreads;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-  // A CTA has 64K registers. Consumers hold o, logits and P, a producer a few addresses.
-  static constexpr int kProducerRegisters = kProducers == 2 || kConverts ? 56
-                                            : kNumConsumers == 2         ? 40
-                                                                         : 32;
-  static constexpr int kConsumerRegisters = kProducers == 2      ? 200
+  // The CTAs of a multiprocessor have 64K registers. Consumers hold o, logits and P, a producer a
+  // few addresses.
+  static constexpr int kProducerRegisters = kProducers == 2 || kConverts       ? 56
+                                            : kNumConsumers == 2 || kCtas == 2 ? 40
+                                                                               : 32;
+  static constexpr int kConsumerRegisters = kCtas == 3           ? 128
+                                            : kCtas == 2         ? 216
+                                            : kProducers == 2    ? 200
                                             : kConverts          ? 224
                                             : kNumConsumers == 2 ? 232
                                                                  : 160;
@@ -143,9 +155,10 @@ template <class Traits, class Shape, class Teams>
 struct HopperBody {
   using Shared = typename Shape::Shared;
   static constexpr int kNumThreads = Teams::kNumThreads;
-  static constexpr int kMinCtasPerSm = 1;
+  static constexpr int kMinCtasPerSm = kCtasPerSm<Traits>;
   static constexpr int kSmemBytes = sizeof(Shared);
-  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, 1), "one CTA fits a multiprocessor");
+  static_assert(kSmemBytes <= CtaSmemBudget(Traits::kArch, kMinCtasPerSm),
+                "the CTAs fit a multiprocessor");
 
   __device__ __forceinline__ static void Run(const AttentionParams& p) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -157,6 +170,10 @@ struct HopperBody {
       if (threadIdx.x == kNumThreads - 1) Shape::Init(shared, LaunchCounters(p));
       Teams::Run(p, shared, begin, QueueEnd(p), first);
     } else {
+      if (threadIdx.x == kNumThreads - 1 && p.has_tensor_maps) {
+        PrefetchTensorMap(p.k_map);
+        PrefetchTensorMap(p.v_map);
+      }
       const int begin = QueueBegin(p);
       if (threadIdx.x == 0) Shape::Init(shared, LaunchCounters(p));
       __syncthreads();

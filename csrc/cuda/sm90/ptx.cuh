@@ -63,6 +63,11 @@ __device__ __forceinline__ void LoadTmaTile(u32 shared, const TensorMap& map, in
       : "memory");
 }
 
+// Loads a map into the cache that TMA reads it from: at its first use that is a trip to memory.
+__device__ __forceinline__ void PrefetchTensorMap(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Stores one TMA tile: the 16 rows that WriteByTma has in shared memory. The thread that issued it
 // may overwrite the source after WaitStoresRead, and the destination after WaitStores.
 __device__ __forceinline__ void StoreTmaTile(const TensorMap& map, int column, int head, int row,

@@ -556,6 +556,9 @@ inline std::vector<u16> ReadTmaTile(const emulation::TmaArray& of, u32 shared) {
   return elements;
 }
 template <class TensorMap>
+void PrefetchTensorMap(const TensorMap&) {}
+
+template <class TensorMap>
 void StoreTmaTile(const TensorMap& map, int column, int head, int row, u32 shared) {
   if (reinterpret_cast<uintptr_t>(&map) % 64 != 0) emulation::Fail("misaligned tensor map");
   emulation::TmaStoreTile tile;

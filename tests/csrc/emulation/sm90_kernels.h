@@ -30,11 +30,23 @@ struct Sm90Tiles {
   using Body = HopperAttentionBody<Traits<Shape>>;
 };
 
-// The launch decides on TMA maps: the kernel is the same with and without, and compiles once.
-template <bool kUsesTma, int kSmallTile, int kTiles = 2>
-struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
+// One consumer, for short sequences.
+struct Sm90ShortTiles {
   template <class Shape>
-  using Traits = typename Sm90Tiles<kSmallTile, kTiles>::template Traits<Shape>;
+  struct Traits : Shape {
+    static constexpr int kArch = 90;
+    static constexpr int kNumTiles = 1, kTileQ0 = 64, kTileQ1 = 0, kTileQ2 = 0;
+    static constexpr int kTileKv = 64, kNumWarps = 8, kNumStages = 0;
+  };
+  template <class Shape>
+  using Body = HopperAttentionBody<Traits<Shape>>;
+};
+
+// The launch decides on TMA maps: the kernel is the same with and without, and compiles once.
+template <bool kUsesTma, class Tiles>
+struct Sm90KernelOf : Tiles {
+  template <class Shape>
+  using Traits = typename Tiles::template Traits<Shape>;
 
   template <class Shape>
   static void AddTensorMaps(const AttentionSpec& spec, i64 num_rows, AttentionParams* p) {
@@ -63,6 +75,9 @@ struct Sm90Kernel : Sm90Tiles<kSmallTile, kTiles> {
     p->v_new_map = map(p->v_new, spec.head_dim_vo, spec.max_qo_tokens);
   }
 };
+
+template <bool kUsesTma, int kSmallTile, int kTiles = 2>
+using Sm90Kernel = Sm90KernelOf<kUsesTma, Sm90Tiles<kSmallTile, kTiles>>;
 
 // More than 32 heads.
 struct Sm90Mla : NoTensorMaps {
