@@ -21,8 +21,8 @@ from helpers.extreme_cases import FAMILIES
 from jax_attn import _core
 
 _FAMILIES = {case.name: case for case in FAMILIES}
-# The bounds of the reference do not count the rounding of a quantized key to the call's dtype, which
-# far contents do not have.
+# The bounds do not count the rounding of a quantized key to the call's dtype, which far contents do
+# not have.
 _QUANTIZED_CONTENTS = (*FAR_CONTENTS, "count")
 _CONTENTS = (*_QUANTIZED_CONTENTS, "normal", "peaky", "rising", "falling")
 _LENS = (0, 1, 1, 2, 7, 16, 17, 33, 64, 65, 130, 300)
