@@ -57,7 +57,7 @@ def test_against_the_recurrence(name, backend):
     "case",
     [
         *(CASES[name] for name in ("mixed", "kda_checkpoints", "drafts", "drafts_in_order")),
-        LinearCase((3,), (0,), (0,), num_slots=1),
+        LinearCase((1,), (0,), (0,), num_slots=1, padding=0),
         LinearCase((3, 2), (0, -1), (0, -1), num_slots=1, max_qo_len=3),
     ],
 )
