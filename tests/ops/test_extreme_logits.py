@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fuzz import search
+from fuzz.logits import Logits
 from test_gradients import check as check_gradients
 from test_gradients import cotangents
 from test_gradients import run as run_gradients
@@ -25,6 +27,11 @@ MASK_VALUES = (-1e4, -1e5, -1e9, -1e10, -1e12, -1e30, -3e38, -LARGEST)
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_forward(case, backend):
     check(dataclasses.replace(case, contents=FAR_CONTENTS, repeats=1), backend)
+
+
+def test_made_up_batches(tmp_path):
+    """A few of `make fuzz`."""
+    search.search(Logits(), 15, num_cases=4, directory=tmp_path)
 
 
 GRADIENTS = [
