@@ -67,7 +67,7 @@ serve: $(ready)
 	$(PY) -m jax_attn.serve $(ARGS)
 
 # Seconds of processor time of the Python tests that are selected (tests/helpers/selection.py).
-covering := 300
+covering := 240
 
 test: $(test_ready)
 	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \
@@ -79,6 +79,7 @@ test: $(test_ready)
 SHARE ?= 0/1
 cpp_rest = $(shell ls tests/csrc/*/*_test.cc | sed 's#.*/##; s#[.]cc$$##' | \
   awk -v share=$(SHARE) 'BEGIN { split(share, s, "/") } NR % s[2] == s[1]')
+comma := ,
 empty :=
 space := $(empty) $(empty)
 
@@ -144,12 +145,17 @@ $(headers)/ready.stamp: pyproject.toml build_tools/ffi_headers.py | $(VENV)/tool
 	@$(QUIETLY) "XLA's headers" $(PY) build_tools/ffi_headers.py $(headers)
 	@touch $@
 
+# What tests need comes along if tests are what is wanted: one installation less.
+with_tests := $(filter test test-% sanitize fuzz,$(MAKECMDGOALS))
+
 $(VENV)/ready.stamp: $(VENV)/tools.stamp $(headers)/ready.stamp $(sources)
-	@$(QUIETLY) 'jax, and jax_attn compiled, into $(VENV)' $(INSTALL) '.[serve]' '$(JAX)'
-	@touch $@
+	@$(QUIETLY) 'jax, and jax_attn compiled, into $(VENV)' \
+	  $(INSTALL) '.[serve$(if $(with_tests),$(comma)test)]' '$(JAX)'
+	@touch $@ $(if $(with_tests),$(VENV)/test.stamp)
 
 $(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
-	@$(QUIETLY) 'what tests need into $(VENV)' $(INSTALL) '.[serve,test]' '$(JAX)'
+	@test $@ -nt $(VENV)/tools.stamp || \
+	  $(QUIETLY) 'what tests need into $(VENV)' $(INSTALL) '.[serve,test]' '$(JAX)'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp

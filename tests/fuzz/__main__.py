@@ -4,6 +4,7 @@
 --part http       the same over HTTP, to the command with the bundled model and an encoder
 --part sockets    bytes on the socket
 --part calls      tool calls with random arguments, written and read, through tokenizers
+--part logits     logits of any finite size, through every family of CPU kernels
 --part batches    batches at and beyond every limit, through the planners (C++)
 --part damaged    plans with flipped words (C++)
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from . import plans
 from .search import Failure, search
 
-PARTS = ("routes", "http", "sockets", "calls", "batches", "damaged")
+PARTS = ("routes", "http", "sockets", "calls", "logits", "batches", "damaged")
 
 
 def main() -> int:
@@ -99,11 +100,20 @@ def _calls(seed: int, cases: int | None, seconds: float | None) -> str:
     return f"{number} answers, {dict(sorted(part.done.items()))}"
 
 
+def _logits(seed: int, cases: int | None, seconds: float | None) -> str:
+    from .logits import Logits
+
+    part = Logits()
+    number = search(part, seed, cases, seconds)
+    return f"{number} batches, {dict(sorted(part.done.items()))}"
+
+
 _RUNS: dict[str, Callable[[int, int | None, float | None], str]] = {
     "routes": _routes,
     "http": _http,
     "sockets": _sockets,
     "calls": _calls,
+    "logits": _logits,
 }
 
 if __name__ == "__main__":

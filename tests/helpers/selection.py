@@ -1,14 +1,15 @@
 """A covering selection of tests, for `make test`: --covering SECONDS.
 
-1. Every test function of at most COSTLY seconds takes part, with one set of its parameters. The
-   dearer ones, most of which start servers or meshes, are a third of all functions' time.
+1. Every test function of at most COSTLY seconds takes part: with all its sets of parameters where
+   these take at most WHOLE seconds together, else with one. The dearer ones, which start servers,
+   engines or meshes, take most of all functions' time.
 2. Then sets of parameters are added that have pairs of values which no selected test of their file
    has yet, most pairs a second first, until the selected tests are expected to take SECONDS of
    processor time. A value belongs to an argument, to a field of a dataclass (a Case) other
    than its name, or to an element of a tuple.
 
 Costs are recorded, not measured, so every machine selects the same tests. costs.json has the
-seconds of one set of parameters of each function that takes a quarter of a second or more. To
+seconds of one set of parameters of each function that takes a twentieth of a second or more. To
 record the functions of a run again: python -m pytest --record-costs ..., on an idle machine.
 """
 
@@ -28,9 +29,10 @@ import pytest
 from helpers.paths import DATA, ROOT
 
 COSTS = DATA / "costs.json"
-COSTLY = 3.0  # seconds
-_CHEAP = 0.05  # seconds of a test that is not in costs.json
-_RECORDED = 0.25
+COSTLY = 1.0  # seconds
+WHOLE = 0.25
+CHEAP = 0.02  # seconds of a test that is not in costs.json
+_RECORDED = 0.05
 
 Pair = tuple[Any, ...]
 
@@ -40,7 +42,7 @@ def function_of(nodeid: str) -> str:
 
 
 def cost_of(item: pytest.Item, costs: dict[str, float]) -> float:
-    return costs.get(function_of(item.nodeid), _CHEAP)
+    return costs.get(function_of(item.nodeid), CHEAP)
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -98,7 +100,11 @@ def covering(items: list[pytest.Item], seconds: float, costs: dict[str, float]) 
 
     # Functions with few sets first: functions with many can still add the missing pairs.
     for tests in sorted(by_function.values(), key=len):
-        take(max(tests, key=lambda item: len(pairs[item] - seen[file_of(item)])))
+        if sum(cost_of(item, costs) for item in tests) <= WHOLE:
+            for item in tests:
+                take(item)
+        else:
+            take(max(tests, key=lambda item: len(pairs[item] - seen[file_of(item)])))
 
     def gain(item: pytest.Item) -> float:
         return len(pairs[item] - seen[file_of(item)]) / cost_of(item, costs)

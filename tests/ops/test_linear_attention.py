@@ -53,6 +53,29 @@ def test_against_the_recurrence(name, backend):
     assert np.asarray(o).tobytes() == np.asarray(again[0]).tobytes()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(CASES[name] for name in ("mixed", "kda_checkpoints", "drafts", "drafts_in_order")),
+        LinearCase((1,), (0,), (0,), num_slots=1, padding=0),
+        LinearCase((3, 2), (0, -1), (0, -1), num_slots=1, max_qo_len=3),
+    ],
+)
+def test_the_form_in_jnp_against_the_recurrence(case):
+    """What platforms without kernels run, and what second derivatives go through."""
+    call = LinearCall("linear_attention", case.spec, "t", "s", linear_attention._in_jnp)
+    arrays, plan = case.arrays(), case.plan()
+    operands = LinearOperands(**arrays)
+    found = jax.jit(functools.partial(linear_attention._in_jnp, call))(
+        operands, jnp.asarray(plan.buffer), jnp.int32(0)
+    )
+    expected = ja.reference.linear_attention(
+        *(arrays[n] for n in NAMES), spec=case.spec, **case.batch
+    )
+    for what, a, b in zip(("o", "states"), found, expected, strict=True):
+        assert_near(a, b, TOLERANCE[case.dtype], what)
+
+
 @pytest.mark.parametrize("name", ["mixed", "checkpoints", "drafts", "nothing", "kda_checkpoints"])
 def test_plan_inside_jit_has_the_same_bits(name):
     case = CASES[name]

@@ -165,6 +165,7 @@ def test_a_fixed_batch_runs(fields):
 
 def test_sizes_of_a_fixed_batch():
     one = ja.fixed_batch(2, 1, 64, batch_size=2, max_kv_len=16, max_qo_tokens=9, max_kv_pages=1)
+    assert one.page_table[0].tolist() == [0, 1, 2]
     assert one.pages[0].shape == (2, 16, 1, 64)  # of one layer
     least = {"batch_size": 1, "max_kv_len": 1, "page_size": 1, "num_layers": 1}
     assert ja.fixed_batch(1, 1, 8, target="cpu", **least).pages[0].shape == (1, 1, 1, 1, 8)

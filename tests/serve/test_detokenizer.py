@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jax_attn.serve._text.detokenizer import Detokenizer, Texts
+from jax_attn.serve._text.detokenizer import Detokenizer, Texts, _is_cut_off
 
 REPLACEMENT = "\ufffd"
 
@@ -145,6 +145,21 @@ def test_whole_characters_of_bytes():
     out = pieces(sentence_piece(), tokens)
     assert "".join(out) == f"a{text}bé a"
     assert not any(REPLACEMENT in piece for piece in out)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"a", (False, False)),
+        ("☃".encode(), (False, False)),
+        ("☃".encode()[:2], (True, False)),
+        (b"a\xf0\x9f", (True, False)),
+        (b"\xff", (False, True)),
+        (b"\xe2\x98a", (False, True)),
+    ],
+)
+def test_bytes_wait_only_while_more_of_them_can_make_a_character(raw, expected):
+    assert _is_cut_off(raw) == expected
 
 
 def test_stop_string_across_tokens(tokenizer):

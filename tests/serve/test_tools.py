@@ -13,7 +13,7 @@ from helpers.serve.streamed_calls import Joined, calls_of_chunks, split, streame
 from helpers.serve.tokenizer_kinds import byte_level, with_added
 from helpers.serve.written_calls import as_gemma, written
 from jax_attn.serve._chat import strict_json, tools
-from jax_attn.serve._chat.growing_calls import GrowingCalls
+from jax_attn.serve._chat.growing_calls import GrowingCall, GrowingCalls
 from jax_attn.serve._chat.harmony import HarmonySplitter
 from jax_attn.serve._chat.tools import (
     BARE,
@@ -1115,3 +1115,15 @@ def test_templates():
     assert tools.format_of("<start_function_call>call:{{ name }}") == FUNCTION_GEMMA
     assert tools.format_of("<|tool_call>call:{{ name }}") == GEMMA_4
     assert tools.format_of("<|channel|>commentary to=functions.{{ name }}") == HARMONY
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_it"),
+    [("f", '{"a": 1}', True), ("g", '{"a": 1}', False), ("f", '{"b": 1}', False)],
+)
+def test_a_complete_call_is_the_one_that_grew(name, arguments, is_it):
+    """By its name and by all pieces of its arguments, taken or not."""
+    growing = GrowingCall("f", new=['{"a'])
+    growing.take()
+    growing.new.append('":')
+    assert growing.begins(name, arguments) is is_it
