@@ -18,7 +18,7 @@ from jax_attn.serve._http import openapi
 
 DESCRIPTION = openapi.describe()
 # Without routes that are off by default, those of models that score, and those of one object.
-_OTHERS = ("/v1/weights", "/v1/loras", "/v1/files", "/v1/batches")
+_OTHERS = ("/v1/weights", "/v1/loras", "/v1/files", "/v1/batches", "/v1/hand_over")
 _OTHERS += ("/v1/rerank", "/v1/score", "/classify", "/v1/conversations/{id}")
 PATHS = [
     path

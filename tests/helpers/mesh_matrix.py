@@ -428,6 +428,7 @@ NOT_ON_MESHES = {
     "jax_attn.AttentionPlan": "a schedule of one device",
     "jax_attn.plan": "a schedule of one device; jax_attn.parallel plans for several",
     "jax_attn.rows": "numbers of a batch, jnp alone",
+    "jax_attn.compat.cached_attention": "plans for one device, as paged_attention",
     "jax_attn.compat.paged_attention": "joins heads and requests; inside shard_map it is attention",
     "jax_attn.compat.paged_attention_gpu": "as paged_attention",
     "jax_attn.compat.ragged_paged_attention": "plans for one device; for shard_map",

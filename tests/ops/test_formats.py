@@ -429,10 +429,6 @@ def test_fresh_kv_is_what_append_leaves(case, kv_dtype, backend):
             ("dtype", "mxfp4", "CUDA", "got float32"),
         ),
         (
-            {"kv_dtype": "float8_e5m2", "target": "sm_90", "head_dim_vo": 40},
-            ("head_dim_vo", "float8_e5m2", "multiples of 16", "CUDA", "got 40"),
-        ),
-        (
             {"kv_dtype": "mxfp4", "mla": True, "sm_scale": 0.1, "num_kv_heads": 1}
             | {"target": "sm_90", "head_dim_vo": 128, "head_dim_qk": 128},
             ("kv_dtype", "mla=True", "mxfp4"),
