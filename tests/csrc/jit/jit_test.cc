@@ -1282,13 +1282,19 @@ void TestLinearChunks() {
   CHECK(is_recurrence());
   problem.max_qo_len = 64;
   CHECK(!is_recurrence());
-  for (const int64_t dtype : {kF16, kF32}) {
-    problem.kernel.dtype = dtype;
-    CHECK(is_recurrence());
-  }
+  problem.kernel.dtype = kF32;
+  CHECK(is_recurrence());
+  problem.kernel.dtype = kF16;  // in chunks if the states are bounded
+  problem.kernel.delta_rule = problem.kernel.l2_norm = true;
+  CHECK(!is_recurrence());
+  problem.kernel.l2_norm = false;
+  CHECK(is_recurrence());
+  problem.kernel.l2_norm = true;
+  problem.kernel.delta_rule = false;
+  CHECK(is_recurrence());
   problem.kernel.dtype = kBF16;
   problem.kernel.decay = kChannelDecay;
-  CHECK(is_recurrence());
+  CHECK(!is_recurrence());
   problem.kernel.decay = kNoDecay;
   problem.kernel.head_dim_k = 136;
   CHECK(is_recurrence());
