@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "plan/rules/units.h"
 #include "plan/schedule.h"
@@ -17,6 +18,27 @@ void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i6
                          ItemCost(rules, t, end - begin, cut.num_splits > 1)});
     }
   }
+}
+
+CutTotals TotalsOfCut(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+                      i64 longest_cost) {
+  CutTotals totals = {};
+  for (int32_t i = 0; i < rules.num_tiles; ++i) {
+    totals.lengths[i] = ChunkLength(rules, longest_cost, rules.kv_cost[i]);
+  }
+  totals.least_cost = std::numeric_limits<int64_t>::max();
+  for (const QueryTile& t : tiles) {
+    const int32_t tokens = t.kv_end - t.kv_begin, length = totals.lengths[t.tile];
+    const int32_t num_splits = tokens > length ? (tokens - 1) / length + 1 : 1;
+    const bool split = num_splits > 1;
+    const int32_t last = tokens - (num_splits - 1) * length;  // no other chunk is shorter
+    totals.num_chunks += num_splits;
+    totals.num_split_chunks += split ? num_splits : 0;
+    totals.cost += num_splits * ItemCost(rules, t, 0, split) + SpanCost(t);
+    totals.least_cost = std::min<int64_t>(totals.least_cost, ItemCost(rules, t, last, split));
+  }
+  if (totals.num_split_chunks == 0) totals.lengths = {};
+  return totals;
 }
 
 bool CutByRanges(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 makespan,

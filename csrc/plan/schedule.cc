@@ -1,8 +1,12 @@
 #include "plan/schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <limits>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "plan/prefix.h"
 #include "plan/rules/checks.h"
@@ -56,6 +60,10 @@ class LoadTree {
     for (int64_t i = leaves_ - 1; i > 0; --i) keys_[i] = std::min(keys_[2 * i], keys_[2 * i + 1]);
   }
 
+  int64_t LoadOf(int32_t queue) const {
+    return static_cast<int64_t>(keys_[leaves_ + queue] >> kQueueBits);
+  }
+
   int64_t MaxLoad() const {
     Key most = 0;
     for (int64_t i = leaves_; i < leaves_ + num_queues_; ++i) {
@@ -78,23 +86,21 @@ struct Slot {
 
 struct Assignment {
   std::vector<Chunk> chunks;
-  std::vector<Slot> slots;    // in the order in which queues execute them
-  int64_t makespan = 0;       // load of the fullest queue
-  int64_t total_cost = 0;     // over all queues of a partition
-  int64_t num_cut_items = 0;  // over all partitions and heads
-  bool by_weight = false;     // as in Retry
-  PlanCounts counts = {};     // over all partitions and heads, too
+  std::vector<Slot> slots;  // in the order in which queues execute them
+  int64_t makespan = 0;     // load of the fullest queue
+  bool by_weight = false;   // as in Retry
+  // By CountAssignment, over all partitions and heads:
+  int64_t num_cut_items = 0;
+  PlanCounts counts = {};
 };
 
 void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a) {
-  a->total_cost = 0;
   a->num_cut_items = 0;
   PlanCounts& n = a->counts;
   n = {};
   for (const Chunk& c : a->chunks) {
     const TileSharing sharing = tiling.SharingOf(c.tile_idx);
     const int64_t heads = NumHeadsOf(rules, c.unit);
-    a->total_cost += c.cost * (c.unit == kEveryUnit ? rules.num_units : 1);
     n.num_items += heads;
     if (c.num_splits > 1) a->num_cut_items += heads;
     if (c.num_splits == 1 && !sharing.partial()) continue;
@@ -111,19 +117,22 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 struct DealOptions {
   bool leaves_empty = false;  // as in SharedTrial
   bool by_weight = false;     // as in Retry
+  int64_t most = std::numeric_limits<int64_t>::max();  // a fuller queue ends it: no use
 };
 
-// Assigns chunks to queues in the order of their keys. leaves_empty: as in SharedTrial.
+// Assigns chunks to queues in the order of their keys, until a queue has more than options.most.
 template <typename Key>
 void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64_t>& keys,
-          bool leaves_empty, Assignment* a) {
+          const DealOptions& options, Assignment* a) {
   thread_local LoadTree<Key> loads;
   const size_t num_chunks = a->chunks.size();
   loads.Reset(rules.num_queues);
-  a->slots.clear();
+  a->slots.resize(num_chunks * rules.num_units);
+  Slot* slot = a->slots.data();
   auto request_at = [&](size_t i) {
     return tiling.tiles[a->chunks[ChunkOfKey(keys[i])].tile_idx].request;
   };
+  bool leaves_empty = options.leaves_empty;
   bool by_weight = false;  // all cost that is left
   for (size_t begin = 0, end; begin < num_chunks; begin = end) {
     end = begin + 1;
@@ -142,9 +151,10 @@ void Deal(const PlanRules& rules, const Tiling& tiling, const std::vector<uint64
     for (i32 u = 0; u < rules.num_units; ++u) {
       for (size_t i = begin; i < end; ++i) {
         const int32_t chunk = ChunkOfKey(keys[i]);
-        a->slots.push_back({chunk, u, loads.Assign(a->chunks[chunk].cost)});
+        *slot++ = {chunk, u, loads.Assign(a->chunks[chunk].cost)};
       }
     }
+    if (loads.LoadOf(slot[-1].queue) > options.most) break;
   }
   a->makespan = loads.MaxLoad();
 }
@@ -155,10 +165,12 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, DealOptions opti
                   Assignment* a) {
   thread_local std::vector<uint64_t> keys;
   const size_t num_chunks = a->chunks.size();
+  int64_t cost = 0;
   a->by_weight = options.by_weight;
   keys.resize(num_chunks);
   for (size_t i = 0; i < num_chunks; ++i) {
     const Chunk& c = a->chunks[i];
+    cost += c.cost;
     // Shared chunks come first, so that they complete few merge groups: merging many groups in one
     // CTA at the end would take longer than the attention itself.
     const bool shared = tiling.SharingOf(c.tile_idx).shared();
@@ -166,11 +178,10 @@ void AssignChunks(const PlanRules& rules, const Tiling& tiling, DealOptions opti
     keys[i] = section > 0 ? SectionKey(section, i) : ChunkKey(c.cost, i, shared);
   }
   std::sort(keys.begin(), keys.end());
-  CountAssignment(rules, tiling, a);
-  if (LoadTree<uint64_t>::Holds(a->total_cost)) {
-    Deal<uint64_t>(rules, tiling, keys, options.leaves_empty, a);
+  if (LoadTree<uint64_t>::Holds(cost * rules.num_units)) {
+    Deal<uint64_t>(rules, tiling, keys, options, a);
   } else {
-    Deal<unsigned __int128>(rules, tiling, keys, options.leaves_empty, a);
+    Deal<unsigned __int128>(rules, tiling, keys, options, a);
   }
 }
 
@@ -187,19 +198,34 @@ bool AssignRanges(const PlanRules& rules, const Tiling& tiling, i64 makespan, As
   loads.assign(rules.num_queues, 0);
   for (size_t i = 0; i < a->chunks.size(); ++i) loads[queue_of[i]] += a->chunks[i].cost;
   a->makespan = *std::max_element(loads.begin(), loads.end());
-  CountAssignment(rules, tiling, a);
   return true;
 }
 
 // What the fullest queue has at least, in any order: the mean, and as many chunks as the fullest
 // queue of equal ones.
-int64_t LeastMakespan(const PlanRules& rules, const Assignment& a) {
-  int64_t least_cost = a.total_cost;
-  for (const Chunk& c : a.chunks) least_cost = std::min(least_cost, c.cost);
-  const auto num_slots = static_cast<int64_t>(a.chunks.size()) * rules.num_units;
-  return std::max<int64_t>(a.total_cost / rules.num_queues,
-                           CeilDivide(num_slots, rules.num_queues) * least_cost);
+int64_t LeastMakespan(const PlanRules& rules, const CutTotals& cut) {
+  const int64_t chunks_of_queue = CeilDivide(cut.num_chunks * rules.num_units, rules.num_queues);
+  return std::max<int64_t>(cut.cost * rules.num_units / rules.num_queues,
+                           chunks_of_queue * cut.least_cost);
 }
+
+// Cuts that were dealt, with their order.
+class DealtCuts {
+ public:
+  // Whether it is a new one, which it is not from now on.
+  bool Add(const CutTotals& cut, bool by_weight) {
+    const Dealt dealt = {cut.lengths, by_weight};
+    const auto end = dealt_.begin() + num_dealt_;
+    if (std::find(dealt_.begin(), end, dealt) != end) return false;
+    dealt_[num_dealt_++] = dealt;
+    return true;
+  }
+
+ private:
+  using Dealt = std::pair<std::array<int32_t, kMaxTiles>, bool>;
+  std::array<Dealt, 1 + kNumRetries> dealt_;
+  int num_dealt_ = 0;
+};
 
 bool HaveSeveralHeights(const std::vector<QueryTile>& tiles) {
   return std::any_of(tiles.begin(), tiles.end(),
@@ -228,33 +254,46 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
     }
     if (balanced()) return;
   }
+  DealtCuts dealt;
+  dealt.Add(TotalsOfCut(rules, tiling.tiles, first_longest_cost), false);
   for (i32 r = 0; r < kNumRetries; ++r) {
     const Retry retry = RetryOf(rules, span_cost, first_longest_cost, large, r);
     if (!MayBeWorthMoreSplits(retry.margin, total_cost, rules.num_queues, best->makespan)) continue;
-    CutByLength(rules, tiling.tiles, retry.longest_cost, &trial.chunks);
-    CountAssignment(rules, tiling, &trial);
-    if (trial.counts.num_partials > rules.max_balanced_partials ||
-        !IsWorthMoreSplits(retry.margin, LeastMakespan(rules, trial), best->makespan)) {
+    const CutTotals cut = TotalsOfCut(rules, tiling.tiles, retry.longest_cost);
+    // A cut that was dealt before has no smaller makespan now, and margins of an order are equal.
+    if (cut.num_split_chunks * rules.num_kv_heads > rules.max_balanced_partials ||
+        !IsWorthMoreSplits(retry.margin, LeastMakespan(rules, cut), best->makespan) ||
+        !dealt.Add(cut, retry.by_weight)) {
       continue;
     }
-    AssignChunks(rules, tiling, {false, retry.by_weight}, &trial);
-    if (IsWorthMoreSplits(retry.margin, trial.makespan, best->makespan)) std::swap(*best, trial);
+    CutByLength(rules, tiling.tiles, retry.longest_cost, &trial.chunks);
+    const i64 most = MostWorthMoreSplits(retry.margin, best->makespan);
+    AssignChunks(rules, tiling, {false, retry.by_weight, most}, &trial);
+    if (trial.makespan <= most) std::swap(*best, trial);
     if (balanced()) return;
   }
 }
 
-// Replaces `best` by a schedule with longer chunks if that is predicted to be faster.
+// Replaces `best` by a schedule with longer chunks if that is predicted to be faster. first: the cut
+// of the first schedule, which is no faster than `best`.
 void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
-                    int64_t longest_span_cost, Assignment* best) {
+                    int64_t longest_span_cost, int64_t first_longest_cost, Assignment* best) {
   thread_local Assignment trial;
   if (best->chunks.empty()) return;
   const auto may_gain = [&] {  // another order may be better even where no tile is cut
-    return best->num_cut_items > 0 || best->chunks.front().unit != kEveryUnit || best->by_weight;
+    return best->chunks.size() > tiling.tiles.size() || best->chunks.front().unit != kEveryUnit ||
+           best->by_weight;
   };
   for (i32 r = FirstOfFewer(rules); r < kNumFewerSplits && may_gain(); ++r) {
     if (!MayBeWorthFewerSplits(rules, r, longest_span_cost, best->makespan)) continue;
-    CutByLength(rules, tiling.tiles, LongestOfFewer(rules, span_cost, r), &trial.chunks);
-    AssignChunks(rules, tiling, {}, &trial);
+    const i64 longest_cost = LongestOfFewer(rules, span_cost, r);
+    const CutTotals cut = TotalsOfCut(rules, tiling.tiles, longest_cost);
+    if (LeastMakespan(rules, cut) >= best->makespan ||
+        cut.lengths == TotalsOfCut(rules, tiling.tiles, first_longest_cost).lengths) {
+      continue;
+    }
+    CutByLength(rules, tiling.tiles, longest_cost, &trial.chunks);
+    AssignChunks(rules, tiling, {false, false, best->makespan - 1}, &trial);
     if (trial.makespan < best->makespan) std::swap(*best, trial);
   }
 }
@@ -286,7 +325,7 @@ PlanFault Assign(const PlanRules& rules, const Tiling& tiling, Assignment* best)
   AssignChunks(rules, tiling, {}, best);
   if (rules.schedule == kBalanced) {
     Rebalance(rules, tiling, span_cost, longest_cost, best);
-    TryFewerSplits(rules, tiling, span_cost, longest_span_cost, best);
+    TryFewerSplits(rules, tiling, span_cost, longest_span_cost, longest_cost, best);
   }
   return {};
 }
@@ -301,7 +340,8 @@ PlanFault AssignShared(const PlanRules& rules, const Tiling& tiling, Assignment*
   }
   for (i32 r = 0; r < kNumSharedTrials; ++r) {
     CutShared(rules, tiling, kSharedTrials[r], &trial.chunks);
-    AssignChunks(rules, tiling, {kSharedTrials[r].leaves_empty, false}, &trial);
+    AssignChunks(rules, tiling, {kSharedTrials[r].leaves_empty}, &trial);
+    CountAssignment(rules, tiling, &trial);
     const bool fits =
         rules.schedule != kBalanced || (trial.num_cut_items <= rules.max_balanced_partials &&
                                         trial.counts.num_partial_rows <= MaxSharedRows(rules));
@@ -521,6 +561,7 @@ PlanFault WriteSchedule(const PlanRules& rules, const Tiling& flat, const Tiling
     if (f.code && !shares) return f;
     shares = shares && (f.code || best_shared.makespan <= best.makespan);
   }
+  if (!shares) CountAssignment(rules, flat, &best);
   const Assignment& chosen = shares ? best_shared : best;
   if (PlanFault f = CheckCapacities(rules, chosen.counts); f.code) return f;
   out->shares = shares;

@@ -1,6 +1,7 @@
 // Turns query tiles into queues of work items; this is where planners differ.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -37,6 +38,17 @@ struct Chunk {
 // CutTile.
 void CutByLength(const PlanRules& rules, const std::vector<QueryTile>& tiles, i64 longest_cost,
                  std::vector<Chunk>* chunks);
+
+// What CutByLength makes of tiles that share nothing, without its chunks; for kBalanced.
+struct CutTotals {
+  // Chunks of each tile size, in tokens; all 0 if no tile is split. Equal lengths cut equally.
+  std::array<int32_t, kMaxTiles> lengths;
+  int64_t num_chunks, num_split_chunks;  // split: of tiles with several
+  int64_t cost;                          // of all chunks, for one head unit
+  int64_t least_cost;                    // of any chunk
+};
+CutTotals TotalsOfCut(const PlanRules& rules, const std::vector<QueryTile>& tiles,
+                      i64 longest_cost);
 
 // Chunks and their queues, for tiles that share nothing: ranges of equal cost of one line, on which
 // every tile lies once for each head unit. Returns false if ranges would not take less than

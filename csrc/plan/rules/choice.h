@@ -36,6 +36,9 @@ inline bool IsWorthMoreSplits(i64 margin, i64 makespan, i64 than) {
   return (100 + margin) * makespan < 100 * than;
 }
 
+// The largest makespan that is worth it, for makespans that are not negative.
+inline i64 MostWorthMoreSplits(i64 margin, i64 than) { return (100 * than - 1) / (100 + margin); }
+
 // Whether any retry can be worth it: no schedule's fullest queue is below the mean of whole tiles.
 inline bool MayBeWorthMoreSplits(i64 margin, i64 total_cost, i64 num_queues, i64 than) {
   return IsWorthMoreSplits(margin, total_cost / num_queues, than);

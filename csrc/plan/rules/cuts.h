@@ -33,17 +33,23 @@ inline constexpr i64 kUncut = 1ll << 62;  // longest chunks if no tile is split
 // A limit in tokens, the same for tiles of any size, in the place of a cost.
 inline constexpr i64 ChunksOfTokens(i32 tokens) { return -i64{tokens}; }
 
-// longest_cost: for kBalanced, a cost or ChunksOfTokens. kFixedSplit counts from position 0, or
+// kBalanced: the length of chunks in tokens. longest_cost: a cost or ChunksOfTokens. kv_cost: of the
+// tile.
+inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 kv_cost) {
+  const i64 limit = longest_cost < 0 ? -longest_cost : longest_cost / kv_cost + 1;
+  const i32 tokens = static_cast<i32>(Least(kPositionLimit, limit));
+  const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
+  return static_cast<i32>(Largest(rounded, rules.min_chunk));
+}
+
+// longest_cost: as in ChunkLength. kFixedSplit counts from position 0, or
 // from the beginning of a step list: borders depend only on the position, so a request has the same
 // partial states and, after the ordered merge, the same bits in any batch. kNoSplit:
 // FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
 inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
-    const i64 limit = longest_cost < 0 ? -longest_cost : longest_cost / t.kv_cost + 1;
-    const i32 tokens = static_cast<i32>(Least(kPositionLimit, limit));
-    const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
-    cut.length = static_cast<i32>(Largest(rounded, rules.min_chunk));
+    cut.length = ChunkLength(rules, longest_cost, t.kv_cost);
   } else if (rules.schedule == kFixedSplit) {
     if (rules.max_steps == 0) cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
   }
