@@ -115,8 +115,8 @@ void CountAssignment(const PlanRules& rules, const Tiling& tiling, Assignment* a
 
 // How chunks are dealt.
 struct DealOptions {
-  bool leaves_empty = false;  // as in SharedTrial
-  bool by_weight = false;     // as in Retry
+  bool leaves_empty = false;                           // as in SharedTrial
+  bool by_weight = false;                              // as in Retry
   int64_t most = std::numeric_limits<int64_t>::max();  // a fuller queue ends it: no use
 };
 
@@ -274,8 +274,8 @@ void Rebalance(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
   }
 }
 
-// Replaces `best` by a schedule with longer chunks if that is predicted to be faster. first: the cut
-// of the first schedule, which is no faster than `best`.
+// Replaces `best` by a schedule with longer chunks if that is predicted to be faster. first: the
+// cut of the first schedule, which is no faster than `best`.
 void TryFewerSplits(const PlanRules& rules, const Tiling& tiling, int64_t span_cost,
                     int64_t longest_span_cost, int64_t first_longest_cost, Assignment* best) {
   thread_local Assignment trial;

@@ -33,8 +33,8 @@ inline constexpr i64 kUncut = 1ll << 62;  // longest chunks if no tile is split
 // A limit in tokens, the same for tiles of any size, in the place of a cost.
 inline constexpr i64 ChunksOfTokens(i32 tokens) { return -i64{tokens}; }
 
-// kBalanced: the length of chunks in tokens. longest_cost: a cost or ChunksOfTokens. kv_cost: of the
-// tile.
+// kBalanced: the length of chunks in tokens. longest_cost: a cost or ChunksOfTokens. kv_cost: of
+// the tile.
 inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 kv_cost) {
   const i64 limit = longest_cost < 0 ? -longest_cost : longest_cost / kv_cost + 1;
   const i32 tokens = static_cast<i32>(Least(kPositionLimit, limit));
