@@ -551,6 +551,19 @@ void RunFixedChunks() {
   RunOnH200<TraitsOf<128, 16 * 1024, 1>>(requests, 4, 132);
 }
 
+// Candidates that the host planner must not take for ones that cannot win: chunks whose last pieces
+// are short, and whole tiles by weight after whole tiles by section.
+void RunBounds() {
+  std::vector<Request> decodes;
+  for (const int64_t kv_len : {1000, 400, 500, 800, 1000, 1000, 600, 800, 300, 1000, 1000}) {
+    decodes.push_back({1, kv_len});
+  }
+  const std::vector<Request> prompts = {{300, 1800}, {100, 3000}, {300, 600}};
+  for (const std::vector<Request>& requests : {decodes, prompts}) {
+    RunOnH200<TraitsOf<512, 96 * 1024>>(requests, 8, 132);
+  }
+}
+
 // Few equal decodes: ranges that cut the heads of a partition at different positions.
 void RunRanges(unsigned seed) {
   Random random(seed);
@@ -708,6 +721,7 @@ void RunAll(unsigned num_cases) {
   RunServing(5000, 8, true, true);
   for (unsigned seed = 0; seed < 100; ++seed) RunRetries(seed);
   RunFixedChunks();
+  RunBounds();
   for (unsigned seed = 0; seed < 30; ++seed) RunRanges(seed);
   for (unsigned seed = 0; seed < 40; ++seed) RunFixedSplits(seed);
   std::printf(
