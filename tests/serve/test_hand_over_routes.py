@@ -20,7 +20,7 @@ from helpers.serve.live_server import OPERATOR_KEY, ServerProcess, eventually, k
 from helpers.serve.small_engine import CONFIG, sequence
 from jax_attn.serve import _options
 from jax_attn.serve._engine.async_engine import AsyncEngine
-from jax_attn.serve._engine.hand_over import HandedOver
+from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
@@ -115,6 +115,61 @@ def test_the_answer_of_one_server(model):
         assert code_of(post(server, HAND_OVER, small)) == (413, "too_many_bytes")
 
 
+def forged(data: bytes, *path: str | int, value) -> bytes:
+    """The bytes with another value in their header."""
+    begin = len(_MAGIC) + _LENGTH.size
+    end = begin + _LENGTH.unpack_from(data, len(_MAGIC))[0]
+    plain = json.loads(data[begin:end])
+    place = plain
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    header = json.dumps(plain).encode()
+    return _MAGIC + _LENGTH.pack(len(header)) + header + data[end:]
+
+
+FORGED = [
+    (("so_far",), None),
+    (("so_far",), "x"),
+    (("so_far", "path"), []),
+    (("so_far", "path"), 5),
+    (("so_far", "body"), 5),
+    (("tokens",), None),
+    (("tokens", -1), 1.5),
+    (("tokens", -1), "a"),
+    (("tokens", -1), 5),  # not what the event has
+    (("num_prompt",), 3.0),
+    (("seconds_left",), "x"),
+    (("params", "seed"), "x"),
+    (("params", "seed"), 1.5),
+    (("params", "seed"), None),
+    (("params", "min_tokens"), False),
+    (("so_far", "event", "tokens"), 5),
+    (("so_far", "event", "tokens"), [1, 2]),
+    (("so_far", "event", "text"), 5),
+    (("so_far", "event", "logprobs"), [[1, "x", []]]),
+    (("so_far", "event", "error"), 5),
+    (("so_far", "event", "num_cached_tokens"), "x"),
+    (("so_far", "event", "versions"), 5),
+]
+
+
+def test_forged_bytes_are_refused_and_harm_nobody(model):
+    engine = AsyncEngine(model, LIMITS)
+    with server_of(engine, model, max_hand_over_bytes=1 << 24, **KEYS) as server:
+        request = {"path": "/v1/completions", "body": BODY | {"logprobs": 1}, "num_tokens": 3}
+        data = post(server, HAND_OVER, request).body
+        assert post(server, GO_ON, data, BYTES).ok
+        num_steps = engine.stats()["steps"]
+        for path, value in FORGED:
+            answer = post(server, GO_ON, forged(data, *path, value=value), BYTES)
+            assert answer.status == 400, (path, value, answer.body)
+        deep = b'{"so_far":' + b"[" * 100_000
+        deep = _MAGIC + _LENGTH.pack(len(deep)) + deep
+        assert code_of(post(server, GO_ON, deep, BYTES)) == (400, "not_handed_over")
+        assert engine.stats()["steps"] == num_steps
+
+
 def output(answer: bytes) -> list:
     """The choices of a whole answer; the texts and reasons of a streamed one."""
     if not answer.startswith(b"data: "):
@@ -175,6 +230,34 @@ def test_over_the_wire(model, num):
         with pytest.raises(EngineStopped):
             await client.hand_over(make(), 1, {})
         await asyncio.to_thread(thread.join)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_ends_it_leaves_it_to_another(model, monkeypatch):
+    engines = [AsyncEngine(model, LIMITS) for _ in range(2)]
+    replicas = Replicas(engines)
+
+    async def main():
+        for engine in engines:
+            engine.start()
+        try:
+            alone = await engines[1].hand_over(sequence(), 3, {})
+            tried = []
+
+            async def ends(seq, num_tokens, so_far):  # as one that is paused meanwhile
+                tried.append(seq.id)
+                seq.tokens.append(7)
+                raise EngineStopped("The engine does not run.")
+
+            monkeypatch.setattr(engines[0], "hand_over", ends)
+            monkeypatch.setattr(replicas, "order", lambda seq: [0, 1])
+            data = await replicas.hand_over(sequence(), 3, {})
+            assert tried
+            here, there = HandedOver.from_bytes(data), HandedOver.from_bytes(alone)
+            assert (here.num_prompt, here.tokens[:8]) == (there.num_prompt, there.tokens[:8])
+        finally:
+            await replicas.stop(drain=False)
 
     asyncio.run(main())
 
