@@ -333,7 +333,7 @@ class ExpertDevice(Device):
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
     def shapes_of_step(self, bucket: Bucket) -> tuple[Any, Any, Any]:
-        """Of words, newest tokens and the cache of this device."""
+        """Shapes of words, newest tokens and the cache of this device."""
         _, state, cache, _ = self._shapes
         words = jax.ShapeDtypeStruct((bucket.num_words,), np.int32)
         return words, state.last_tokens, cache
