@@ -17,13 +17,14 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from helpers.paths import ROOT
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import OPERATOR_KEY, ServerProcess, eventually, key_options, serving
-from helpers.serve.small_engine import CONFIG, sequence
+from helpers.serve.small_engine import CONFIG, hold, sequence
 from jax_attn.serve import _options
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
+from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.protocols import EngineStopped
 from jax_attn.serve._scheduling.request import SamplingParams
 
@@ -177,6 +178,33 @@ def output(answer: bytes) -> list:
     events = [json.loads(x) for x in re.findall(r"data: (\{.*\})", answer.decode())]
     choices = [event["choices"][0] for event in events if event["choices"]]
     return ["".join(x["text"] for x in choices), [x["finish_reason"] for x in choices][-1]]
+
+
+def test_a_client_that_leaves_and_bytes_that_never_come(model, monkeypatch):
+    engine, held = AsyncEngine(model, LIMITS), threading.Event()
+    moves = {"max_hand_over_bytes": 1 << 24, "key_limits": KeyLimits(requests=1, choices=1)}
+
+    def begin(path: str, media_type: str, length: int, body: bytes = b""):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
+        head += f"Content-Type: {media_type}\r\nContent-Length: {length}\r\n\r\n"
+        return server.connect(head.encode() + body)
+
+    with server_of(engine, model, **moves, **KEYS) as server:
+        request = {"path": "/v1/completions", "body": BODY, "num_tokens": 11}
+        raw = json.dumps(request).encode()
+        with monkeypatch.context() as patch:
+            # The first step ends once the engine has been told that the client is gone.
+            hold(patch, engine, lambda: held.set() or True, lambda: bool(engine._commands))
+            with begin(HAND_OVER, JSON, len(raw), raw):
+                assert held.wait(60)
+            eventually(lambda: engine.stats()["running"] == 0 and not engine._commands)
+        eventually(
+            lambda: post(server, HAND_OVER, request).ok
+        )  # the only one that the key may have
+        monkeypatch.setattr("jax_attn.serve._http.server._MOVE_SECONDS", 0.01)
+        with begin(GO_ON, BYTES, 100) as connection:
+            assert b" 408 " in connection.recv(1000)
+        assert code_of(post(server, GO_ON, b"no", BYTES)) == (400, "not_handed_over")
 
 
 @pytest.mark.parametrize("num", [1, 2])
