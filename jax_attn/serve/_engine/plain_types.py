@@ -10,7 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 def check_types(made: Any) -> None:
     """Raises ValueError unless each field of a dataclass has a value of its annotation's type."""
-    hints = _hints(type(made))
+    kind: Any = type(made)
+    hints = _hints(kind)
     for field in dataclasses.fields(made):
         value = getattr(made, field.name)
         if not _fits(value, hints[field.name]):
@@ -40,6 +41,6 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(args) and all(map(_fits, value, args))
     if hint is float:
         return type(value) in (float, int)
-    if issubclass(hint, tuple):  # a NamedTuple
+    if hasattr(hint, "_fields"):  # a NamedTuple
         return type(value) is hint and all(map(_fits, value, _hints(hint).values()))
     return type(value) is hint  # so that True is no int
