@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_types(made: Any) -> None:
     """Raises ValueError unless each field of a dataclass has a value of its annotation's type."""
-    kind: Any = type(made)
-    hints = _hints(kind)
+    hints = _hints(type(made))
     for field in dataclasses.fields(made):
         value = getattr(made, field.name)
         if not _fits(value, hints[field.name]):
             raise ValueError(f"{field.name}: expected {field.type}, got {repr(value)[:100]}")
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def _fits(value: Any, hint: Any) -> bool:
