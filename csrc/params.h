@@ -774,7 +774,7 @@ inline constexpr float kL2NormEpsilon = 1e-6f;
 
 // Tokens of a chunk of the chunked loops, at most; a tile in shared memory has as many rows.
 inline constexpr i32 kLinearTokens = 64;
-// Of a plan's chunk with a decay a channel.
+// Tokens of a plan's chunk with a decay a channel.
 inline constexpr i32 kChannelTokens = 16;
 
 // A lower triangle of kLinearTokens rows without the blocks of 16 x 16 above its diagonal.
@@ -796,7 +796,6 @@ struct LinearTerms {
   float decay[32];                       // [0]: exp(G_last)
 };
 
-// Segments of a call, in an order that does not matter.
 // The same with a decay a channel, for rows of q and k that have their decays and norms
 // (LinearChannelWorkspace): factors are 1 but for beta. Behind it is f32 exp(G_last)[dim_k].
 struct LinearChannelTerms : LinearTerms {
@@ -804,12 +803,14 @@ struct LinearChannelTerms : LinearTerms {
     return static_cast<i64>(sizeof(LinearTerms)) + 4 * dim_k;
   }
 };
+
 // The same for gradients; solve is (I + A)^-1.
 struct LinearGradientTerms : LinearTerms {
   float beta[kLinearTokens];
   float sums[kLinearTokens];  // G in units of log2
 };
 
+// Segments of a call, in an order that does not matter.
 struct LinearSegment {
   i32 begin;        // its first chunk
   i32 first;        // the first chunk of its request
@@ -879,8 +880,8 @@ struct LinearGradientParams {
 
 struct LinearGradientWorkspace {
   LinearWorkspace base;  // with LinearGradientTerms, without maps
-  // Of each chunk and v head, in 16 bits, transposed [dim_v, dim_k], in tiles: the state before it,
-  // and the gradient of the state behind it. Chunks without tokens have none of the former.
+  // The state before each chunk and the gradient of the state behind it, of each v head, in 16
+  // bits, transposed [dim_v, dim_k], in tiles. A chunk without tokens has no state before it.
   i64 states, d_states;
   i64 fresh, d_r;  // like v: V' and the gradient of (I + A) V'
   i64 size;

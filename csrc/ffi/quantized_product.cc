@@ -41,7 +41,7 @@ Status ReadKernel(const Attributes& a, QuantizedProductKernel* kernel) {
   if (a.main_loop != kPortable && a.main_loop != kHopper) {
     return refuse("main_loop", "0 or 1", a.main_loop);
   }
-  // wgmma has so many rows of x, and a warpgroup so many columns.
+  // wgmma multiplies a power of two of rows of x, and a warpgroup 128 columns.
   const bool is_whole = (a.tile_rows & (a.tile_rows - 1)) == 0 && a.tile_columns % 128 == 0;
   if (a.main_loop == kHopper && (a.arch != 90 || !is_whole)) {
     return refuse("main_loop", "0 unless arch is 90, tile_rows 8 to 64, tile_columns 128 or 256",
@@ -69,8 +69,9 @@ Status Unpack(const Attributes& a, const Buffers& b, QuantizedProductParams* p) 
   if (depth % 8 != 0 || columns % 16 != 0 || !is_whole || !is_small || num_rows >= 1 << 16 ||
       num_splits < 1 || num_splits > 1 << 10) {
     return Status::Error(
-        "quantized_product: expected a depth that is a multiple of 8, columns of 16, and groups of "
-        "32 rows, of a multiple of 64 or of all, got " +
+        "quantized_product: expected a depth that is a multiple of 8, columns of 16, groups of 32 "
+        "rows, of a multiple of 64 or of all, fewer than 2^16 rows and 2^35 elements of x, fewer "
+        "than 2^36 codes, and 1 to 1024 splits, got " +
         ShapeOf(b.x) + " and " + ShapeOf(b.codes) + " in groups of " +
         std::to_string(a.group_size) + " and " + ShapeOf(b.y) + ".");
   }

@@ -247,9 +247,14 @@ def _tangents_transpose(cotangents: Any, *arrays: Any, call: LinearCall, has_bet
     gpu = gpu_target()
     has_kernels = gpu is not None and _has_gradient_kernels(call, operands, plan, gpu)
     on_gpu = {"cuda": by_kernel(gpu)} if gpu is not None and has_kernels else {}
+
+    @jax.custom_jvp
+    def gradients(*arrays: jax.Array) -> Any:
+        return jax.lax.platform_dependent(*arrays, cpu=by_kernel(ffi.CPU), **on_gpu, default=in_jnp)
+
+    gradients.defjvp(functools.partial(jax.jvp, in_jnp))
     given = varying_alike((*arrays[: tree.num_leaves], *map(ad.instantiate_zeros, cotangents)))
-    found = jax.lax.platform_dependent(*given, cpu=by_kernel(ffi.CPU), **on_gpu, default=in_jnp)
-    of_moved = zip(moved, found, strict=True)
+    of_moved = zip(moved, gradients(*given), strict=True)
     none = [None] * tree.num_leaves
     return none + [d if ad.is_undefined_primal(x) else None for x, d in of_moved]
 

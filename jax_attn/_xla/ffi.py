@@ -384,7 +384,7 @@ def linear_attention_backward(
 
     That of an absent g or beta has no elements. That of states is in the memory of `d_states`, the
     gradient of the states after the call. See linear_attention. For CUDA: only where
-    jit.has_linear_gradient says so.
+    `_core.linear_gradient_sources` has kernels.
     """
     operands = (q, k, v, *_present(g, beta), states, plan_buffer, layer, d_o, d_states)
     words = jit.linear_problem(

@@ -76,7 +76,7 @@ def varying_alike(arrays: Any) -> Any:
     return jax.tree.map(cast, arrays)
 
 
-def jvp_of(call: Callable[..., Any], primals: Any, tangents: Any, **static: Any) -> Any:
+def jvp_of(call: Callable[..., Any], primals: Any, tangents: Any, /, **static: Any) -> Any:
     """The rule of ad.primitive_jvps for a primitive that computes `call(*primals, **static)`."""
     is_zero = [isinstance(t, ad.Zero) for t in tangents]
 

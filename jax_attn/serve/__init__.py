@@ -58,6 +58,7 @@ The modules of each folder:
 | | `compilations` | counts compilations that nobody expected |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
 | | `hand_over`, `leaving` | a request that leaves one engine and goes on in another |
+| | `plain_types` | checks what became of JSON against annotations |
 | | `async_engine`, `embedder` | the threads of the engine and of an embedding model |
 | | `replicas` | several engines of one model behind one queue |
 | | `expert_group` | engines that share the experts of a model: one forward pass for all |

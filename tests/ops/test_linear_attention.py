@@ -13,8 +13,9 @@ import jax_attn as ja
 from helpers.backends import on_every_backend, on_every_isa, on_every_platform
 from helpers.linear_cases import CASES, LinearCase
 from jax_attn import _core, _environment
-from jax_attn._ops import linear_attention
+from jax_attn._ops import linear_attention, linear_kernel
 from jax_attn._ops.linear_kernel import LinearCall, LinearOperands
+from jax_attn._xla import jit
 
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2}
 NAMES = ("q", "k", "v", "g", "beta", "states")
@@ -388,6 +389,51 @@ def test_gradients_of_16_bits(name, backend):
         x, y = (np.asarray(of[which], np.float64) for of in (found, expected))
         assert np.linalg.norm(x - y) <= 1.5e-2 * np.linalg.norm(y), which
         assert np.asarray(found[which]).tobytes() == np.asarray(again[which]).tobytes(), which
+
+
+def test_second_derivatives():
+    """All orders of forward and reverse, and the slope of the gradient."""
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 5, 1, 8)), "float32") for _ in range(3))
+    g, beta = -jnp.ones((1, 5, 1)), jnp.full((1, 5, 1), 0.5)
+
+    def loss(x):
+        return (ja.gated_delta_rule(q * x, k * x / 4, v * x, g * x, beta * x)[0] ** 2).sum()
+
+    first = jax.jit(jax.grad(loss))
+    expected = (first(1.01) - first(0.99)) / 0.02
+    for second in (jax.grad(jax.grad(loss)), jax.jacfwd(first), jax.grad(jax.jacfwd(loss))):
+        np.testing.assert_allclose(jax.jit(second)(1.0), expected, rtol=2e-3)
+
+
+def test_a_gpu_is_asked_for_the_gradients_that_are_called(monkeypatch):
+    """By traces: what decides on kernels of gradients, and their call, mean the same problem."""
+    asked = []
+    problem = jit.linear_problem
+
+    def recorded(*arrays, target, **numbers):
+        asked.append((target, problem(*arrays, target=target, **numbers)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(linear_kernel, "gpu_target", lambda: (90, 132))
+    monkeypatch.setattr(jit, "linear_problem", recorded)
+
+    def loss(q, k, v, g, beta):
+        return ja.gated_delta_rule(q, k, v, g, beta)[0].astype(jnp.float32).sum()
+
+    def found(dtype, seq):
+        rows = [jax.ShapeDtypeStruct((2, seq, heads, 64), dtype) for heads in (2, 2, 4)]
+        factors = [jax.ShapeDtypeStruct((2, seq, 4), jnp.float32)] * 2
+        asked.clear()
+        jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*rows, *factors)
+        words = [words for target, words in asked if target == (90, 132)]
+        assert all(each == words[0] for each in words)
+        has_kernels = bool(_core.linear_gradient_sources(words[0]))
+        assert len(words) == 2 + has_kernels, "forward, the question, and gradients"
+        return has_kernels
+
+    assert found("bfloat16", 130)
+    assert not found("bfloat16", 1) and not found("float32", 130)
 
 
 def test_gradients_never_cross_requests():

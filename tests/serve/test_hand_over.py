@@ -248,6 +248,18 @@ def test_bytes_that_are_none_of_ours():
             HandedOver.from_bytes(wrong)
 
 
+def test_it_takes_the_rights_of_the_request_that_is_read_again():
+    handed = made(namespace="ours", tenant="us", priority=-5)
+    seq = Sequence("x", "x", list(PROMPT), dataclasses.replace(SAMPLED, seed=99), "theirs", 3)
+    seq.tenant = "they"
+    handed.go_on_as(seq)
+    assert (handed.namespace, handed.tenant, handed.priority) == ("theirs", "they", 3)
+    assert handed.params == SAMPLED  # with its seed
+    seq.adapter_name = "other"
+    with pytest.raises(ValueError, match="import_request: adapter: expected those"):
+        handed.go_on_as(seq)
+
+
 def test_a_request_that_there_is_not(pair):
     with pytest.raises(ValueError, match="export_request: expected a request that runs or waits"):
         pair[0].export_request("nobody")

@@ -17,13 +17,14 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from helpers.paths import ROOT
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import OPERATOR_KEY, ServerProcess, eventually, key_options, serving
-from helpers.serve.small_engine import CONFIG, sequence
+from helpers.serve.small_engine import CONFIG, hold, sequence
 from jax_attn.serve import _options
 from jax_attn.serve._engine.async_engine import AsyncEngine
-from jax_attn.serve._engine.hand_over import HandedOver
+from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
+from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.protocols import EngineStopped
 from jax_attn.serve._scheduling.request import SamplingParams
 
@@ -115,6 +116,61 @@ def test_the_answer_of_one_server(model):
         assert code_of(post(server, HAND_OVER, small)) == (413, "too_many_bytes")
 
 
+def forged(data: bytes, *path: str | int, value) -> bytes:
+    """The bytes with another value in their header."""
+    begin = len(_MAGIC) + _LENGTH.size
+    end = begin + _LENGTH.unpack_from(data, len(_MAGIC))[0]
+    plain = json.loads(data[begin:end])
+    place = plain
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    header = json.dumps(plain).encode()
+    return _MAGIC + _LENGTH.pack(len(header)) + header + data[end:]
+
+
+FORGED = [
+    (("so_far",), None),
+    (("so_far",), "x"),
+    (("so_far", "path"), []),
+    (("so_far", "path"), 5),
+    (("so_far", "body"), 5),
+    (("tokens",), None),
+    (("tokens", -1), 1.5),
+    (("tokens", -1), "a"),
+    (("tokens", -1), 5),  # not what the event has
+    (("num_prompt",), 3.0),
+    (("seconds_left",), "x"),
+    (("params", "seed"), "x"),
+    (("params", "seed"), 1.5),
+    (("params", "seed"), None),
+    (("params", "min_tokens"), False),
+    (("so_far", "event", "tokens"), 5),
+    (("so_far", "event", "tokens"), [1, 2]),
+    (("so_far", "event", "text"), 5),
+    (("so_far", "event", "logprobs"), [[1, "x", []]]),
+    (("so_far", "event", "error"), 5),
+    (("so_far", "event", "num_cached_tokens"), "x"),
+    (("so_far", "event", "versions"), 5),
+]
+
+
+def test_forged_bytes_are_refused_and_harm_nobody(model):
+    engine = AsyncEngine(model, LIMITS)
+    with server_of(engine, model, max_hand_over_bytes=1 << 24, **KEYS) as server:
+        request = {"path": "/v1/completions", "body": BODY | {"logprobs": 1}, "num_tokens": 3}
+        data = post(server, HAND_OVER, request).body
+        assert post(server, GO_ON, data, BYTES).ok
+        num_steps = engine.stats()["steps"]
+        for path, value in FORGED:
+            answer = post(server, GO_ON, forged(data, *path, value=value), BYTES)
+            assert answer.status == 400, (path, value, answer.body)
+        deep = b'{"so_far":' + b"[" * 100_000
+        deep = _MAGIC + _LENGTH.pack(len(deep)) + deep
+        assert code_of(post(server, GO_ON, deep, BYTES)) == (400, "not_handed_over")
+        assert engine.stats()["steps"] == num_steps
+
+
 def output(answer: bytes) -> list:
     """The choices of a whole answer; the texts and reasons of a streamed one."""
     if not answer.startswith(b"data: "):
@@ -122,6 +178,33 @@ def output(answer: bytes) -> list:
     events = [json.loads(x) for x in re.findall(r"data: (\{.*\})", answer.decode())]
     choices = [event["choices"][0] for event in events if event["choices"]]
     return ["".join(x["text"] for x in choices), [x["finish_reason"] for x in choices][-1]]
+
+
+def test_a_client_that_leaves_and_bytes_that_never_come(model, monkeypatch):
+    engine, held = AsyncEngine(model, LIMITS), threading.Event()
+    moves = {"max_hand_over_bytes": 1 << 24, "key_limits": KeyLimits(requests=1, choices=1)}
+
+    def begin(path: str, media_type: str, length: int, body: bytes = b""):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\n"
+        head += f"Content-Type: {media_type}\r\nContent-Length: {length}\r\n\r\n"
+        return server.connect(head.encode() + body)
+
+    with server_of(engine, model, **moves, **KEYS) as server:
+        request = {"path": "/v1/completions", "body": BODY, "num_tokens": 11}
+        raw = json.dumps(request).encode()
+        with monkeypatch.context() as patch:
+            # The first step ends once the engine has been told that the client is gone.
+            hold(patch, engine, lambda: held.set() or True, lambda: bool(engine._commands))
+            with begin(HAND_OVER, JSON, len(raw), raw):
+                assert held.wait(60)
+            eventually(lambda: engine.stats()["running"] == 0 and not engine._commands)
+        eventually(
+            lambda: post(server, HAND_OVER, request).ok
+        )  # the only one that the key may have
+        monkeypatch.setattr("jax_attn.serve._http.server._MOVE_SECONDS", 0.01)
+        with begin(GO_ON, BYTES, 100) as connection:
+            assert b" 408 " in connection.recv(1000)
+        assert code_of(post(server, GO_ON, b"no", BYTES)) == (400, "not_handed_over")
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -175,6 +258,34 @@ def test_over_the_wire(model, num):
         with pytest.raises(EngineStopped):
             await client.hand_over(make(), 1, {})
         await asyncio.to_thread(thread.join)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_ends_it_leaves_it_to_another(model, monkeypatch):
+    engines = [AsyncEngine(model, LIMITS) for _ in range(2)]
+    replicas = Replicas(engines)
+
+    async def main():
+        for engine in engines:
+            engine.start()
+        try:
+            alone = await engines[1].hand_over(sequence(), 3, {})
+            tried = []
+
+            async def ends(seq, num_tokens, so_far):  # as one that is paused meanwhile
+                tried.append(seq.id)
+                seq.tokens.append(7)
+                raise EngineStopped("The engine does not run.")
+
+            monkeypatch.setattr(engines[0], "hand_over", ends)
+            monkeypatch.setattr(replicas, "order", lambda seq: [0, 1])
+            data = await replicas.hand_over(sequence(), 3, {})
+            assert tried
+            here, there = HandedOver.from_bytes(data), HandedOver.from_bytes(alone)
+            assert (here.num_prompt, here.tokens[:8]) == (there.num_prompt, there.tokens[:8])
+        finally:
+            await replicas.stop(drain=False)
 
     asyncio.run(main())
 

@@ -230,7 +230,7 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
       u32 k[4], q[4];
       LoadA(q, SharedAddress(shared_.q), 16 * warp_, 16 * step);
       {
-        // Of operand a: rows +0, +8, +0, +8, channels +0, +0, +8, +8.
+        // Operand a has rows +0, +8, +0, +8, channels +0, +0, +8, +8.
         const int first = 16 * warp_ + row;
         const int rows[4] = {first, first + 8, first, first + 8};
         const int channels[4] = {channel, channel, channel + 8, channel + 8};
@@ -245,7 +245,7 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
         if (j >= warp_) break;
         u32 b[4];
         LoadRowsB(b, SharedAddress(shared_.k), 16 * j, 16 * step);
-        // Of operand b: rows +0, +0, +8, +8, channels +0, +8, +0, +8.
+        // Operand b has rows +0, +0, +8, +8, channels +0, +8, +0, +8.
         const int first = 16 * j + row;
         const int rows[4] = {first, first, first + 8, first + 8};
         const int channels[4] = {channel, channel + 8, channel, channel + 8};

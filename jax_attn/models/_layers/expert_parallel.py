@@ -94,9 +94,8 @@ class ExpertParallel:
 
         def put(path: Any, x: Any) -> jax.Array:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            is_order = (
-                getattr(path[-1], "name", None) == "order"
-            )  # of rows, the same in all experts
+            # The order of rows is the same in all experts.
+            is_order = getattr(path[-1], "name", None) == "order"
             is_split = names[-1].startswith(("expert_gate_up", "expert_down")) and not is_order
             return put_parts(x, self.mesh, self.axis_name, 0 if is_split else None)
 

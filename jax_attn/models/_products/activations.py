@@ -13,7 +13,7 @@ Kind = Literal["e4m3", "int8", "e2m1"]
 
 _LARGEST = {"e4m3": 448.0, "int8": 127.0, "e2m1": 6.0}
 _SMALLEST = {"e4m3": -448.0, "int8": -128.0, "e2m1": -6.0}
-# Of a format with n bits of mantissa, the exponent of the smallest normal number, and n.
+# The exponent of a format's smallest normal number, and its bits of mantissa.
 _FLOATS = {"e4m3": (-6, 3), "e2m1": (0, 1)}
 _TINY = float(np.finfo(np.float32).tiny)
 

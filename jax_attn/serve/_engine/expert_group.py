@@ -119,7 +119,7 @@ class ExpertGroup:
         with self._changed:
             if (meeting := self._meetings.pop(number, None)) is not None:
                 del meeting.entries[number]
-                if not meeting.entries:
+                if not meeting.entries and self._meeting is meeting:
                     self._meeting = _Meeting()
                 self._changed.notify_all()
 
@@ -273,7 +273,7 @@ class ExpertGroup:
 
     # ---- failures ------------------------------------------------------------------------------
 
-    def mend(self, number: int) -> None:
+    def replace_lost_caches(self, number: int) -> None:
         """Gives devices whose caches went with a failed step of device `number` new ones."""
         for i, device in enumerate(self._of):
             if device is not None and i != number and not device.has_cache:
@@ -333,7 +333,7 @@ class ExpertDevice(Device):
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
     def shapes_of_step(self, bucket: Bucket) -> tuple[Any, Any, Any]:
-        """Of words, newest tokens and the cache of this device."""
+        """Shapes of words, newest tokens and the cache of this device."""
         _, state, cache, _ = self._shapes
         words = jax.ShapeDtypeStruct((bucket.num_words,), np.int32)
         return words, state.last_tokens, cache
@@ -363,7 +363,7 @@ class ExpertDevice(Device):
             super().reset()
             self.has_lost_cache = False
             if self._number is not None:
-                self._group.mend(self._number)
+                self._group.replace_lost_caches(self._number)
 
     def move(self, moves: Sequence[Move | PageCopy]) -> None:
         with self._group.lock:
@@ -378,8 +378,8 @@ class ExpertDevice(Device):
             super().rotate(rotations)
 
     def take(self, pages: list[int], states: list[int]) -> tuple[list[Any], list[Any]]:
-        self._check_cache()
-        with self._group.lock:
+        with self._group.lock:  # no other engine's failure empties the cache behind the check
+            self._check_cache()
             return super().take(pages, states)
 
     def put(

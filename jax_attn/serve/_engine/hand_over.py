@@ -7,16 +7,19 @@ last full page, or the last checkpoint of recurrent states, is read again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn.serve._engine.plain_types import check_types
 from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
@@ -51,7 +54,7 @@ class HandedOver:
 
     @classmethod
     def ended(cls, seq: Sequence, version: str, page_size: int) -> HandedOver:
-        """Of a sequence that has ended before it could go: there is nothing to go on with."""
+        """What stands for a sequence that has ended before it could go: its prompt alone."""
         return cls(
             tokens=seq.tokens[: seq.num_prompt],
             num_prompt=seq.num_prompt,
@@ -86,23 +89,17 @@ class HandedOver:
 
         Raises ValueError: they are not its bytes, or not all of them.
         """
-        try:
+        with _reading():
             return cls._read(data)
-        except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-            raise ValueError(
-                f"import_request: expected bytes of export_request, got others: {error}."
-            ) from None
 
     @classmethod
     def read_so_far(cls, data: bytes) -> dict[str, Any]:
         """`so_far` alone. Raises ValueError as `from_bytes`."""
-        try:
-            so_far: dict[str, Any] = cls._read_header(data)[0]["so_far"]
+        with _reading():
+            so_far = cls._read_header(data)[0]["so_far"]
+            if not isinstance(so_far, dict):
+                raise ValueError(f"so_far: expected a dictionary, got {repr(so_far)[:100]}")
             return so_far
-        except (ValueError, TypeError, KeyError, struct.error) as error:
-            raise ValueError(
-                f"import_request: expected bytes of export_request, got others: {error}."
-            ) from None
 
     @classmethod
     def _read_header(cls, data: bytes) -> tuple[dict[str, Any], int]:
@@ -132,7 +129,10 @@ class HandedOver:
         params = plain["params"]
         params |= {name: tuple(params[name]) for name in ("stop_token_ids", "stop")}
         params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
-        return cls(**plain | {"params": SamplingParams(**params)})
+        handed = cls(**plain | {"params": SamplingParams(**params)})
+        check_types(handed.params)
+        check_types(handed)
+        return handed
 
     def go_on_as(self, seq: Sequence) -> None:
         """Takes its place and rights from a sequence of the same request, read again elsewhere.
@@ -160,7 +160,7 @@ class HandedOver:
     def event(self, seq_id: str) -> TokenEvent:
         """The output so far as one event of a sequence, if `so_far` has it.
 
-        Raises ValueError: it does not.
+        Raises ValueError: it does not, or not that of `tokens`.
         """
         try:
             plain = self.so_far["event"] | {"seq_id": seq_id, "admitted": None}
@@ -171,7 +171,11 @@ class HandedOver:
                 ]
             if plain["finish_reason"] is not None:
                 plain["finish_reason"] = FinishReason(plain["finish_reason"])
-            return TokenEvent(**plain)
+            event = TokenEvent(**plain)
+            check_types(event)
+            if event.finish_reason is None and event.tokens != self.tokens[self.num_prompt :]:
+                raise ValueError("its tokens are not those of the request")
+            return event
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"import_request: expected a request of another server, got so_far: {error}."
@@ -215,3 +219,14 @@ class HandedOver:
 
 def _text(arrays: list[tuple[tuple[int, ...], Any]]) -> str:
     return " and ".join(f"{list(shape)} {dtype.name}" for shape, dtype in arrays) or "none"
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Has bytes that cannot be read raise ValueError."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(
+            f"import_request: expected bytes of export_request, got others: {error}."
+        ) from None

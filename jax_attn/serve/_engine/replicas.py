@@ -10,6 +10,7 @@ All engines are threads of one process, so their parts in Python take turns.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import threading
@@ -148,8 +149,10 @@ class Replicas:
         """See AsyncEngine.hand_over."""
 
         async def run_on(index: int) -> bytes:
+            # A replica that stops leaves it to the next one, as it was.
+            own = dataclasses.replace(seq, tokens=list(seq.tokens))
             try:
-                return await self._engines[index].hand_over(seq, num_tokens, so_far)
+                return await self._engines[index].hand_over(own, num_tokens, so_far)
             finally:
                 self.forget(index, {seq.id})
 

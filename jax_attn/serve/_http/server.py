@@ -98,9 +98,9 @@ VIEW_SECONDS = 0.25  # how long a live view is reused
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 PreparedBody = TypeVar("PreparedBody", bound=PreparedSequences)
-# Factory that takes GenerationAnswer's first arguments.
 _BYTES = "application/octet-stream"
 _MOVE_SECONDS = 300.0  # for the bytes of a request that moves between servers
+# Factory that takes GenerationAnswer's first arguments.
 MakeAnswer: TypeAlias = Callable[
     [ServedEngine | Continued, Prepared, Metrics, Ticket, Record], GenerationAnswer
 ]
@@ -122,7 +122,7 @@ class ServerConfig:
     check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server; "*": all
     weights_directory: Path | None = None  # of weights that operators may load; None: none
-    # Of a request that operators move between servers; 0: they may not.
+    # The most bytes of a request that operators move between servers; 0: they may not.
     max_hand_over_bytes: int = 0
     adapters: tuple[str, ...] = ()  # the LoRA adapters that the engine has at the start
     vision: models.VisionModel | None = None  # without weights; None: the model reads texts only
@@ -1025,7 +1025,7 @@ class _TextServer(_Server):
 
             def prepare(raw: bytes) -> tuple[schemas.HandOverRequest, Prepared]:
                 body = self._parse(raw, schemas.HandOverRequest)
-                return body, self._prepare_moving(body.path, body.body, caller)[0]
+                return body, self._prepare_moving(body, caller)[0]
 
             body, prepared = await self._with_body(request, ticket, prepare)
             record.num_prompt = prepared.num_prompt_tokens
@@ -1060,10 +1060,11 @@ class _TextServer(_Server):
             def prepare() -> tuple[Prepared, MakeAnswer]:
                 try:
                     so_far = HandedOver.read_so_far(data)
-                    path, body = so_far["path"], so_far["body"]
-                except (ValueError, KeyError) as error:
+                except ValueError as error:
                     raise not_handed_over(f"expected an answer of /v1/hand_over: {error}") from None
-                return self._prepare_moving(path, body, caller)
+                asked = json.dumps({name: so_far.get(name) for name in ("path", "body")})
+                body = self._parse(asked.encode(), schemas.HandOverRequest)
+                return self._prepare_moving(body, caller)
 
             prepared, make = await self._body_threads.run(ticket, len(data), prepare)
             record.num_prompt = prepared.num_prompt_tokens
@@ -1074,15 +1075,13 @@ class _TextServer(_Server):
         return make(Continued(self._engine, data), prepared, self._metrics, ticket, record)
 
     def _prepare_moving(
-        self, path: str, body: dict[str, Any], caller: Caller
+        self, moving: schemas.HandOverRequest, caller: Caller
     ) -> tuple[Prepared, MakeAnswer]:
         ways = {
             "/v1/completions": self._prepare_completion,
             "/v1/chat/completions": self._prepare_chat,
         }
-        if path not in ways:
-            raise bad_field("path", f"expected one of {', '.join(ways)}, got {path[:200]!r}")
-        prepared, make = ways[path](json.dumps(body).encode(), caller)
+        prepared, make = ways[moving.path](json.dumps(moving.body).encode(), caller)
         if (num := len(prepared.sequences)) != 1:
             raise bad_field("body", f"expected one prompt and one choice, got {num} together")
         if prepared.sequences[0].pictures:
