@@ -101,7 +101,8 @@ class LLM:
           width, 3] of u8, or an image of Pillow; or image_url with a data: URL.
         tools: descriptions of functions, as OpenAI has them, for the template.
         variables: fields of the server's chat requests that change the prompt: chat_template,
-          chat_template_kwargs, add_generation_prompt, continue_final_message, reasoning_effort.
+          chat_template_kwargs, add_generation_prompt, continue_final_message, reasoning_effort,
+          mm_processor_kwargs.
         """
         found = self._runtime.requests("chat", messages, params, tools, variables)
         return self._outputs(found, progress)

@@ -54,6 +54,11 @@ def test_a_chat_with_pictures(llm, directory, tmp_path):
     check_at_rest(llm)
 
 
+def test_a_model_without_parts_of_pictures(llm):
+    with pytest.raises(ValueError, match="mm_processor_kwargs: expected do_pan_and_scan false"):
+        llm.chat(chat(PIXELS), PARAMS, mm_processor_kwargs={"do_pan_and_scan": True})
+
+
 def test_what_is_no_picture(llm):
     out = io.BytesIO()
     Image.new("L", (8, 8)).save(out, "TIFF")

@@ -212,6 +212,11 @@ def test_pan_and_scan(tmp_path):
     for got, box in zip(parts, [(0, 0, 310, 300), (310, 0, 620, 300)], strict=True):
         assert got == models.prepare_picture(image.crop(box), vision.pixels).tobytes()
     assert whole == models.prepare_picture(image, vision.pixels).tobytes()
+    shown = [{"type": "input_image", "image_url": x["image_url"]["url"]} for x in content]
+    body = asked | {"input": [{"role": "user", "content": shown}]}
+    api = ResponsesApi(preparer, TokenJson(TokenBytes(tokenizer)))
+    made, _ = api.prepare(response_schemas.ResponsesRequest.model_validate(body), CALLER)
+    assert made.sequences[0].tokens == expected
 
 
 def test_a_model_without_parts_of_pictures(preparer):

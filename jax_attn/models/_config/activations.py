@@ -8,6 +8,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_attn.models._config.keys import Keys
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     # Those of gelu with tanh differ in the order of the operations only. jax's gelu is that form.
@@ -18,3 +20,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
 }
+
+
+def activation_name(keys: Keys, key: str, default: str) -> str:
+    """Returns one of ACTIVATIONS; `default` for a missing key. Raises ModelDirectoryError."""
+    keys.expect(key, *ACTIVATIONS)
+    return str(keys.get(key, default))

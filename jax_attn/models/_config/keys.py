@@ -117,6 +117,17 @@ class Keys:
         ):
             raise self.error(f"{key}: expected {one_of(allowed)}, got {got!r}")
 
+    def head_dim(
+        self, hidden_size: int, num_heads: int, factor: int = 1, name: str = "num_attention_heads"
+    ) -> int:
+        """Returns the size of a head, a multiple of `factor`. name: the key of num_heads."""
+        if hidden_size % (factor * num_heads):
+            times = "" if factor == 1 else f"{factor} x "
+            raise self.error(
+                f"hidden_size: expected a multiple of {times}{name} {num_heads}, got {hidden_size}"
+            )
+        return hidden_size // num_heads
+
     def check_number(self, key: str, value: Any) -> Any:
         if not _is_number(value) or not value > 0:
             raise self.error(f"{key}: expected a number > 0, got {value!r}")

@@ -90,11 +90,7 @@ def _encoder(keys: Keys, tensor_prefix: str, pad_token: int | None) -> EncoderCo
         keys.expect(key, None)
     keys.expect("hidden_act", *_ACTIVATION_NAMES)
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    if hidden_size % num_heads:
-        raise keys.error(
-            f"hidden_size: expected a multiple of num_attention_heads {num_heads}, got "
-            f"{hidden_size}"
-        )
+    keys.head_dim(hidden_size, num_heads)
     config = EncoderConfig(
         family=keys.need("model_type"),
         vocab_size=keys.size("vocab_size"),

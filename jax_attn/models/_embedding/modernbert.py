@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_attn as ja
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import ACTIVATIONS, activation_name
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
 from jax_attn.models._weights.float_weights import Weight, WeightTree, table
 from jax_attn.models._weights.tensors import Shape
@@ -65,15 +65,9 @@ def parse(keys: Keys) -> ModernBertConfig:
         keys.expect(key, False)
     for key in ("quantization_config", "compression_config", "rope_scaling"):
         keys.expect(key, None)
-    for key in ("hidden_activation", "classifier_activation"):
-        keys.expect(key, *ACTIVATIONS)
     keys.expect("classifier_pooling", "cls", "mean")
     hidden_size, num_heads = keys.size("hidden_size", 768), keys.size("num_attention_heads", 12)
-    if hidden_size % (2 * num_heads):
-        raise keys.error(
-            f"hidden_size: expected a multiple of 2 x num_attention_heads {num_heads}, got "
-            f"{hidden_size}"
-        )
+    keys.head_dim(hidden_size, num_heads, 2)
     return ModernBertConfig(
         family=keys.need("model_type"),
         vocab_size=keys.size("vocab_size", 50368),
@@ -83,8 +77,8 @@ def parse(keys: Keys) -> ModernBertConfig:
         layers=_layers(keys),
         max_positions=keys.size("max_position_embeddings", 8192),
         norm_eps=keys.number("norm_eps", 1e-5),
-        activation=keys.get("hidden_activation", "gelu"),
-        classifier_activation=keys.get("classifier_activation", "gelu"),
+        activation=activation_name(keys, "hidden_activation", "gelu"),
+        classifier_activation=activation_name(keys, "classifier_activation", "gelu"),
         classifier_mean=keys.get("classifier_pooling", "cls") == "mean",
     )
 

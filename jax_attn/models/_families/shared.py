@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import activation_name
 from jax_attn.models._config.config import ExpertNames, Experts, LayerKind, ModelConfig
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
 from jax_attn.models._config.recurrent import GatedDelta
@@ -77,8 +77,8 @@ def expect_share_of_hidden_size(keys: Keys) -> None:
 
 def mlp_without_gate(keys: Keys, activation: str, *, bias: bool) -> dict[str, Any]:
     """activation: hidden_act of a config without it."""
-    keys.expect("hidden_act", activation, *ACTIVATIONS)
-    return {"activation": keys.get("hidden_act", activation), "gated": False, "mlp_bias": bias}
+    named = activation_name(keys, "hidden_act", activation)
+    return {"activation": named, "gated": False, "mlp_bias": bias}
 
 
 def layer_norms(keys: Keys, eps: str, *, bias: bool = True) -> dict[str, Any]:

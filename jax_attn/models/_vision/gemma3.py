@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -18,13 +18,7 @@ _TOWER = "vision_tower"
 
 def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
     vision = layers.vision_keys(keys, "siglip_vision_model")
-    vision.expect("hidden_act", *ACTIVATIONS)
     hidden_size, num_heads = vision.size("hidden_size", 768), vision.size("num_attention_heads", 12)
-    if hidden_size % num_heads:
-        raise vision.error(
-            f"hidden_size: expected a multiple of num_attention_heads {num_heads}, got"
-            f" {hidden_size}"
-        )
     image_size, patch_size = vision.size("image_size", 224), vision.size("patch_size", 16)
     num_tokens = keys.size("mm_tokens_per_image", 256)
     side, grid_size = round(num_tokens**0.5), image_size // patch_size
@@ -45,12 +39,12 @@ def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
         hidden_size=hidden_size,
         intermediate_size=vision.size("intermediate_size", 3072),
         num_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=vision.head_dim(hidden_size, num_heads),
         output_size=text.hidden_size,
         patch_size=patch_size,
         merge_size=grid_size // side,
         norm_eps=vision.number("layer_norm_eps", 1e-6),
-        activation=vision.get("hidden_act", "gelu_pytorch_tanh"),
+        activation=activation_name(vision, "hidden_act", "gelu_pytorch_tanh"),
         picture_token=picture,
         prompt=PromptText(begin, ("\n\n", begin, picture, end, "\n\n")),
         grid_size=grid_size,

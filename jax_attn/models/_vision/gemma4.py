@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -22,7 +22,6 @@ _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
     vision = layers.vision_keys(keys, "gemma4_vision")
-    vision.expect("hidden_activation", "gelu_pytorch_tanh", *ACTIVATIONS)
     vision.expect("attention_bias", False, None)
     num_heads = vision.size("num_attention_heads", 12)
     num_kv_heads = vision.size("num_key_value_heads", 12)
@@ -49,7 +48,7 @@ def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
         patch_size=vision.size("patch_size", 16),
         merge_size=vision.size("pooling_kernel_size", 3),
         norm_eps=vision.number("rms_norm_eps", 1e-6),
-        activation=vision.get("hidden_activation", "gelu_pytorch_tanh"),
+        activation=activation_name(vision, "hidden_activation", "gelu_pytorch_tanh"),
         picture_token=picture,
         prompt=PromptText(picture, (begin, picture, end)),
         num_kv_heads=num_kv_heads,

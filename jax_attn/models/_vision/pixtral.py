@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import ACTIVATIONS, activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -18,17 +18,10 @@ _TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
 
 def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
     vision = layers.vision_keys(keys, "pixtral")
-    vision.expect("hidden_act", *ACTIVATIONS)
     keys.expect("vision_feature_layer", -1)
-    keys.expect("projector_hidden_act", *ACTIVATIONS)
     hidden_size = vision.size("hidden_size", 1024)
     num_heads = vision.size("num_attention_heads", 16)
-    if hidden_size % (4 * num_heads):
-        raise vision.error(
-            f"hidden_size: expected a multiple of 4 x num_attention_heads {num_heads}, got"
-            f" {hidden_size}"
-        )
-    head_dim = hidden_size // num_heads
+    head_dim = vision.head_dim(hidden_size, num_heads, 4)
     vision.expect("head_dim", head_dim)
     key = keys.name_of("image_token_index", "image_token_id")
     picture = layers.need_token(keys, key, 10, text.vocab_size)
@@ -43,13 +36,13 @@ def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
         patch_size=vision.size("patch_size", 16),
         merge_size=keys.size("spatial_merge_size", 2),
         norm_eps=1e-5,
-        activation=vision.get("hidden_act", "gelu"),
+        activation=activation_name(vision, "hidden_act", "gelu"),
         picture_token=picture,
         prompt=PromptText(picture, (picture,), ("[IMG_BREAK]", "[IMG_END]")),
         rope_theta=layers.rope_theta(vision, 10000.0),
         rope_series="alternating",
         projector_eps=text.rms_norm_eps,
-        projector_activation=keys.get("projector_hidden_act", "gelu"),
+        projector_activation=activation_name(keys, "projector_hidden_act", "gelu"),
         projector_bias=keys.flag("multimodal_projector_bias"),
     )
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import ACTIVATIONS, activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -25,17 +25,12 @@ def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
     family = keys.need("model_type")
     # The second is in older files.
     vision = layers.vision_keys(keys, f"{family}_vision", family)
-    vision.expect("hidden_act", *ACTIVATIONS)
     # Other names of keys below, in transformers.
     for key in ("rope_theta", "head_dim", "num_attention_heads", "num_hidden_layers"):
         vision.expect(key, None)
     vision.expect("out_hidden_size", text.hidden_size)
     num_layers, num_heads = vision.size("depth", 27), vision.size("num_heads", 16)
     hidden_size = vision.size("hidden_size", 1152)
-    if hidden_size % (4 * num_heads):
-        raise vision.error(
-            f"hidden_size: expected a multiple of 4 x num_heads {num_heads}, got {hidden_size}"
-        )
     num_positions = vision.size("num_position_embeddings", 2304)
     grid_size = round(num_positions**0.5)
     if grid_size**2 != num_positions:
@@ -49,12 +44,12 @@ def parse(keys: Keys, text: ModelConfig) -> VisionConfig:
         hidden_size=hidden_size,
         intermediate_size=vision.size("intermediate_size", 4304),
         num_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=vision.head_dim(hidden_size, num_heads, 4, "num_heads"),
         output_size=text.hidden_size,
         patch_size=vision.size("patch_size", 16),
         merge_size=vision.size("spatial_merge_size", 2),
         norm_eps=1e-6,
-        activation=vision.get("hidden_act", "gelu_pytorch_tanh"),
+        activation=activation_name(vision, "hidden_act", "gelu_pytorch_tanh"),
         picture_token=picture_token,
         prompt=PromptText(picture_token, (picture_token,)),
         rope_theta=layers.rope_theta(vision, 10000.0),

@@ -104,12 +104,13 @@ _PARTS = re.compile(
       | (?P<refused><[^<>\s]+>|%(?!ignore\b)\w+|~\s*(?!\s*\d))""",
     re.VERBOSE,
 )
+_NEWLINE = r"\r?\n"
 # Terminals of lark's `common` that match characters which JSON escapes.
 _COMMON = {
     "CR": r"\r",
     "ESCAPED_STRING": r'"([^"\\\n]|\\.)*"',
     "LF": r"\n",
-    "NEWLINE": r"(\r?\n)+",
+    "NEWLINE": f"({_NEWLINE})+",
     "WS": r"[ \t\f\r\n]+",
     "WS_INLINE": r"[ \t]+",
 }
@@ -121,7 +122,7 @@ def quoted_lark(grammar: str) -> str:
     Raises:
       CustomToolError: the grammar has something that cannot be quoted.
     """
-    grammar = _PARTS.sub(lambda found: "" if found["comment"] else found[0], grammar)
+    grammar = _PARTS.sub(_plain_part, grammar)
     # A terminal is one lexeme. So one that is a repetition and no more becomes a rule.
     in_terminals = {
         name
@@ -146,6 +147,13 @@ def quoted_lark(grammar: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _plain_part(found: re.Match[str]) -> str:
+    """Leaves comments out, and writes imported terminals."""
+    if found["comment"]:
+        return ""
+    return _imported(found["imported"]) if found["imported"] else found[0]
+
+
 def _repeated(pattern: str, flags: str) -> str | None:
     return (
         _Regex(pattern.replace("\\/", "/"), "s" in flags).repeated() if flags in ("", "s") else None
@@ -160,8 +168,8 @@ def _quoted_part(found: re.Match[str], rules: dict[str, str], may_repeat: bool) 
             f"a grammar of rules, texts and regular expressions is supported here, got"
             f" {found['refused'].strip()[:40]!r}"
         )
-    if found["imported"]:
-        return _imported(found["imported"])
+    if found["imported"]:  # characters of this terminal are all plain
+        return found[0]
     if found["regex"]:
         flags = found["flags"]
         if may_repeat and (expression := _repeated(found["regex"], flags)) is not None:
@@ -174,7 +182,8 @@ def _quoted_part(found: re.Match[str], rules: dict[str, str], may_repeat: bool) 
         return f"/{_with_slashes(_quoted_regex(f'[{begin}-{end}]', ''))}/"
     if found["flag"]:
         return f"/{_with_slashes(_quoted_regex(re.escape(text), 'i'))}/i"
-    return json.dumps(_escaped(text), ensure_ascii=False)
+    # llguidance reads no DEL in a text.
+    return json.dumps(_escaped(text), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _text(literal: str) -> str:
@@ -194,7 +203,7 @@ def _imported(names: str) -> str:
     lines = []
     for name, own in wanted:
         if name in _COMMON:
-            lines.append(f"{own}: /{_with_slashes(_quoted_regex(_COMMON[name], ''))}/")
+            lines.append(f"{own}: /{_COMMON[name]}/")
         else:
             lines.append(f"%import common.{name}" + ("" if own == name else f" -> {own}"))
     return "\n".join(lines)
@@ -209,8 +218,9 @@ def _with_slashes(pattern: str) -> str:
 
 
 # A class's escapes that match none of the characters which JSON escapes, and one that does.
-_PLAIN_ESCAPES = {"d": "0-9", "w": r"\w"}
-_SPACES = " \t\n\r\f\v"
+_PLAIN_ESCAPES = {"d": r"\d", "w": r"\w"}
+_SPACES = "\t\n\v\f\r"  # those of \s that JSON escapes
+_PLAIN_SPACES = r" \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _NUMBERED = re.compile(
     r"x\{([0-9a-fA-F]+)\}|x([0-9a-fA-F]{2})|u\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})"
 )
@@ -264,11 +274,14 @@ class _Regex:
         return self._pattern[self._at - 1]
 
     def repeated(self) -> str | None:
-        """A Lark expression, if all of it is one set of characters, or a repetition of one.
+        """A Lark expression, if all of it is one set of characters, or a repetition of one, or of
+        ends of lines.
 
         A lexeme would go on with the backslash of an escape that belongs to what follows it. So an
         escape is a lexeme of its own.
         """
+        if self._pattern == _COMMON["NEWLINE"]:
+            return f"(/{_quoted_regex(_NEWLINE, '')}/)+"
         has_group = self._pattern.startswith("(") and self._pattern.endswith(")")
         if has_group:
             self._pattern = self._pattern[1:-1]
@@ -296,7 +309,9 @@ class _Regex:
             return _any_but([] if self._dot_is_any else ["\n"], "")
         if character == "\\" and self._pattern[self._at : self._at + 1] in ("D", "S", "W"):
             letter = self._next()
-            return _any_but([*_SPACES] if letter == "S" else [], f"\\{letter.lower()}")
+            if letter == "S":
+                return _any_but([*_SPACES], _PLAIN_SPACES)
+            return _any_but([], f"\\{letter.lower()}")
         return None
 
     def _part(self) -> str:
@@ -322,7 +337,7 @@ class _Regex:
         if letter in "dw":
             return f"\\{letter}"
         if letter == "s":
-            return _one_of([*_SPACES])
+            return _Set(f"[{_PLAIN_SPACES}]", [*map(_character, _SPACES)]).regex()
         if letter in _BY_LETTER:
             return _one_of([_BY_LETTER[letter]])
         if letter.isalnum():
@@ -376,8 +391,8 @@ class _Regex:
             plain.append(_PLAIN_ESCAPES[letter])
             return None
         if letter == "s":
-            special |= {*_SPACES} & {*_SPECIAL}
-            plain.append(" ")
+            special |= {*_SPACES}
+            plain.append(_PLAIN_SPACES)
             return None
         if letter in _BY_LETTER:
             return _BY_LETTER[letter]

@@ -290,6 +290,7 @@ class ResponsesRequest(schemas.Generation):
     previous_response_id: str | SkipJsonSchema[None] = Field(None, max_length=256)
     store: bool = Field(True, description="keep the response, as long as there is room for it")
     metadata: Metadata = {}
+    mm_processor_kwargs: schemas.PictureOptions | SkipJsonSchema[None] = None
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="more variables for the model's template, such as enable_thinking"
     )

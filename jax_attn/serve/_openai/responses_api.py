@@ -245,6 +245,7 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED & body.model_fields_set}
     fields["parallel_tool_calls"] = body.parallel_tool_calls
     fields["chat_template_kwargs"] = body.chat_template_kwargs
+    fields["mm_processor_kwargs"] = body.mm_processor_kwargs
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if body.num_top is not None:
