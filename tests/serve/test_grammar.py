@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -99,6 +101,38 @@ def test_a_forced_text_needs_no_choice(grammars, tokenizer):
     assert matcher.take_forced() == []
     rest, _ = wander(matcher, random.Random(0), jump=True)
     assert tokenizer.decode(forced + rest) == text
+
+
+TEXT_WITHOUT_END = """
+import sys
+import numpy as np
+from tokenizers import Tokenizer
+from jax_attn.serve._grammar.grammar import Grammars, from_lark
+
+tokenizer = Tokenizer.from_file(sys.argv[1])
+matcher = Grammars(tokenizer, 4096, [0]).matcher(from_lark(sys.argv[2]))
+mask = np.empty(128, np.int32)
+for _ in range(20):
+    assert matcher.take_forced() == []
+    matcher.fill_mask(mask)
+    (allowed,) = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()
+    matcher.advance(int(allowed[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "{" /a+/ "a"',
+        '%llguidance {"no_forcing": false}\nstart: /[xy]/ /a+/ "a"',
+        'start: x\nx: %lark {\n%llguidance {"no_forcing": false}\nstart: /a+/ "a"\n}',
+    ],
+)
+def test_a_text_without_an_end(directory, text):
+    """All that may follow is another a: a mask says so, and nobody looks for the end. In a process
+    of its own, because it was looked for in a loop that nothing interrupts."""
+    command = [sys.executable, "-c", TEXT_WITHOUT_END, str(directory / "tokenizer.json"), text]
+    subprocess.run(command, check=True, timeout=300)
 
 
 def test_truncation_does_not_reach_forced_text(grammars, tokenizer):

@@ -76,20 +76,28 @@ def from_regex(pattern: str) -> str:
 
 def from_choices(texts: Sequence[str]) -> str:
     """The grammar of one of the texts."""
-    return from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    return from_lark("start: " + " | ".join(map(json.dumps, texts)), is_own=True)
 
 
-def from_lark(grammar: str, added_tokens: Mapping[str, int] | None = None) -> str:
+def from_lark(
+    grammar: str, added_tokens: Mapping[str, int] | None = None, *, is_own: bool = False
+) -> str:
     """A context-free grammar in llguidance's dialect of Lark; `start` is the start rule.
 
     added_tokens: tokens that <name> may name, though they are not special; ids by text.
+    is_own: no part of it is a client's, so texts that must follow are found without a mask. A
+      client may demand one without an end (after `/a+/ "a"` has begun, all that may follow is
+      another a), which llguidance would look for forever.
     """
 
     def by_id(found: re.Match[str]) -> str:
         token = (added_tokens or {}).get(found[0])
         return found[0] if token is None else f"<[{token}]>"
 
-    return llguidance.LLMatcher.grammar_from_lark(_LARK_PARTS.sub(by_id, grammar))
+    text = _LARK_PARTS.sub(by_id, grammar)
+    if not is_own:
+        text += '\n%llguidance {"no_forcing": true}'  # the last one of a grammar counts
+    return llguidance.LLMatcher.grammar_from_lark(text)
 
 
 # Comments, strings, regular expressions, and names of tokens.

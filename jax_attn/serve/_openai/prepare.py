@@ -330,7 +330,7 @@ class Preparer:
                 f"a call that follows the schema cannot be demanded from this model: {error}; "
                 "tool_choice 'auto' can",
             ) from None
-        return self._made("tools", lambda: grammar.from_lark(text))
+        return self._made("tools", lambda: _tools_grammar(text, functions))
 
     def _grammar_once_begun(
         self, body: schemas.ChatCompletionRequest, tool_format: tools.ToolFormat
@@ -363,7 +363,9 @@ class Preparer:
                 "format: with tool_choice 'auto' this model's calls cannot follow a grammar;"
                 " 'required' can",
             )
-        return None if text is None else self._made("tools", lambda: grammar.from_lark(text))
+        if text is None:
+            return None
+        return self._made("tools", lambda: _tools_grammar(text, functions))
 
     def _find_freedom(self, function: dict[str, Any], tool_format: tools.ToolFormat) -> None:
         """Marks a function in Gemma's format whose schema has no grammar there.
@@ -686,6 +688,12 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
             "--generation-config none does without"
         ) from None
     return {name: getattr(body, name) for name in found}
+
+
+def _tools_grammar(text: str, functions: list[dict[str, Any]]) -> str:
+    """The grammar of calls; it is the server's own unless a custom tool's is a part of it."""
+    is_own = not any(function.get("input_grammar") for function in functions)
+    return grammar.from_lark(text, is_own=is_own)
 
 
 def _grammar_field(body: schemas.SamplingBody) -> str:
