@@ -88,11 +88,33 @@ def test_bad_input_is_refused():
         head_tables.plan(plan.plan.spec, [0, 1], [3, 3, 3], [0, 1, 2, 3], [0, 1, 2])
     with pytest.raises(ValueError, match="as many columns as head_tables.spec had"):
         head_tables.plan(plan.plan.spec, [0, 1], [[3, 3]], [0, 1, 2], [0, 1])
+    for qo_indptr in ([1, 2, 3], [0, 2, 1]):
+        with pytest.raises(ValueError, match="qo_indptr: expected offsets that begin with 0"):
+            head_tables.plan(plan.plan.spec, qo_indptr, [[3] * 3] * 2, np.arange(7), np.arange(6))
+
+
+@pytest.mark.parametrize("shape", ((5, HEADS), (8, HEADS // 2), (2, 2 * HEADS)), ids=str)
+def test_arrays_of_other_shapes_are_refused(shape):
+    """Also those with as many rows in all."""
+    plan, *_ = make(np.random.default_rng(2), [1, 1], [[3, 3, 3], [3, 3, 3]])
+    pages, new = jnp.zeros((9, PAGE, 1, DIM)), jnp.zeros((4, KV_HEADS, DIM))
+    with pytest.raises(ValueError, match=rf"q: expected \[4, {HEADS}, head_dim\], .*, got"):
+        head_tables.attention(jnp.zeros((*shape, DIM)), pages, pages, plan)
+    of_keys = jnp.zeros((shape[0], shape[1] * KV_HEADS // HEADS, DIM))
+    for arrays, name in (((of_keys, new), "k_new"), ((new, of_keys), "v_new")):
+        with pytest.raises(ValueError, match=rf"{name}: expected \[4, {KV_HEADS}, head_dim\]"):
+            head_tables.append_kv(pages, pages, *arrays, plan)
+
+
+def test_a_plan_of_fewer_heads_than_its_spec_is_refused():
+    spec = head_tables.spec(
+        8, 4, DIM, dtype="float32", page_size=PAGE, max_batch=2, max_qo_tokens=4, max_kv_pages=9,
+        target="cpu",
+    )  # fmt: skip
+    plan = head_tables.plan(spec, [0, 1, 2], [[3, 3], [3, 3]], np.arange(5), np.arange(4))
     pages = jnp.zeros((9, PAGE, 1, DIM))
-    with pytest.raises(ValueError, match="sinks: expected only layer and variant_operands"):
-        head_tables.attention(jnp.zeros((4, HEADS, DIM)), pages, pages, plan, sinks=jnp.zeros(2))
-    with pytest.raises(ValueError, match="q: expected"):
-        head_tables.attention(jnp.zeros((5, HEADS, DIM)), pages, pages, plan)
+    with pytest.raises(ValueError, match=r"q: expected \[8, 4, head_dim\]"):
+        head_tables.attention(jnp.zeros((4, 8, DIM)), pages, pages, plan)
 
 
 def weights_of(q, k, first):
