@@ -134,9 +134,10 @@ def test_snapkv_and_heavy_hitters_keep_the_largest_sums():
     n, window, budget = 300, 8, 40
     q = rng.normal(size=(n, HEADS, DIM)).astype(np.float32)
     k = 2 * rng.normal(size=(n, KV_HEADS, DIM)).astype(np.float32)
+    k[n - window] = 20 * q[n - window :, :: HEADS // KV_HEADS].mean(0)  # not for its neighbours
     kept = np.asarray(retention.snapkv(q[-window:], k, budget, pool=5))
     sums = weights_of(q[-window:], k, n - window)
-    pooled = np.stack([np.convolve(x, np.ones(5), "same") for x in sums])
+    pooled = np.stack([np.convolve(x[: n - window], np.ones(5), "same") for x in sums])
     hitters = np.asarray(retention.heavy_hitters(q, k, budget, recent=window))
     for found, scores in ((kept, pooled), (hitters, weights_of(q, k, 0))):
         assert found.shape == (KV_HEADS, budget)
@@ -156,13 +157,37 @@ def test_kept_keys_and_their_compensation():
         np.testing.assert_allclose(mean[h], x[others, h].mean(0), rtol=1e-6)
 
 
+def test_compensation_of_few_keys_does_not_cancel():
+    """Nothing of the keys that stay is left in the mean, however large they are."""
+    x = np.full((9, 2, DIM), 1e9, np.float32)
+    x[4] = 1.0
+    kept = np.tile(np.delete(np.arange(9), 4), (2, 1))
+    np.testing.assert_array_equal(retention.compensation(x, kept), x[4])
+
+
 def test_retention_refuses_budgets_that_do_not_fit():
     q, k = np.zeros((4, HEADS, DIM)), np.zeros((9, KV_HEADS, DIM))
     with pytest.raises(ValueError, match="budget: expected between 4 and the 9 tokens"):
         retention.snapkv(q, k, 3)
     with pytest.raises(ValueError, match="pool: expected an odd number, got 4"):
         retention.snapkv(q, k, 5, pool=4)
-    with pytest.raises(ValueError, match="expected between 1 and the 9 tokens"):
-        retention.heavy_hitters(q, k, 10, recent=1)
-    with pytest.raises(ValueError, match="expected between 1 and the 9 tokens"):
-        retention.sinks_and_window(9, 4, 6)
+    with pytest.raises(ValueError, match="expected between 1 and the 4 tokens"):
+        retention.heavy_hitters(q, k[:4], 10, recent=1)
+    for sinks, window in ((4, 6), (-1, 3), (3, -1)):
+        with pytest.raises(ValueError, match=f"num_tokens = 9 together, got {sinks} and {window}"):
+            retention.sinks_and_window(9, sinks, window)
+    with pytest.raises(ValueError, match="kept: expected fewer than the 9 tokens of x, got 9"):
+        retention.compensation(k, np.tile(np.arange(9), (KV_HEADS, 1)))
+
+
+def test_retention_refuses_shapes_that_do_not_fit():
+    q, k = np.zeros((4, HEADS, DIM)), np.zeros((9, KV_HEADS, DIM))
+    for bad_q, bad_k in ((q[:, :4], k), (q[..., 1:], k), (q, k[:, 0])):
+        with pytest.raises(ValueError, match="snapkv: q, k: expected"):
+            retention.snapkv(bad_q, bad_k, 6)
+    with pytest.raises(ValueError, match="heavy_hitters: q: expected the 9 tokens of k, got 4"):
+        retention.heavy_hitters(q, k, 6, recent=2)
+    for kept in (np.arange(3), np.zeros((KV_HEADS - 1, 3), int)):
+        for gather in (retention.compact, retention.compensation):
+            with pytest.raises(ValueError, match=f"{gather.__name__}: kept: expected"):
+                gather(k, kept)
