@@ -129,12 +129,13 @@ def attention(
 ) -> jax.Array:
     """Attention of a whole batch, over each head's own keys.
 
-    q: [max_qo_tokens, num_qo_heads, head_dim].
+    q: [max_qo_tokens, num_qo_heads, head_dim], the spec's dtype.
     k_pages, v_pages: [num_pages, page_size, 1, head_dim], or stacked with `layer`.
     layer, variant_operands: as in jax_attn.attention. A variant sees the heads of a group only,
         and heads of requests as requests.
 
-    Returns o: [max_qo_tokens, num_qo_heads, head_dim]. Differentiable as jax_attn.attention is.
+    Returns o: [max_qo_tokens, num_qo_heads, head_dim], q's dtype. Differentiable as
+    jax_attn.attention is.
 
     Raises ValueError if q has another shape, and as jax_attn.attention does.
     """
@@ -156,7 +157,7 @@ def append_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Write new keys and values to the end of each head's pages, in place as jax_attn.append_kv.
 
-    k_new, v_new: [max_qo_tokens, num_kv_heads, head_dim].
+    k_new, v_new: [max_qo_tokens, num_kv_heads, head_dim], the dtype of the pages.
 
     Raises ValueError if k_new or v_new has another shape, and as jax_attn.append_kv does.
     """

@@ -23,8 +23,8 @@ def snapkv(
     averaged over `pool` neighbours ahead of the window, so that keys stay with those around them.
     The window's own keys always stay.
 
-    q: [window, num_qo_heads, head_dim]. The last queries of the prompt.
-    k: [num_tokens, num_kv_heads, head_dim]. All keys of the prompt.
+    q: [window, num_qo_heads, head_dim], floats. The last queries of the prompt.
+    k: [num_tokens, num_kv_heads, head_dim], floats. All keys of the prompt.
     budget: keys to keep, the window's among them.
     pool: an odd number of keys.
 
@@ -49,7 +49,7 @@ def heavy_hitters(
     """The keys with the largest sums of weights over the whole prompt, and the `recent` last ones
     (H2O, arXiv 2306.14048, section 4, after prefill).
 
-    q: [num_tokens, num_qo_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim].
+    q: [num_tokens, num_qo_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim], floats.
     budget: keys to keep, the recent ones among them.
 
     Returns [num_kv_heads, budget], i32: positions in ascending order.
@@ -88,9 +88,10 @@ def sinks_and_window(num_tokens: int, sinks: int, window: int) -> jax.Array:
 def compact(x: jax.Array, kept: jax.Array) -> jax.Array:
     """The kept rows of each head, one behind the other.
 
-    x: [num_tokens, num_kv_heads, head_dim], kept: [num_kv_heads, budget].
+    x: [num_tokens, num_kv_heads, head_dim].
+    kept: [num_kv_heads, budget], integers: positions.
 
-    Returns [num_kv_heads, budget, head_dim].
+    Returns [num_kv_heads, budget, head_dim], the dtype of x.
 
     Raises ValueError: the shapes do not fit each other.
     """
@@ -102,10 +103,10 @@ def compensation(x: jax.Array, kept: jax.Array) -> jax.Array:
     """The means of the keys, or values, that were dropped: RazorAttention's compensation token. Its
     logit gets the log of their number added, so that it counts as all of them.
 
-    x: [num_tokens, num_kv_heads, head_dim].
-    kept: [num_kv_heads, budget], with a budget below num_tokens.
+    x: [num_tokens, num_kv_heads, head_dim], floats.
+    kept: [num_kv_heads, budget], integers: positions, fewer than num_tokens and each once.
 
-    Returns [num_kv_heads, head_dim].
+    Returns [num_kv_heads, head_dim], the dtype of x. Sums are f32.
 
     Raises ValueError: the shapes do not fit each other, or nothing was dropped.
     """

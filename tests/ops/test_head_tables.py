@@ -1,16 +1,19 @@
 """Page tables of heads, against dense attention of each head over the keys that it kept."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_attn as ja
 from jax_attn import head_tables, retention
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 3, 32, 4
 
 
-def make(rng, qo_lens, kv_lens, spare_rows=2):
+def make(rng, qo_lens, kv_lens, spare_rows=2, **fields):
     """A plan of the lengths, with the pages in no order."""
     kv_lens = np.asarray(kv_lens)
     num_pages = -(-kv_lens.reshape(-1) // PAGE)
@@ -20,7 +23,7 @@ def make(rng, qo_lens, kv_lens, spare_rows=2):
     spec = head_tables.spec(
         HEADS, KV_HEADS, DIM, dtype="float32", page_size=PAGE, max_batch=len(qo_lens) + 1,
         max_qo_tokens=int(qo_indptr[-1]) + spare_rows, max_kv_pages=int(indptr[-1]) + 1,
-        target="cpu",
+        target="cpu", **fields,
     )  # fmt: skip
     return head_tables.plan(spec, qo_indptr, kv_lens, indptr, pages), qo_indptr, indptr, pages
 
@@ -61,6 +64,70 @@ def test_each_head_attends_to_its_own_keys(qo_lens, kv_lens):
                 o[begin:end, group], dense(q[begin:end, group], k, v), atol=1e-5
             )
     np.testing.assert_array_equal(o[qo_indptr[-1] :], 0)  # padding
+
+
+def test_gradients_go_to_each_heads_own_keys():
+    """Against those of jnp, of rows that are gathered by head and scattered back."""
+    rng = np.random.default_rng(5)
+    qo_lens, kv_lens = [2, 1], [[5, 9, 2], [1, 4, 6]]
+    plan, qo_indptr, indptr, pages = make(rng, qo_lens, kv_lens, 0)
+    q, d_o = rng.normal(size=(2, 3, HEADS, DIM)).astype(np.float32)
+    k_pages, v_pages = rng.normal(size=(2, len(pages) + 3, PAGE, 1, DIM)).astype(np.float32)
+
+    def plain(q, k_pages, v_pages):
+        total = 0.0
+        for r, (begin, end) in enumerate(itertools.pairwise(qo_indptr)):
+            for h in range(KV_HEADS):
+                at, n = r * KV_HEADS + h, kv_lens[r][h]
+                mine = pages[indptr[at] : indptr[at + 1]]
+                k, v = (x[mine].reshape(-1, DIM)[:n] for x in (k_pages, v_pages))
+                group = slice(h * HEADS // KV_HEADS, (h + 1) * HEADS // KV_HEADS)
+                logits = jnp.einsum("ngd,md->ngm", q[begin:end, group], k) / np.sqrt(DIM)
+                sees = np.arange(n) <= np.arange(n - (end - begin), n)[:, None, None]
+                weights = jax.nn.softmax(jnp.where(sees, logits, -jnp.inf), axis=-1)
+                o = jnp.einsum("ngm,md->ngd", weights, v)
+                total += (o * d_o[begin:end, group]).sum()
+        return total
+
+    def paged(q, k_pages, v_pages):
+        return (head_tables.attention(q, k_pages, v_pages, plan) * d_o).sum()
+
+    arrays = q, k_pages, v_pages
+    grads = [jax.jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (paged, plain)]
+    for got, want in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_dropped_keys_count_by_their_mean():
+    """RazorAttention's compensation token of one head, by a variant, in layer 1 of two."""
+    rng = np.random.default_rng(6)
+    n = 12
+    k, v = rng.normal(size=(2, n, KV_HEADS, DIM)).astype(np.float32)
+    kept = np.stack([np.asarray(retention.sinks_and_window(n, 2, 4))] * KV_HEADS)
+    variant = ja.Variant(
+        lambda s, at, bias: s + bias[at.kv_row], operands={"bias": np.zeros(1, np.float32)}
+    )
+    lens = np.array([n, 7, n])  # head 1 has dropped keys
+    plan, _, indptr, pages = make(rng, [1], [lens], 0, variant=variant)
+    num_rows = (len(pages) + 3) * PAGE
+    pools, bias = np.zeros((2, 2, num_rows, DIM), np.float32), np.zeros(num_rows, np.float32)
+    for pool, x in zip(pools, (k, v), strict=True):
+        mean, rows = retention.compensation(x, kept), retention.compact(x, kept)
+        for h in range(KV_HEADS):
+            own = (pages[indptr[h] : indptr[h + 1], None] * PAGE + np.arange(PAGE)).reshape(-1)
+            pool[1, own[: lens[h]]] = x[:, h] if h != 1 else [mean[h], *rows[h]]
+            if h == 1:
+                bias[own[0]] = np.log(n - kept.shape[1])
+    q = rng.normal(size=(1, HEADS, DIM)).astype(np.float32)
+    k_pages, v_pages = pools.reshape(2, 2, -1, PAGE, 1, DIM)
+    o = head_tables.attention(q, k_pages, v_pages, plan, layer=1, variant_operands={"bias": bias})
+    dropped = np.setdiff1d(np.arange(n), kept[1])
+    for h in range(KV_HEADS):
+        own_k, own_v = k[:, h].copy(), v[:, h].copy()
+        if h == 1:  # as if each dropped key were the mean of them
+            own_k[dropped], own_v[dropped] = own_k[dropped].mean(0), own_v[dropped].mean(0)
+        group = slice(2 * h, 2 * h + 2)
+        np.testing.assert_allclose(o[:, group], dense(q[:, group], own_k, own_v), atol=1e-5)
 
 
 def test_append_writes_to_the_end_of_each_head():
