@@ -238,9 +238,9 @@ def main() -> None:
             kept_text = policies(model, cache, share, length)
             kept_asked = policies(model, asked, share, length)
             for name in kept_text:
-                args_of = name == "razor"
-                text = continued(model, cache, kept_text[name], args_of, following)
-                found = continued(model, asked, kept_asked[name], args_of, needle[GIVEN:])
+                compensated = name == "razor"
+                text = continued(model, cache, kept_text[name], compensated, following)
+                found = continued(model, asked, kept_asked[name], compensated, needle[GIVEN:])
                 size = sum(len(head) for layer in kept_text[name] for head in layer)
                 part = size / (len(prompt) * model.kv_heads * len(cache))
                 right = np.argmax(found[:-1], 1) == np.asarray(needle[GIVEN + 1 :])

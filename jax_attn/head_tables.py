@@ -12,7 +12,10 @@ tokens come after all keys of a head, so each sees those that the head kept.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +30,19 @@ from jax_attn._spec.spec import AttentionSpec
 __all__ = ["HeadPlan", "append_kv", "attention", "plan", "spec"]
 
 
-class HeadPlan(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadPlan:
     """A plan whose requests are the heads of requests. A pytree.
 
     rows: [num_kv_heads * max_qo_tokens] i32, or None. The row of q, as [token, kv head], that each
         row of the plan is. None: they are the same, as no request has several query tokens.
+    num_kv_heads: heads of a request. Static.
     """
 
     plan: AttentionPlan
     rows: jax.Array | np.ndarray | None
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
 
 
 def spec(
@@ -80,7 +87,7 @@ def plan(
     page_indptr: [batch_size * num_kv_heads + 1], integers, pages: request by request, head by head.
     page_indices: [nnz_pages], integers. The pages of the heads, in this order.
 
-    Raises ValueError for arrays that do not fit, and as jax_attn.plan does.
+    Raises ValueError for arrays that do not fit, and as jax_attn.plan does: its requests are heads.
     """
     qo_indptr, kv_lens = np.asarray(qo_indptr), np.asarray(kv_lens)
     if kv_lens.ndim != 2 or qo_indptr.shape != (len(kv_lens) + 1,):
@@ -95,37 +102,45 @@ def plan(
             f" num_kv_heads, got {heads} for {spec.max_batch} requests of one head."
         )
     qo_lens = np.diff(qo_indptr)
-    of_heads = np.append(0, np.cumsum(np.repeat(qo_lens, heads)))
-    made = _plan(spec, of_heads, kv_lens.reshape(-1), page_indptr, page_indices)
+    if qo_indptr[0] != 0 or (qo_lens < 0).any():
+        raise ValueError(
+            "head_tables.plan: qo_indptr: expected offsets that begin with 0 and never decrease,"
+            f" got {qo_indptr.tolist()}."
+        )
+    head_indptr = np.append(0, np.cumsum(np.repeat(qo_lens, heads)))
+    made = _plan(spec, head_indptr, kv_lens.reshape(-1), page_indptr, page_indices)
     if (qo_lens <= 1).all():
-        return HeadPlan(made, None)
+        return HeadPlan(made, None, heads)
     rows = np.arange(spec.max_qo_tokens, dtype=np.int32)
-    for begin, end in zip(qo_indptr, qo_indptr[1:], strict=False):
+    for begin, end in itertools.pairwise(qo_indptr):
         table = rows[begin * heads : end * heads].reshape(-1, heads)
         rows[begin * heads : end * heads] = table.T.reshape(-1)
-    return HeadPlan(made, rows)
+    return HeadPlan(made, rows, heads)
 
 
 def attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, plan: HeadPlan, **operands: Any
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    plan: HeadPlan,
+    *,
+    layer: Any = None,
+    variant_operands: Mapping[str, Any] | None = None,
 ) -> jax.Array:
     """Attention of a whole batch, over each head's own keys.
 
-    q: [max_qo_tokens, num_qo_heads, head_dim].
+    q: [max_qo_tokens, num_qo_heads, head_dim], the spec's dtype.
     k_pages, v_pages: [num_pages, page_size, 1, head_dim], or stacked with `layer`.
-    operands: `layer` and `variant_operands` of jax_attn.attention. A variant sees the heads of a
-        group only, and heads of requests as requests.
+    layer, variant_operands: as in jax_attn.attention. A variant sees the heads of a group only,
+        and heads of requests as requests.
 
-    Returns o: [max_qo_tokens, num_qo_heads, head_dim]. Differentiable as jax_attn.attention is.
+    Returns o: [max_qo_tokens, num_qo_heads, head_dim], q's dtype. Differentiable as
+    jax_attn.attention is.
 
-    Raises ValueError for another operand, and as jax_attn.attention does.
+    Raises ValueError if q has another shape, and as jax_attn.attention does.
     """
-    for name in operands.keys() - {"layer", "variant_operands"}:
-        raise ValueError(
-            f"head_tables.attention: {name}: expected only layer and variant_operands."
-        )
     x = _by_heads(q, plan, "attention", "q", plan.plan.spec.num_qo_heads)
-    o = _attention(x, k_pages, v_pages, plan.plan, **operands)
+    o = _attention(x, k_pages, v_pages, plan.plan, layer=layer, variant_operands=variant_operands)
     if plan.rows is not None:
         o = jnp.zeros_like(o).at[plan.rows].set(o, unique_indices=True)
     return o.reshape(*q.shape[:2], o.shape[-1])
@@ -142,9 +157,9 @@ def append_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Write new keys and values to the end of each head's pages, in place as jax_attn.append_kv.
 
-    k_new, v_new: [max_qo_tokens, num_kv_heads, head_dim].
+    k_new, v_new: [max_qo_tokens, num_kv_heads, head_dim], the dtype of the pages.
 
-    Raises ValueError as jax_attn.append_kv does.
+    Raises ValueError if k_new or v_new has another shape, and as jax_attn.append_kv does.
     """
     k, v = (
         _by_heads(x, plan, "append_kv", name, 1) for name, x in (("k_new", k_new), ("v_new", v_new))
@@ -155,10 +170,12 @@ def append_kv(
 def _by_heads(x: jax.Array, plan: HeadPlan, op: str, name: str, group: int) -> jax.Array:
     """[tokens, heads, head_dim] as [rows of the plan, heads of a group, head_dim]."""
     rows = plan.plan.spec.max_qo_tokens
-    if x.ndim != 3 or x.shape[0] * x.shape[1] != rows * group or x.shape[1] % group:
+    expected = (rows // plan.num_kv_heads, plan.num_kv_heads * group)
+    if x.ndim != 3 or x.shape[:2] != expected:
         raise ValueError(
-            f"head_tables.{op}: {name}: expected [max_qo_tokens, heads, head_dim] with"
-            f" max_qo_tokens * heads = {rows * group}, as the spec has it, got {list(x.shape)}."
+            f"head_tables.{op}: {name}: expected [{expected[0]}, {expected[1]}, head_dim], the"
+            f" max_qo_tokens of head_tables.spec and heads of head_tables.plan, got"
+            f" {list(x.shape)}."
         )
     x = x.reshape(rows, group, x.shape[2])
     return x if plan.rows is None else x[jnp.asarray(plan.rows)]

@@ -20,26 +20,27 @@ def snapkv(
     """The keys that the last queries of the prompt look at (SnapKV, arXiv 2404.14469, section 4).
 
     The weights of the window's queries are summed over queries and query heads of the group, and
-    averaged over `pool` neighbours, so that keys stay with those around them. The window's own keys
-    always stay.
+    averaged over `pool` neighbours ahead of the window, so that keys stay with those around them.
+    The window's own keys always stay.
 
-    q: [window, num_qo_heads, head_dim]. The last queries of the prompt.
-    k: [num_tokens, num_kv_heads, head_dim]. All keys of the prompt.
+    q: [window, num_qo_heads, head_dim], floats. The last queries of the prompt.
+    k: [num_tokens, num_kv_heads, head_dim], floats. All keys of the prompt.
     budget: keys to keep, the window's among them.
     pool: an odd number of keys.
 
     Returns [num_kv_heads, budget], i32: positions in ascending order.
 
-    Raises ValueError: the budget is below the window or above the prompt, or pool is even.
+    Raises ValueError: the budget is below the window or above the prompt, pool is even, or the
+        shapes do not fit each other.
     """
+    _check_shapes("snapkv", q, k)
     window = len(q)
-    _check("snapkv", budget, window, len(k))
+    _check_budget("snapkv", budget, window, len(k))
     if pool < 1 or pool % 2 == 0:
         raise ValueError(f"retention.snapkv: pool: expected an odd number, got {pool}.")
-    sums = _weights(q, k, len(k) - window, sm_scale)
-    padded = jnp.pad(sums, ((0, 0), (pool // 2, pool // 2)))
-    ends = jnp.pad(jnp.cumsum(padded, 1), ((0, 0), (1, 0)))
-    return _best(ends[:, pool:] - ends[:, :-pool], budget, window)
+    sums = _weights(q, k, len(k) - window, sm_scale)[:, : len(k) - window]
+    pooled = jax.lax.reduce_window(sums, 0.0, jax.lax.add, (1, pool), (1, 1), "SAME")
+    return _best(jnp.pad(pooled, ((0, 0), (0, window))), budget, window)
 
 
 def heavy_hitters(
@@ -48,16 +49,22 @@ def heavy_hitters(
     """The keys with the largest sums of weights over the whole prompt, and the `recent` last ones
     (H2O, arXiv 2306.14048, section 4, after prefill).
 
-    q: [num_tokens, num_qo_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim].
+    q: [num_tokens, num_qo_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim], floats.
     budget: keys to keep, the recent ones among them.
 
     Returns [num_kv_heads, budget], i32: positions in ascending order.
 
-    Raises ValueError: the budget is below `recent` or above the prompt.
+    Raises ValueError: the budget is below `recent` or above the prompt, or the shapes do not fit
+        each other.
     """
-    _check("heavy_hitters", budget, recent, len(k))
+    _check_shapes("heavy_hitters", q, k)
+    if len(q) != len(k):
+        raise ValueError(
+            f"retention.heavy_hitters: q: expected the {len(k)} tokens of k, got {len(q)}."
+        )
+    _check_budget("heavy_hitters", budget, recent, len(k))
     sums = sum(
-        _weights(q[begin : begin + _CHUNK], k, len(k) - len(q) + begin, sm_scale)
+        _weights(q[begin : begin + _CHUNK], k, begin, sm_scale)
         for begin in range(0, len(q), _CHUNK)
     )
     return _best(jnp.asarray(sums), budget, recent)
@@ -67,9 +74,13 @@ def sinks_and_window(num_tokens: int, sinks: int, window: int) -> jax.Array:
     """[sinks + window] i32: the first positions and the last ones (StreamingLLM, arXiv 2309.17453;
     RazorAttention, arXiv 2407.15891, in heads that do not retrieve).
 
-    Raises ValueError: there are fewer tokens.
+    Raises ValueError: there are fewer tokens, or one of the numbers is negative.
     """
-    _check("sinks_and_window", sinks + window, 0, num_tokens)
+    if sinks < 0 or window < 0 or sinks + window > num_tokens:
+        raise ValueError(
+            "retention.sinks_and_window: sinks, window: expected 0 or more each and at most"
+            f" num_tokens = {num_tokens} together, got {sinks} and {window}."
+        )
     first, last = jnp.arange(sinks), jnp.arange(num_tokens - window, num_tokens)
     return jnp.concatenate([first, last]).astype(jnp.int32)
 
@@ -77,10 +88,14 @@ def sinks_and_window(num_tokens: int, sinks: int, window: int) -> jax.Array:
 def compact(x: jax.Array, kept: jax.Array) -> jax.Array:
     """The kept rows of each head, one behind the other.
 
-    x: [num_tokens, num_kv_heads, head_dim], kept: [num_kv_heads, budget].
+    x: [num_tokens, num_kv_heads, head_dim].
+    kept: [num_kv_heads, budget], integers: positions.
 
-    Returns [num_kv_heads, budget, head_dim].
+    Returns [num_kv_heads, budget, head_dim], the dtype of x.
+
+    Raises ValueError: the shapes do not fit each other.
     """
+    _check_kept("compact", x, kept)
     return jax.vmap(lambda rows, at: rows[at], in_axes=(1, 0))(x, kept)
 
 
@@ -88,12 +103,22 @@ def compensation(x: jax.Array, kept: jax.Array) -> jax.Array:
     """The means of the keys, or values, that were dropped: RazorAttention's compensation token. Its
     logit gets the log of their number added, so that it counts as all of them.
 
-    x: [num_tokens, num_kv_heads, head_dim], kept: [num_kv_heads, budget], with fewer than
-        num_tokens.
+    x: [num_tokens, num_kv_heads, head_dim], floats.
+    kept: [num_kv_heads, budget], integers: positions, fewer than num_tokens and each once.
 
-    Returns [num_kv_heads, head_dim].
+    Returns [num_kv_heads, head_dim], the dtype of x. Sums are f32.
+
+    Raises ValueError: the shapes do not fit each other, or nothing was dropped.
     """
-    total = x.astype(jnp.float32).sum(0) - compact(x, kept).astype(jnp.float32).sum(1)
+    _check_kept("compensation", x, kept)
+    if kept.shape[1] >= len(x):
+        raise ValueError(
+            f"retention.compensation: kept: expected fewer than the {len(x)} tokens of x, got"
+            f" {kept.shape[1]}."
+        )
+    heads = jnp.arange(x.shape[1])
+    is_dropped = jnp.ones(x.shape[:2], bool).at[kept, heads[:, None]].set(False)
+    total = jnp.where(is_dropped[..., None], x, 0).sum(0, dtype=jnp.float32)
     return (total / (len(x) - kept.shape[1])).astype(x.dtype)
 
 
@@ -114,9 +139,25 @@ def _best(sums: jax.Array, budget: int, num_last: int) -> jax.Array:
     return jnp.sort(best, axis=1).astype(jnp.int32)
 
 
-def _check(op: str, budget: int, fewest: int, most: int) -> None:
+def _check_budget(op: str, budget: int, fewest: int, most: int) -> None:
     if not max(1, fewest) <= budget <= most:
         raise ValueError(
             f"retention.{op}: budget: expected between {max(1, fewest)} and the {most} tokens of"
             f" the prompt, got {budget}."
+        )
+
+
+def _check_shapes(op: str, q: jax.Array, k: jax.Array) -> None:
+    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"retention.{op}: q, k: expected [tokens, heads, head_dim] with the same head_dim and a"
+            f" number of query heads that KV heads divide, got {list(q.shape)} and {list(k.shape)}."
+        )
+
+
+def _check_kept(op: str, x: jax.Array, kept: jax.Array) -> None:
+    if x.ndim != 3 or kept.ndim != 2 or kept.shape[0] != x.shape[1]:
+        raise ValueError(
+            f"retention.{op}: kept: expected [num_kv_heads, budget] for x [num_tokens,"
+            f" num_kv_heads, head_dim], got {list(kept.shape)} and {list(x.shape)}."
         )

@@ -256,8 +256,8 @@ class BackwardPass {
   // registers.
   __device__ __forceinline__ void ForgetThread() { thread_ = Opaque(thread_); }
 
-  // kWants1: computes dq or dk. kWants2: computes dv; behind a part for dk that needed care, with
-  // care: keys whose dk becomes NaN get it in dv, too.
+  // kWants1: computes dq or dk. kWants2: computes dv. If the part for dk before it had to be
+  // careful, so is this one: keys whose dk is NaN get a NaN dv.
   template <bool kWants1, bool kWants2>
   __device__ __forceinline__ void RunPart() {
 #pragma unroll 1

@@ -24,9 +24,9 @@ struct HopperBackwardUnit
   int block;  // block of keys; -1: there are no more units
   // The request's tiles of query tokens that see the block, and the request's first tile.
   int tile_begin, tile_end, first_tile;
-  // Whether tiles come last one first, and blocks of keys of this head add to a tile first one
-  // first. Of one head, the last one of a ragged causal batch: else the longest units, those of the
-  // first blocks, would be the last ones, and most CTAs would wait for them.
+  // Whether tiles come in descending order, and blocks of keys add to a tile in ascending order.
+  // True for one head, the last one of a ragged causal batch: otherwise its longest units, those of
+  // the first blocks, would run last, and most CTAs would wait for them.
   bool is_mirrored;
 
   static constexpr bool kMirrors =
@@ -118,7 +118,7 @@ struct HopperBackwardShape {
   static constexpr int kUnits = 2;
   static constexpr int kConsumerWarps = 8;
   static constexpr int kWriters = 2;
-  // Whether the product for dk runs into the next step. Where registers allow it, as kSumsLater.
+  // Whether the product for dk runs into the next step. Like kSumsLater, it needs registers.
   static constexpr bool kCarries = kRows == 64 && !kIsWide && Traits::kPageSize > 0 &&
                                    !Traits::kHasSoftCap && !Traits::kHasWindowLeft;
   // Whether dq of a step is computed in the next step, behind its dS^T, beside dv and dk. Otherwise
@@ -129,8 +129,8 @@ struct HopperBackwardShape {
     u64 full_kv, empty_kv;
     u64 full[kSlots], empty[kSlots];  // of q and d_o; of wide heads only of q
     u64 full_slopes[2];
-    // Sums of dq. Wide: full_sums of writer and consumer, empty_sums of the consumer; else of the
-    // buffer.
+    // Sums of dq. Wide heads: full_sums has one for each writer and consumer, empty_sums one for
+    // each consumer. Others: both have one for each buffer.
     u64 full_sums[kIsWide ? 2 * kWriters : 2], empty_sums[2];
     u64 full_unit[kUnits], empty_unit[kUnits];
   };

@@ -105,6 +105,11 @@ int RunAll() {
     RunBackward<CapF32>(c, 60 + poison, poison);
     RunBackward<WideCap>(c, 60 + poison, poison);
   }
+  // A NaN of dk is one of dv, too, though dv has its own iteration.
+  for (const Poison poison : {kNanLse, kNanD}) {
+    RunBackward<Wide>({.name = "not finite, d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1},
+                      65 + poison, poison);
+  }
   // Step lists whose steps are no blocks of keys and whose tiles are no blocks of rows.
   using Lists = Kernel<Listed<ShapeOf<64, 64, 4, 0, false, true, false>>, 90>::Traits;
   using ListsOfPages = Kernel<Listed<ShapeOf<128, 128, 2, 16, false, false, false>>, 90>::Traits;
