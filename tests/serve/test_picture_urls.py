@@ -291,7 +291,7 @@ def test_a_thread_that_is_still_busy_has_its_slot():
         first.cancel()
         await asyncio.wait([first])
         assert first.cancelled()
-        # Of the same tenant twice, then of another, which is next in turn.
+        # Two of the same tenant, then one of another, which is next in turn.
         jobs = [partial(begun.append, name) for name in "aab"]
         tasks = [
             asyncio.create_task(pool.run(tenant, job))
