@@ -589,6 +589,7 @@ _SHAPE_RULES = {
     "reshape",
     "broadcast_in_dim",
     "concatenate",
+    "stack",  # jax 0.10.2 and later; before, jnp.stack was a concatenation
     "rev",
     "transpose",
     "expand_dims",
