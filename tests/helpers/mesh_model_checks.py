@@ -113,7 +113,8 @@ def bytes_of_model(split, num_kv_shards, *, num_rows: int, num_logits: int) -> C
     if num_kv_shards > 1:
         head_dim_vo = whole.latent.kv_rank if whole.latent else whole.head_dim
         states = num_rows * own.num_qo_heads * (head_dim_vo + 1)
-        expected["all-gather", 4 * num_kv_shards * states] += layers
+        num_attention = sum(kind.attention for kind in whole.layers)
+        expected["all-gather", 4 * num_kv_shards * states] += num_attention
     return expected
 
 
