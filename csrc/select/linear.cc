@@ -121,10 +121,9 @@ std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionPr
 
 LinearAttentionLaunch SizeLinearGradient(const LinearAttentionProblem& problem) {
   const LinearAttentionKernel kernel = SelectLinearGradient(problem);
-  const auto round_up = [](int64_t x, int64_t to) { return CeilDiv(x, to) * to; };
   const LinearGradientWorkspace workspace(
-      problem.max_chunks, problem.max_tokens, problem.num_v_heads, round_up(kernel.head_dim_k, 64),
-      round_up(kernel.head_dim_v, kernel.tile_columns), kernel.head_dim_v);
+      problem.max_chunks, problem.max_tokens, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
+      RoundUp(kernel.head_dim_v, kernel.tile_columns), kernel.head_dim_v);
   LinearAttentionLaunch launch;
   launch.num_zero_words = 1;
   launch.workspace_words = workspace.size / 4;

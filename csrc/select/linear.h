@@ -24,6 +24,7 @@ struct LinearAttentionProblem {
 int64_t Processors(const LinearAttentionProblem& problem);
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
 
 // Words of a problem, in the order of the attribute "problem" of calls (jax_attn/_xla/ffi.py).
 inline constexpr int64_t kLinearProblemWords = 14;

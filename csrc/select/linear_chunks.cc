@@ -24,8 +24,6 @@ constexpr int64_t kNarrowColumns = 64, kWideColumns = 128;
 // Columns of v of an item of kLinearStarts.
 constexpr int64_t kStartColumns = 16;
 
-int64_t RoundUp(int64_t x, int64_t to) { return CeilDiv(x, to) * to; }
-
 // CTAs that a segment keeps busy.
 int64_t ItemsOfSegment(const LinearAttentionProblem& problem, int64_t tile_columns) {
   return problem.num_v_heads * CeilDiv(problem.kernel.head_dim_v, tile_columns);
@@ -66,6 +64,16 @@ int64_t ChannelHeads(const LinearAttentionProblem& problem) {
   return problem.num_v_heads % 4 == 0 ? 4 : problem.num_v_heads % 2 == 0 ? 2 : 1;
 }
 
+// Columns of v of one CTA where requests are not split, so that the longest is a chain of chunks.
+// Half as many columns make a chunk shorter where twice as many CTAs still are on the device at
+// once.
+int64_t ChainTileColumns(const LinearAttentionProblem& problem) {
+  const int64_t requests = CeilDiv(problem.max_tokens, std::max<int64_t>(problem.max_qo_len, 1));
+  const bool is_narrow = problem.kernel.head_dim_v <= kNarrowColumns ||
+                         requests * ItemsOfSegment(problem, kNarrowColumns) <= Processors(problem);
+  return is_narrow ? kNarrowColumns : kWideColumns;
+}
+
 }  // namespace
 
 bool HasLinearChunks(const LinearAttentionProblem& problem) {
@@ -79,15 +87,6 @@ bool HasLinearChunks(const LinearAttentionProblem& problem) {
       kernel.dtype == kBF16 || (kernel.dtype == kF16 && kernel.delta_rule && kernel.l2_norm);
   return kernel.arch >= 80 && has_type && kernel.head_dim_k <= kMostDimK &&
          problem.max_qo_len >= kFewestChunkTokens;
-}
-
-// The same where requests are not split, so that the longest is a chain of chunks. Half as many
-// columns make a chunk shorter where twice as many CTAs still are on the device at once.
-int64_t ChainTileColumns(const LinearAttentionProblem& problem) {
-  const int64_t requests = CeilDiv(problem.max_tokens, std::max<int64_t>(problem.max_qo_len, 1));
-  const bool is_narrow = problem.kernel.head_dim_v <= kNarrowColumns ||
-                         requests * ItemsOfSegment(problem, kNarrowColumns) <= Processors(problem);
-  return is_narrow ? kNarrowColumns : kWideColumns;
 }
 
 int64_t ChunkTileColumns(const LinearAttentionProblem& problem) {
@@ -121,7 +120,7 @@ LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
 
 LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem) {
   LinearAttentionKernel kernel = problem.kernel;
-  kernel.main_loop = kernel.arch == 90 ? kHopperChunks : kPortableChunks;
+  kernel.main_loop = SelectLinearLoop(problem);
   kernel.tile_columns = ChainTileColumns(problem);
   kernel.phase = kLinearGradientTerms;
   return kernel;

@@ -15,7 +15,7 @@ int64_t ChunkTileColumns(const LinearAttentionProblem& problem);
 LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
                                        const LinearAttentionKernel& kernel);
 
-// The first kernel of gradients.
+// The first kernel of gradients, for a call that a chunked loop serves.
 LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem);
 
 // CTAs of the launch of kernel.phase. num_processors: of the device.
