@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 
 #include "jit/compiler.h"
 #include "jit/cuda_api.h"
@@ -457,12 +456,12 @@ Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ord
 
 namespace {
 
-// launch_one(kernel, launch): of a kernel with its CTAs.
-Status LaunchLinearKernels(
-    const LinearAttentionProblem& problem, const std::vector<LinearAttentionKernel>& kernels,
-    const LinearAttentionLaunch& size, void* workspace, int device_ordinal,
-    const std::function<Status(const LinearAttentionKernel&, const LoadedKernel&, const Launch&)>&
-        launch_one) {
+// launch_one(kernel, loaded, launch): launches one of the kernels.
+template <class LaunchOne>
+Status LaunchLinearKernels(const LinearAttentionProblem& problem,
+                           const std::vector<LinearAttentionKernel>& kernels,
+                           const LinearAttentionLaunch& size, void* workspace, int device_ordinal,
+                           const LaunchOne& launch_one) {
   constexpr char kOp[] = "linear_attention";
   int64_t num_zero_words = size.num_zero_words;
   for (const LinearAttentionKernel& kernel : kernels) {
