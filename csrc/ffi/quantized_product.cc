@@ -44,8 +44,8 @@ Status ReadKernel(const Attributes& a, QuantizedProductKernel* kernel) {
   // wgmma multiplies a power of two of rows of x, and a warpgroup 128 columns.
   const bool is_whole = (a.tile_rows & (a.tile_rows - 1)) == 0 && a.tile_columns % 128 == 0;
   if (a.main_loop == kHopper && (a.arch != 90 || !is_whole)) {
-    return refuse("main_loop", "0 unless arch is 90, tile_rows 8 to 64, tile_columns 128 or 256",
-                  1);
+    return refuse("main_loop",
+                  "0 unless arch is 90, tile_rows a power of two, tile_columns 128 or 256", 1);
   }
   const int64_t scale_rows = a.group_size == kProductStep / 2 ? 2 : 1;
   *kernel = {a.arch, a.dtype, a.format, a.tile_rows, a.tile_columns, scale_rows, a.main_loop};
