@@ -215,7 +215,7 @@ Status InitializeCuda(int32_t device_ordinal, const LinearAttributes& attributes
   return LoadLinearAttention(problem, device_ordinal);
 }
 
-// Checks the operands of a call, and sets the params but for o and segment_chunks.
+// Checks the operands of a call, and sets the params but for o. states: those of the operands.
 Status SetParams(const LinearOperands& call, ResultBuffer workspace,
                  const LinearAttentionLaunch& launch, const LinearAttributes& attributes,
                  const LinearAttentionProblem& problem, LinearAttentionParams* params) {

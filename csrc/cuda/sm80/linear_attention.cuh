@@ -1,5 +1,5 @@
 // Chunked linear attention on every architecture from sm_80 on: mma.sync, ldmatrix, cp.async.
-// Up to four launches, see LinearPhase.
+// Up to four launches, and four for gradients: see LinearPhase.
 #pragma once
 
 #include "cuda/common/linear_gradient_scan.cuh"

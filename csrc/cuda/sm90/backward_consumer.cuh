@@ -52,7 +52,7 @@ class HopperBackwardConsumerBase : protected HopperBackwardRole<Traits> {
     }
   }
 
-  // Runs all units. run(unit) returns the part behind the unit's last one; without pages the unit.
+  // Calls run(unit) for all units. With pages it passes the unit's parts but the last one.
   template <class RunUnit>
   __device__ __forceinline__ void RunUnits(const RunUnit& run) {
 #pragma unroll 1

@@ -42,10 +42,10 @@ inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 kv_cost) {
   return static_cast<i32>(Largest(rounded, rules.min_chunk));
 }
 
-// longest_cost: as in ChunkLength. kFixedSplit counts from position 0, or
-// from the beginning of a step list: borders depend only on the position, so a request has the same
-// partial states and, after the ordered merge, the same bits in any batch. kNoSplit:
-// FlashAttention-2 (arXiv 2307.08691, section 3.2), one item per query tile and head.
+// longest_cost: as in ChunkLength. kFixedSplit counts from position 0, or from the beginning of a
+// step list: borders depend only on the position, so a request has the same partial states and,
+// after the ordered merge, the same bits in any batch. kNoSplit: FlashAttention-2 (arXiv
+// 2307.08691, section 3.2), one item per query tile and head.
 inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
