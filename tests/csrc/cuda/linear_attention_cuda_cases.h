@@ -4,11 +4,11 @@
 
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/common/state_plan.cuh"
@@ -364,20 +364,16 @@ class Comparison {
 
   template <class Traits>
   void Finish(const char* op, const LinearBatch<Traits>& batch) const {
-    if (std::getenv("JAX_ATTN_TEST_ERRORS") != nullptr) {
-      std::printf("%s: %.3g of the bound of elements, relative norm %.3g\n", op, worst_,
-                  worst_norm_);
-    }
     if (wrong_ == 0) return;
     ++g_failures;
     std::printf(
         "FAILED %s: type %d, %d x %d, decay %d, delta %d, norm %d, bf16 states %d, %zu requests, "
         "%d tokens, %d/%d heads, segments of %d: %d values differ, by %.3g times the bound at "
-        "most; %s\n",
+        "most, relative norm up to %.3g; %s\n",
         op, Traits::kDtype, Traits::kHeadDimK, Traits::kHeadDimV, Traits::kDecay,
         Traits::kHasDeltaRule, Traits::kHasL2Norm, Traits::kHasBf16States, batch.c.requests.size(),
         batch.tokens, batch.c.num_qk_heads, batch.heads, batch.c.segment_chunks, wrong_, worst_,
-        first_.c_str());
+        worst_norm_, first_.c_str());
   }
 
  private:
