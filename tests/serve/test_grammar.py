@@ -135,6 +135,23 @@ def test_a_text_without_an_end(directory, text):
     subprocess.run(command, check=True, timeout=300)
 
 
+@pytest.mark.parametrize("part", ["key_separator", "item_separator", "whitespace_pattern"])
+def test_a_schema_does_not_choose_separators(grammars, tokenizer, part):
+    """They are regular expressions: behind a key, quotes would follow each other without an end."""
+    integer = {"type": "integer"}
+    schema = {
+        "type": "object",
+        "properties": {"k": integer, "l": integer},
+        "required": ["k", "l"],
+    }
+    asked = schema | {"x-guidance": {part: '"+'}}
+    plain, matcher = (grammars.matcher(grammar.from_json_schema(x)) for x in (schema, asked))
+    for token in tokenizer.encode('{"k":1,"l":2}').ids:
+        assert allowed(matcher) == allowed(plain)
+        matcher.advance(token)
+        plain.advance(token)
+
+
 def test_truncation_does_not_reach_forced_text(grammars, tokenizer):
     """Some directories' tokenizer.json asks for truncation, for prompts."""
     short = Tokenizer.from_str(tokenizer.to_str())

@@ -56,15 +56,23 @@ def usable_schema(schema: Any, check_numbers: bool = True) -> Any:
         raise GrammarError(f"JSON schema: {error}.") from None
 
 
+# Not what a client's schema has as x-guidance: its patterns of separators and of white space may
+# demand a text without an end; see from_lark.
+_COMPACT: Any = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ",",
+    "key_separator": ":",
+}
+
+
 def from_json_schema(schema: str | dict[str, Any] | bool) -> str:
     """The grammar of a JSON Schema (True: any JSON value). No white space between tokens."""
     schema = usable_schema(schema)
     if not isinstance(schema, str):
         schema = json.dumps({} if schema is True else schema)
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": False}
-        )
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
     except ValueError as error:
         raise GrammarError(f"JSON schema: {one_line(str(error))}.") from error
 
