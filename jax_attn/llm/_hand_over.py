@@ -13,9 +13,9 @@ from jax_attn.llm._outputs import Completion, Output
 from jax_attn.llm._params import SamplingParams
 from jax_attn.llm._runtime import Prompt, Request, Runtime, run_of
 from jax_attn.llm._streams import ChunkQueue
-from jax_attn.serve._engine.hand_over import HandedOver
+from jax_attn.serve._engine.hand_over import HandedOver, read_logprobs
 from jax_attn.serve._scheduling.admission import QueueFull
-from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.protocols import EngineStopped
 
 Result = TypeVar("Result")
@@ -114,12 +114,12 @@ class _Arriving:
         try:
             so_far = handed.so_far
             completion = Completion(**so_far["completion"])
-            self._prompt_logprobs = _logprobs(so_far["prompt_logprobs"])
+            self._prompt_logprobs = read_logprobs(so_far["prompt_logprobs"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"import_request: expected what export_request has returned, got so_far: {error}."
             ) from None
-        completion.logprobs = _logprobs(completion.logprobs)
+        completion.logprobs = read_logprobs(completion.logprobs)
         prompt = handed.tokens[: handed.num_prompt]
         self._run = run_of(prompt, handed.params, 0, None, handed.priority, "", "")
         self._run.completion = completion
@@ -165,16 +165,6 @@ class _Arriving:
         if not self.done.done():
             _set(self.done)
             self._engine.abort({self._run.seq.id})
-
-
-def _logprobs(plain: Any) -> list[TokenLogprob] | None:
-    """Logprobs, also as JSON brings them."""
-    if plain is None:
-        return None
-    return [
-        TokenLogprob(token, logprob, tuple((each, value) for each, value in top))
-        for token, logprob, top in plain
-    ]
 
 
 def _set(done: Future[None], error: BaseException | None = None) -> None:

@@ -164,11 +164,7 @@ class HandedOver:
         """
         try:
             plain = self.so_far["event"] | {"seq_id": seq_id, "admitted": None}
-            if plain["logprobs"] is not None:
-                plain["logprobs"] = [
-                    TokenLogprob(token, logprob, tuple((each, value) for each, value in top))
-                    for token, logprob, top in plain["logprobs"]
-                ]
+            plain["logprobs"] = read_logprobs(plain["logprobs"])
             if plain["finish_reason"] is not None:
                 plain["finish_reason"] = FinishReason(plain["finish_reason"])
             event = TokenEvent(**plain)
@@ -215,6 +211,16 @@ class HandedOver:
                         f"import_request: {name}: expected {_text(expected)}, got {_text(got)};"
                         " both engines need the same model and cache."
                     )
+
+
+def read_logprobs(plain: Any) -> list[TokenLogprob] | None:
+    """Logprobs, also as JSON brings them; None: none were asked for."""
+    if plain is None:
+        return None
+    return [
+        TokenLogprob(token, logprob, tuple((each, value) for each, value in top))
+        for token, logprob, top in plain
+    ]
 
 
 def _text(arrays: list[tuple[tuple[int, ...], Any]]) -> str:
