@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +16,12 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 from helpers.paths import ROOT
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import OPERATOR_KEY, ServerProcess, eventually, key_options, serving
+from helpers.serve.remote import remote
 from helpers.serve.small_engine import CONFIG, hold, sequence
 from jax_attn.serve import _options
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
-from jax_attn.serve._ipc.wire import Wire, receive
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.protocols import EngineStopped
 from jax_attn.serve._scheduling.request import SamplingParams
@@ -219,45 +217,35 @@ def test_over_the_wire(model, num):
         return made
 
     async def main():
-        ours, theirs = socket.socketpair()
-        host = EngineHost(engine, Wire(theirs))
-        thread = threading.Thread(
-            target=lambda: asyncio.run(host.run("hello", signals=False)), daemon=True
-        )
-        thread.start()
-        await asyncio.to_thread(receive, ours)
-        client = RemoteEngine(Wire(ours), engine.limits, engine.stats())
-        client.start()
-
         async def events(source):
             found = [event async for event in source]
             return [token for event in found for token in event.tokens], found
 
-        alone, _ = await events(client.generate([make()]))
-        data = await client.hand_over(make(), 3, {"mine": 1})
-        assert HandedOver.read_so_far(data)["mine"] == 1
-        tokens, found = await events(client.go_on(data, make()))
-        assert tokens == alone and len(found[0].tokens) >= 3
-        assert found[0].num_cached_tokens is not None and found[-1].finish_reason == "length"
-        # One that ends before it goes has nothing left to do.
-        ended = await client.hand_over(make(max_tokens=2), 5, {})
-        assert not HandedOver.from_bytes(ended).pages
-        assert (await events(client.go_on(ended, make(max_tokens=2))))[0] == alone[:2]
-        with pytest.raises(ValueError, match="prompt: expected those of the request"):
-            await events(client.go_on(data, sequence([1, 2, 3])))
-        with pytest.raises(ValueError, match="prompt: expected"):
-            await client.hand_over(sequence([10**6]), 1, {})
-        # A client that leaves ends its request.
-        leaves = asyncio.create_task(client.hand_over(make(max_tokens=400), 399, {}))
-        await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 1)
-        leaves.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaves
-        await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 0)
-        await client.stop(drain=True)
-        with pytest.raises(EngineStopped):
-            await client.hand_over(make(), 1, {})
-        await asyncio.to_thread(thread.join)
+        async with remote(engine) as client:
+            alone, _ = await events(client.generate([make()]))
+            data = await client.hand_over(make(), 3, {"mine": 1})
+            assert HandedOver.read_so_far(data)["mine"] == 1
+            tokens, found = await events(client.go_on(data, make()))
+            assert tokens == alone and len(found[0].tokens) >= 3
+            assert found[0].num_cached_tokens is not None and found[-1].finish_reason == "length"
+            # One that ends before it goes has nothing left to do.
+            ended = await client.hand_over(make(max_tokens=2), 5, {})
+            assert not HandedOver.from_bytes(ended).pages
+            assert (await events(client.go_on(ended, make(max_tokens=2))))[0] == alone[:2]
+            with pytest.raises(ValueError, match="prompt: expected those of the request"):
+                await events(client.go_on(data, sequence([1, 2, 3])))
+            with pytest.raises(ValueError, match="prompt: expected"):
+                await client.hand_over(sequence([10**6]), 1, {})
+            # A client that leaves ends its request.
+            leaves = asyncio.create_task(client.hand_over(make(max_tokens=400), 399, {}))
+            await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 1)
+            leaves.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaves
+            await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 0)
+            await client.stop(drain=True)
+            with pytest.raises(EngineStopped):
+                await client.hand_over(make(), 1, {})
 
     asyncio.run(main())
 

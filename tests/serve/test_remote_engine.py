@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
+from helpers.serve.remote import remote
 from helpers.serve.small_engine import hold, make_engine, sequence, warm_device
-from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._grammar import grammar
-from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
+from jax_attn.serve._ipc.remote_engine import RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
 from jax_attn.serve._scheduling.admission import QueueFull
 from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
@@ -27,25 +27,6 @@ def device(model):
 @pytest.fixture
 def engine(model, device):
     return make_engine(model, device)
-
-
-@contextlib.asynccontextmanager
-async def remote(engine: AsyncEngine):
-    """A RemoteEngine here; the host has its own thread and event loop."""
-    ours, theirs = socket.socketpair()
-    host = EngineHost(engine, Wire(theirs))
-    thread = threading.Thread(target=lambda: asyncio.run(host.run("hello", signals=False)))
-    thread.start()
-    assert await asyncio.to_thread(receive, ours) == "hello"
-    client = RemoteEngine(Wire(ours), engine.limits, engine.stats())
-    client.start()
-    try:
-        yield client
-    finally:
-        await client.stop(drain=True)
-        await asyncio.to_thread(thread.join)
-    assert not engine._thread.is_alive() and not engine._recipients and not host._submissions
-    assert not client._answers and not client._inbox.sequences
 
 
 async def until_ready(client: RemoteEngine) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-import socket
-import threading
 
 import numpy as np
 import pytest
@@ -11,11 +9,10 @@ from safetensors.numpy import load_file, save_file
 
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import serving
+from helpers.serve.remote import remote
 from helpers.serve.small_engine import make_engine, sequence, warm_device
 from jax_attn import models
 from jax_attn.serve import _options
-from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
-from jax_attn.serve._ipc.wire import Wire, receive
 
 OPERATOR, CLIENT = "operator-key-0123456789", "client-key-0123456789ab"
 ROUTES = ("/v1/weights", "/v1/weights/pause", "/v1/weights/resume")
@@ -97,30 +94,20 @@ def test_weights_of_a_directory_over_the_wire(whole_model, weights):
         return [t async for event in client.generate([sequence()]) for t in event.tokens]
 
     async def main():
-        ours, theirs = socket.socketpair()
-        host = EngineHost(engine, Wire(theirs))
-        thread = threading.Thread(
-            target=lambda: asyncio.run(host.run("hello", signals=False)), daemon=True
-        )
-        thread.start()
-        await asyncio.to_thread(receive, ours)
-        client = RemoteEngine(Wire(ours), engine.limits, engine.stats())
-        client.start()
-        before = await tokens_of(client)
-        assert await client.control("pause", end=False) == "0"
-        held = asyncio.create_task(tokens_of(client))
-        with pytest.raises(ValueError, match="model.norm.weight"):
-            await client.control(
-                "weights", directory=weights / "wrong", version=None, keep_prefixes=False
-            )
-        options = {"directory": weights / "new", "keep_prefixes": False}
-        assert await client.control("weights", version="a", **options) == "a"
-        assert not held.done()
-        assert await client.control("resume") == "a"
-        after = await held
-        assert after != before and after == await tokens_of(client)
-        await client.stop(drain=True)
-        await asyncio.to_thread(thread.join)
+        async with remote(engine) as client:
+            before = await tokens_of(client)
+            assert await client.control("pause", end=False) == "0"
+            held = asyncio.create_task(tokens_of(client))
+            with pytest.raises(ValueError, match="model.norm.weight"):
+                await client.control(
+                    "weights", directory=weights / "wrong", version=None, keep_prefixes=False
+                )
+            options = {"directory": weights / "new", "keep_prefixes": False}
+            assert await client.control("weights", version="a", **options) == "a"
+            assert not held.done()
+            assert await client.control("resume") == "a"
+            after = await held
+            assert after != before and after == await tokens_of(client)
 
     asyncio.run(main())
     assert engine.version == "a"
