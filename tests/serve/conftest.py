@@ -28,3 +28,10 @@ def tokenizer(directory):
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture
+def client(server):
+    """OpenAI's client of a module's own `server`."""
+    with server.client() as client:
+        yield client

@@ -5,14 +5,14 @@ import json
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
-openai = pytest.importorskip("openai", reason="needs the extra `test`")
+pytest.importorskip("openai", reason="needs the extra `test`")
 
-from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
-from helpers.serve.live_server import serving  # noqa: E402
-from jax_attn.serve._chat import custom_tools  # noqa: E402
-from jax_attn.serve._chat.custom_tools import CustomToolError, GrowingInput  # noqa: E402
-from jax_attn.serve._chat.tools import BARE, GEMMA_4, TAGGED, grammar_of  # noqa: E402
-from jax_attn.serve._grammar import grammar  # noqa: E402
+from helpers.serve.fake_engine import FakeEngine, fake_model
+from helpers.serve.live_server import serving
+from jax_attn.serve._chat import custom_tools
+from jax_attn.serve._chat.custom_tools import CustomToolError, GrowingInput
+from jax_attn.serve._chat.tools import BARE, GEMMA_4, TAGGED, grammar_of
+from jax_attn.serve._grammar import grammar
 
 CHAT = "/v1/chat/completions"
 PATCH = r"""
@@ -180,12 +180,6 @@ def server(tmp_path):
     engine.limits.max_model_len = 4096
     with serving(engine, directory=tmp_path) as server:
         yield server
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def prompt_of(server) -> str:

@@ -384,7 +384,7 @@ def test_stopping_tells_whoever_waits(bert, monkeypatch):
 
 def test_openais_client(server, bert):
     openai = pytest.importorskip("openai", reason="needs the extra `test`")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = server.client()
     expected = vectors_of(bert, [[1, 5, 6, 2], [1, 7, 2]])
     for more in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
         answer = client.embeddings.create(model="vectors", input=["w5 w6", "w7"], **more)

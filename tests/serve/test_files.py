@@ -24,10 +24,6 @@ def lines(*bodies, url=PATH) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in made).encode()
 
 
-def client_of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
-
-
 def read(client, id) -> dict:
     found = map(json.loads, client.files.content(id).read().splitlines())
     return {line["custom_id"]: line["response"] for line in found}
@@ -50,7 +46,7 @@ def ends(client, id):
 
 
 def test_a_batch(tmp_path):
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         bodies = [{"max_tokens": 3}, {"max_tokens": -1}, *[{"max_tokens": 2}] * 60]
         batch = begin(client, lines(*bodies))
         assert batch.request_counts.total == 62 and batch.metadata == {"a": "b"}
@@ -75,14 +71,14 @@ def test_a_batch(tmp_path):
 
 def test_a_restart_goes_on_and_a_cancelled_batch_keeps_its_answers(tmp_path):
     content = lines(*[{"max_tokens": 2}] * 9, {"max_tokens": 50})
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         server.engine.holds_at = 3
         batch = begin(client, content)
         counts = lambda: client.batches.retrieve(batch.id).request_counts.completed  # noqa: E731
         eventually(lambda: counts() == 9)
         with pytest.raises(openai.BadRequestError, match="reads it; cancel that first"):
             client.files.delete(batch.input_file_id)
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         batch = ends(client, batch.id)
         assert len(server.engine.submitted) == 1  # the others had been answered
         assert len(read(client, batch.output_file_id)) == 10
@@ -101,7 +97,7 @@ def test_a_restart_goes_on_and_a_cancelled_batch_keeps_its_answers(tmp_path):
 
 def test_what_is_refused(tmp_path, monkeypatch):
     options = {"files_directory": tmp_path, "max_body_bytes": 4096}
-    with serving(**options) as server, client_of(server) as client:
+    with serving(**options) as server, server.client() as client:
         for content, words in [
             (b"", "expected requests, got none"),
             (b"x\n", "in.jsonl:1: expected a JSON object"),
@@ -144,12 +140,12 @@ def test_a_full_disk_and_a_kill_leave_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with serving(files_directory=tmp_path) as server:
-        with monkeypatch.context() as patch, client_of(server) as client:
+        with monkeypatch.context() as patch, server.client() as client:
             patch.setattr(files.shutil, "copyfileobj", full)
             with pytest.raises(openai.InternalServerError):
                 upload(client, b"a")
         assert not list((tmp_path / "files").iterdir())
-        with client_of(server) as client:
+        with server.client() as client:
             kept = upload(client, b"a")
     for name in (f"files/file-{'0' * 24}", "files/a.part", "batches/a.part"):
         (tmp_path / name).touch()
@@ -163,7 +159,7 @@ def test_batches_that_have_not_ended_are_bounded_and_saved(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(batches, "MAX_UNENDED", 2)
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         server.engine.holds_at = 1
         first, _ = (begin(client, lines({"max_tokens": 2})) for _ in range(2))
         with pytest.raises(openai.RateLimitError, match="at most 2 batches of one key") as caught:
@@ -173,7 +169,7 @@ def test_batches_that_have_not_ended_are_bounded_and_saved(tmp_path, monkeypatch
         third = begin(client, lines({"max_tokens": 2}))
         client.batches.cancel(third.id)
         monkeypatch.setattr(batches, "write_json", full)
-        with client_of(server) as other, pytest.raises(openai.InternalServerError):
+        with server.client() as other, pytest.raises(openai.InternalServerError):
             begin(other, lines({"max_tokens": 2}))
         assert len(client.batches.list().data) == 3
         monkeypatch.undo()
@@ -183,14 +179,14 @@ def test_a_batch_keeps_its_answers_on_a_full_disk(tmp_path, monkeypatch):
     def full(path, value):
         raise OSError(28, "No space left on device")
 
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         server.engine.holds_at = 1
         batch = begin(client, lines({"max_tokens": 2}))
         with monkeypatch.context() as patch:
             patch.setattr(files, "write_json", full)
             server.engine.holds_at = None
             eventually(lambda: not server.app.state.server._batches._tasks)
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         assert set(read(client, ends(client, batch.id).output_file_id)) == {"r0"}
         assert not server.engine.submitted
 
@@ -213,7 +209,7 @@ def test_a_bug_fails_a_batch_without_details(tmp_path, monkeypatch):
         raise RuntimeError("a secret")
 
     monkeypatch.setattr(batches.BatchRun, "run", run)
-    with serving(files_directory=tmp_path) as server, client_of(server) as client:
+    with serving(files_directory=tmp_path) as server, server.client() as client:
         batch = ends(client, begin(client, lines({})).id)
         assert batch.status == "failed" and batch.errors.data[0].message == "internal error"
 
@@ -229,7 +225,7 @@ def test_slow_uploads_wait_for_their_own_key_alone(tmp_path):
             slow = socket.create_connection(("127.0.0.1", server.port))
             stack.enter_context(slow).sendall(head.encode())
         eventually(lambda: server.app.state.server.limiter.held("key0")["requests"] == 4)
-        with client_of(server, KEYS[1]) as client:
+        with server.client(KEYS[1]) as client:
             assert upload(client, b"a").bytes == 1
 
 
@@ -241,7 +237,7 @@ def test_without_a_directory():
 
 def test_keys_own_their_files_in_any_order(tmp_path):
     with serving(files_directory=tmp_path, api_keys=KEYS) as server:
-        with client_of(server, KEYS[1]) as mine, client_of(server, KEYS[0]) as other:
+        with server.client(KEYS[1]) as mine, server.client(KEYS[0]) as other:
             file = upload(mine, lines({"max_tokens": 2}))
             batch = begin(mine, lines({"max_tokens": 2}))
             assert ends(mine, batch.id).request_counts.completed == 1
@@ -261,7 +257,7 @@ def test_keys_own_their_files_in_any_order(tmp_path):
             with pytest.raises(openai.NotFoundError):
                 other.files.delete(batch.input_file_id)
     with serving(files_directory=tmp_path, api_keys=KEYS[::-1]) as server:
-        with client_of(server, KEYS[1]) as mine, client_of(server, KEYS[0]) as other:
+        with server.client(KEYS[1]) as mine, server.client(KEYS[0]) as other:
             assert mine.files.retrieve(file.id).bytes == file.bytes
             assert not list(other.files.list())
             assert ends(mine, batch.id).request_counts.completed == 1
@@ -270,7 +266,7 @@ def test_keys_own_their_files_in_any_order(tmp_path):
 
 def test_a_batch_fails_if_its_key_is_no_more(tmp_path):
     with serving(files_directory=tmp_path, api_keys=KEYS) as server:
-        with client_of(server, KEYS[0]) as client:
+        with server.client(KEYS[0]) as client:
             server.engine.holds_at = 1
             batch = begin(client, lines({"max_tokens": 2}))
             eventually(lambda: server.engine.live)
@@ -279,6 +275,6 @@ def test_a_batch_fails_if_its_key_is_no_more(tmp_path):
         eventually(lambda: entry.batch.status == "failed")
         assert not server.engine.submitted
     with serving(files_directory=tmp_path, api_keys=KEYS) as server:
-        with client_of(server, KEYS[0]) as client:
+        with server.client(KEYS[0]) as client:
             (error,) = client.batches.retrieve(batch.id).errors.data
             assert "the key that made the batch is none of the server's" in error.message

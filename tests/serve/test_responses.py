@@ -50,12 +50,6 @@ def server(tmp_path):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def prompt_of(server) -> str:
     seq = server.engine.submitted[-1]
     return server.engine.tokenizer.decode(seq.tokens[: seq.num_prompt], skip_special_tokens=False)

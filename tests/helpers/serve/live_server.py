@@ -80,6 +80,9 @@ class LiveServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def client(self, key: str = "none"):
+        return _openai_client(self.url, key)
+
     def request(self, method: str, path: str, body=None, **headers: str) -> Answer:
         """Sends a request. body: bytes are sent as they are, other values as JSON."""
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -191,6 +194,12 @@ def serving_encoder(model: EmbeddingModel, name: str = "vectors", **config) -> I
         yield server
 
 
+def _openai_client(url: str, key: str):
+    import openai  # from the extra `test`
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS)
+
+
 def eventually(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_SECONDS
     while not holds():
@@ -263,11 +272,7 @@ class ServerProcess:
             return error.code, error.read()
 
     def client(self, key: str = KEYS[0]):
-        import openai  # from the extra `test`
-
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS
-        )
+        return _openai_client(self.url, key)
 
     def metric(self, name: str) -> float:
         text = self.get("/metrics", OPERATOR_KEY)[1].decode()
