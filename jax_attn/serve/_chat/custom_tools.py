@@ -217,8 +217,7 @@ def _with_slashes(pattern: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern)
 
 
-# A class's escapes that match none of the characters which JSON escapes, and one that does.
-_PLAIN_ESCAPES = {"d": r"\d", "w": r"\w"}
+_PLAIN_ESCAPES = ("d", "w")  # they match none of the characters that JSON escapes
 _SPACES = "\t\n\v\f\r"  # those of \s that JSON escapes
 _PLAIN_SPACES = r" \x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _NUMBERED = re.compile(
@@ -296,9 +295,7 @@ class _Regex:
         counts = f" ~ {repetition['from']}..{repetition['to']}" if repetition["from"] else sign
         parts = [f"/{'|'.join(found.escapes)}/"]
         if found.plain:
-            parts.insert(
-                0, f"/{_with_slashes(found.plain)}{'+' if sign in ('*', '+') and sign else ''}/"
-            )
+            parts.insert(0, f"/{_with_slashes(found.plain)}{'+' if sign in ('*', '+') else ''}/")
         return f"({' | '.join(parts)}){counts}"
 
     def _set(self, character: str) -> _Set | None:
@@ -334,15 +331,17 @@ class _Regex:
             self._at = letters.end()
             return f"\\{letters[0]}"
         letter = self._next()
-        if letter in "dw":
+        if letter in _PLAIN_ESCAPES:
             return f"\\{letter}"
         if letter == "s":
             return _Set(f"[{_PLAIN_SPACES}]", [*map(_character, _SPACES)]).regex()
-        if letter in _BY_LETTER:
-            return _one_of([_BY_LETTER[letter]])
-        if letter.isalnum():
+        return _one_of([self._of_letter(letter)])
+
+    def _of_letter(self, letter: str) -> str:
+        """The character that stands behind a backslash as this letter, or as itself."""
+        if letter not in _BY_LETTER and letter.isalnum():
             raise self._refuse(f"\\{letter}")
-        return _one_of([letter])
+        return _BY_LETTER.get(letter, letter)
 
     def _numbered(self, found: re.Match[str]) -> str:
         self._at = found.end()
@@ -388,17 +387,13 @@ class _Regex:
             return self._numbered(found)
         letter = self._next()
         if letter in _PLAIN_ESCAPES:
-            plain.append(_PLAIN_ESCAPES[letter])
+            plain.append(f"\\{letter}")
             return None
         if letter == "s":
             special |= {*_SPACES}
             plain.append(_PLAIN_SPACES)
             return None
-        if letter in _BY_LETTER:
-            return _BY_LETTER[letter]
-        if letter.isalnum():
-            raise self._refuse(f"\\{letter}")
-        return letter
+        return self._of_letter(letter)
 
 
 def _range(begin: str, end: str) -> str:
