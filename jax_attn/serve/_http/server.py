@@ -842,12 +842,7 @@ class _TextServer(_Server):
         try:
             caller = Caller(tenant, record.arrival)
             prepared, make = await self._with_body(request, ticket, prepare, caller)
-            record.num_prompt = prepared.num_prompt_tokens
-            ticket.take(
-                choices=len(prepared.sequences),
-                tokens=prepared.num_prompt_tokens * prepared.num_choices,
-                picture_bytes=sum(len(each.pixels) for each in prepared.sequences[0].pictures),
-            )
+            _take(ticket, record, prepared)
         except BaseException:
             ticket.leave()
             raise
@@ -1028,8 +1023,7 @@ class _TextServer(_Server):
                 return body, self._prepare_moving(body, caller)[0]
 
             body, prepared = await self._with_body(request, ticket, prepare)
-            record.num_prompt = prepared.num_prompt_tokens
-            ticket.take(choices=1, tokens=prepared.num_prompt_tokens)
+            _take(ticket, record, prepared)
             (seq,) = prepared.sequences
             so_far = {"path": body.path, "body": body.body}
             work = self._engine.hand_over(seq, body.num_tokens, so_far)
@@ -1067,8 +1061,7 @@ class _TextServer(_Server):
                 return self._prepare_moving(body, caller)
 
             prepared, make = await self._body_threads.run(ticket, len(data), prepare)
-            record.num_prompt = prepared.num_prompt_tokens
-            ticket.take(choices=1, tokens=prepared.num_prompt_tokens)
+            _take(ticket, record, prepared)
         except BaseException:
             ticket.leave()
             raise
@@ -1206,6 +1199,16 @@ def _with_choices(style: Style, body: schemas.SamplingBody) -> MakeAnswer:
 
 _NO_ENGINE = 1024, 0  # limits on one key's waiting and running requests if there is no engine
 _NO_STORE = {"Cache-Control": "no-store"}
+
+
+def _take(ticket: Ticket, record: Record, prepared: Prepared) -> None:
+    """Takes what a request is of its key's limits. Raises ApiError."""
+    record.num_prompt = prepared.num_prompt_tokens
+    ticket.take(
+        choices=len(prepared.sequences),
+        tokens=prepared.num_prompt_tokens * prepared.num_choices,
+        picture_bytes=sum(len(each.pixels) for each in prepared.sequences[0].pictures),
+    )
 
 
 def _tenant(request: Request) -> str:
