@@ -108,10 +108,8 @@ class RemoteEngine:
 
     async def hand_over(self, seq: Sequence, num_tokens: int, so_far: dict[str, Any]) -> bytes:
         """See AsyncEngine.hand_over."""
-        if self._is_stopping:
-            raise EngineStopped("The engine does not run.")
         try:
-            data: bytes = await self._ask("hand_over", seq, num_tokens, so_far)
+            data: bytes = await self._ask_for_work("hand_over", seq, num_tokens, so_far)
             return data
         except asyncio.CancelledError:
             self._abort({seq.id})
@@ -122,9 +120,7 @@ class RemoteEngine:
         return stream([seq], lambda: self._inbox, partial(self._go_on, data), self._abort)
 
     async def _go_on(self, data: bytes, seqs: Seq[Sequence], _: Inbox) -> None:
-        if self._is_stopping:
-            raise EngineStopped("The engine does not run.")
-        await self._ask("go_on", data, seqs[0])
+        await self._ask_for_work("go_on", data, seqs[0])
 
     def stats(self) -> dict[str, Any]:
         """See AsyncEngine.stats."""
@@ -145,12 +141,15 @@ class RemoteEngine:
         self._wire.send(("watch", on))
 
     async def _submit(self, seqs: Seq[Sequence], _: Inbox) -> None:
-        if self._is_stopping:
-            raise EngineStopped("The engine does not run.")
-        await self._ask("submit", list(seqs))
+        await self._ask_for_work("submit", list(seqs))
 
     def _abort(self, seq_ids: set[str]) -> None:
         self._wire.send(("abort", seq_ids))
+
+    async def _ask_for_work(self, name: str, *plain: Any) -> Any:
+        if self._is_stopping:
+            raise EngineStopped("The engine does not run.")
+        return await self._ask(name, *plain)
 
     async def _ask(self, name: str, *plain: Any) -> Any:
         if self.failure is not None:
