@@ -176,8 +176,9 @@ class ExpertGroup:
         words = [batches[i].words if i in batches else empty for i in range(len(devices))]
         caches = [device.cache for device in devices]
         # An engine that is not here may be sampling, which replaces its newest tokens.
-        each = enumerate(devices)
-        newest = [device.newest if i in batches else device.no_newest for i, device in each]
+        newest = [
+            device.newest if i in batches else device.no_newest for i, device in enumerate(devices)
+        ]
         logits, rows, *cache = forward(
             self._weights,
             np.concatenate(words),
@@ -190,20 +191,24 @@ class ExpertGroup:
         caches = self._parted(cache, caches)
         for device, own in zip(devices, caches, strict=True):
             device.cache = own
-        members = [(i, devices[i]) for i in batches]
-        return {i: Scores(device.own(logits), device.own(rows)) for i, device in members}
+        return {i: Scores(devices[i].own(logits), devices[i].own(rows)) for i in batches}
 
     def _joined(self, trees: list[Any], axis: int) -> Any:
         """Arrays of each device as arrays over all, in parts along an axis, where they are."""
 
         def join(*parts: jax.Array) -> jax.Array:
-            shape = list(parts[0].shape)
-            shape[axis] *= len(parts)
-            sharding = NamedSharding(self._mesh, P(*[None] * axis, _AXIS))
             own = [part.addressable_shards[0].data for part in parts]
-            return jax.make_array_from_single_device_arrays(tuple(shape), sharding, own)
+            return jax.make_array_from_single_device_arrays(*self._whole(parts[0], axis), own)
 
         return jax.tree.map(join, *trees)
+
+    def _whole(
+        self, part: jax.Array | jax.ShapeDtypeStruct, axis: int
+    ) -> tuple[tuple[int, ...], NamedSharding]:
+        """The shape and sharding of an array over all devices, of which each has such a part."""
+        shape = list(part.shape)
+        shape[axis] *= len(self._devices)
+        return tuple(shape), NamedSharding(self._mesh, P(*[None] * axis, _AXIS))
 
     def _parted(self, tree: Any, like: list[Any]) -> list[Any]:
         """Undoes `_joined`. like: arrays of each device with the shardings to have."""
@@ -239,10 +244,8 @@ class ExpertGroup:
 
     def _compile(self, device: ExpertDevice, bucket: Bucket) -> Compiled:
         def over_all(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
-            shape = list(x.shape)
-            shape[axis] *= len(self._of)
-            sharding = NamedSharding(self._mesh, P(*[None] * axis, _AXIS))
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype, sharding=sharding)
+            shape, sharding = self._whole(x, axis)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
         by_device, by_page = P(_AXIS), P(None, _AXIS)
         weights = [
