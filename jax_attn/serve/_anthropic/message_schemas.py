@@ -8,7 +8,14 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from jax_attn.serve._openai import schemas
-from jax_attn.serve._openai.fields import Ignored, OtherType, RequestBody, Unsupported, by_type
+from jax_attn.serve._openai.fields import (
+    Ignored,
+    OtherType,
+    RequestBody,
+    ToolName,
+    Unsupported,
+    by_type,
+)
 
 # ---- requests ----------------------------------------------------------------------------------
 
@@ -91,7 +98,7 @@ class MessageParam(RequestBody):
 
 class MessageTool(RequestBody):
     type: Literal["custom"] = "custom"
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: str = ""
     input_schema: dict[str, Any] = Field(description="JSON schema of an object")
     cache_control: Ignored

@@ -57,6 +57,7 @@ Unsupported: TypeAlias = Annotated[
     None, BeforeValidator(_refuse), WithJsonSchema({"type": "null", "description": "not supported"})
 ]
 # Fields that cannot change the answer; clients send them for OpenAI's book-keeping.
+ToolName: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Ignored: TypeAlias = Annotated[Any, Field(default=None, description="accepted, and ignored")]
 
 

@@ -19,6 +19,7 @@ from jax_attn.serve._openai.fields import (
     Ignored,
     OtherType,
     RequestBody,
+    ToolName,
     Unsupported,
     by_type,
 )
@@ -200,7 +201,7 @@ class CustomTool(RequestBody):
     """A tool whose input is a text."""
 
     type: Literal["custom"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: str = ""
     format: CustomFormat = Field(
         CustomFormat(type="text", syntax=None, definition=None),

@@ -26,6 +26,7 @@ from jax_attn.serve._openai.fields import (
     PromptTokens,
     RequestBody,
     Tokens,
+    ToolName,
     Unsupported,
     at_most,
     check_tokens,
@@ -578,7 +579,7 @@ Messages: TypeAlias = Annotated[
 
 
 class Function(RequestBody):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: str = ""
     parameters: dict[str, Any] | SkipJsonSchema[None] = Field(
         None, description="JSON schema of an object"
@@ -619,7 +620,7 @@ class CustomFormat(RequestBody):
 
 
 class Custom(RequestBody):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: str = ""
     format: CustomFormat = Field(
         CustomFormat(type="text"), description="grammar: the input follows it once a call begins"
