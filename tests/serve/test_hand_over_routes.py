@@ -24,7 +24,6 @@ from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._scheduling.protocols import EngineStopped
-from jax_attn.serve._scheduling.request import SamplingParams
 
 OPERATOR, CLIENT = "operator-key-0123456789", "client-key-0123456789ab"
 KEYS = {"api_keys": (CLIENT,), "operator_keys": (OPERATOR,)}
@@ -206,15 +205,14 @@ def test_a_client_that_leaves_and_bytes_that_never_come(model, monkeypatch):
 
 
 @pytest.mark.parametrize("num", [1, 2])
-def test_over_the_wire(model, num):
+def test_over_the_wire(model, num, monkeypatch):
     engines = [AsyncEngine(model, LIMITS) for _ in range(num)]
     engine = engines[0] if num == 1 else Replicas(engines)
-    greedy = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    abort, aborted = engine.abort, set()
+    monkeypatch.setattr(engine, "abort", lambda ids: aborted.update(ids) or abort(ids))
 
-    def make(**more):
-        made = sequence(range(100, 130))
-        made.params = SamplingParams(**greedy | more)
-        return made
+    def make(max_tokens=12):
+        return sequence(range(100, 130), max_tokens=max_tokens)
 
     async def main():
         async def events(source):
@@ -237,13 +235,15 @@ def test_over_the_wire(model, num):
             with pytest.raises(ValueError, match="prompt: expected"):
                 await client.hand_over(sequence([10**6]), 1, {})
             # A client that leaves ends its request.
-            leaves = asyncio.create_task(client.hand_over(make(max_tokens=400), 399, {}))
+            long = make(max_tokens=400)
+            leaves = asyncio.create_task(client.hand_over(long, 399, {}))
             await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 1)
             leaves.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaves
             await asyncio.to_thread(eventually, lambda: client.stats()["running"] == 0)
             await client.stop(drain=True)
+            assert long.id in aborted
             with pytest.raises(EngineStopped):
                 await client.hand_over(make(), 1, {})
 
