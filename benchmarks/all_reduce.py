@@ -15,8 +15,6 @@ import functools
 import importlib
 import math
 import os
-import statistics
-import time
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast, which needs extra privileges
@@ -25,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import timing
 from jax_attn import parallel
 
 _ROUNDS = 7
@@ -55,17 +54,6 @@ def _chain(mesh: Any, by_kernel: bool, has_norm: bool, calls: int) -> Any:
     )
 
 
-def _seconds(call: Any) -> float:
-    def once() -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - begin
-
-    once()
-    once()
-    return statistics.median(once() for _ in range(_ROUNDS))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=None)
@@ -90,8 +78,8 @@ def main() -> None:
         for has_norm in (False, True):
             for by_kernel in (True, False):
                 chain = _chain(mesh, by_kernel, has_norm, calls)
-                seconds = _seconds(functools.partial(chain, x, residual, weight))
-                times.append(1e6 * seconds / (calls * _LOOPS))
+                us = timing.median_us(functools.partial(chain, x, residual, weight), _ROUNDS)
+                times.append(us / (calls * _LOOPS))
         print(f"{size:10} " + " ".join(f"{t:9.1f}" for t in times), flush=True)
         size *= 4 if size < 64 << 10 else 2
     parallel.check_all_reduces()

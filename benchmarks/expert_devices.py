@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import statistics
-import time
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast, which needs extra privileges
@@ -27,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import timing
 from benchmarks.collectives import executed
 from jax_attn import models
 from jax_attn.models._layers import decoder
@@ -78,17 +77,6 @@ def _chain(config: models.ModelConfig, calls: int) -> Any:
     return chain
 
 
-def _seconds(call: Any) -> float:
-    def once() -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - begin
-
-    once()
-    once()
-    return statistics.median(once() for _ in range(_ROUNDS))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=None)
@@ -121,7 +109,8 @@ def main() -> None:
             x = jax.device_put(x, devices[0])
             one = jax.jit(_chain(config, calls)).lower(x, whole).compile()
             want = np.asarray(one(x, whole), np.float32)
-            row, sent = [1e6 * _seconds(lambda: one(x, whole)) / calls], []  # noqa: B023
+            row = [timing.median_us(lambda: one(x, whole), _ROUNDS) / calls]  # noqa: B023
+            sent = []
             for name, (own, spec) in ways.items():
                 run = jax.shard_map(
                     _chain(own, calls), mesh=mesh, in_specs=(spec, specs), out_specs=spec,
@@ -133,7 +122,8 @@ def main() -> None:
                 error = np.linalg.norm(got - want) / np.linalg.norm(want)
                 # Roundings change which of two nearly equal experts some tokens choose.
                 assert error < 0.3, (name, tokens, error)
-                row.append(1e6 * _seconds(lambda: call(given, split)) / calls)  # noqa: B023
+                us = timing.median_us(lambda: call(given, split), _ROUNDS)  # noqa: B023
+                row.append(us / calls)
                 found = executed(call.as_text())
                 size = sum(size * n for (_, size), n in found.items()) // calls
                 sent.append(f"{name} {size}")

@@ -277,10 +277,8 @@ class _Runner:
         def body() -> object:
             code = mutant.code()
             functions = _live_functions(mutant.path)[mutant.function]
-            if not functions:
+            if not [function for function in functions if _set_code(function, code)]:
                 return "not live", ""
-            for function in functions:
-                _set_code(function, code)
             for item, after in zip(items, [*items[1:], None], strict=True):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
                 if session.testsfailed:
@@ -296,9 +294,12 @@ def _seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def _set_code(function: types.FunctionType, code: types.CodeType) -> None:
-    if code.co_freevars == function.__code__.co_freevars:
+def _set_code(function: types.FunctionType, code: types.CodeType) -> bool:
+    """Returns False for code without the function's `super()`, which Python refuses."""
+    fits = code.co_freevars == function.__code__.co_freevars
+    if fits:
         function.__code__ = code
+    return fits
 
 
 def main() -> int:

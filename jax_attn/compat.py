@@ -501,9 +501,10 @@ def cached_attention(
     cache_len = k_cache.shape[1]
     if num_new > cache_len:
         raise ValueError(f"{op}: key: expected at most {cache_len} tokens, got {num_new}.")
-    if getattr(positions, "ndim", None) == 2:
+    of_positions = (batch, num_new) if getattr(positions, "ndim", 1) == 2 else (batch,)
+    _check_shape(op, "positions", positions, of_positions, f"[{batch}] or [{batch}, {num_new}]")
+    if positions.ndim == 2:
         positions = positions[:, 0]
-    _check_shape(op, "positions", positions, (batch,), f"[{batch}] or [{batch}, {num_new}]")
     spec = AttentionSpec(
         num_heads,
         num_kv_heads,

@@ -174,6 +174,7 @@ def test_layers_share_a_plan_and_write_in_place():
         ({"k_cache": jnp.ones((BATCH, CACHE_LEN, 2, DIM), jnp.bfloat16)},
          "k_cache: expected the query's float32, got bfloat16"),
         ({"positions": jnp.zeros(2, jnp.int32)}, r"positions: expected \[3\] or \[3, 1\]"),
+        ({"positions": jnp.zeros((BATCH, 5), jnp.int32)}, r"positions: .* \[3, 1\], got \[3, 5\]"),
         ({"sliding_window": 0}, "sliding_window: expected a positive number"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

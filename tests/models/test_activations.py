@@ -348,8 +348,6 @@ def test_files_that_do_not_fit(name, tmp_path):
 
 def edited(directory, changes):
     """A directory of static scales with other tensors; None: without one."""
-    from safetensors import numpy as files
-
     config, _ = quantized_cases.write(directory, LLAMA, "fp8 tensor, static")
     path = directory / "model.safetensors"
     raw = path.read_bytes()
@@ -361,7 +359,7 @@ def edited(directory, changes):
         part = raw[8 + size + begin : 8 + size + end]
         found[name] = np.frombuffer(part, dtype).reshape(entry["shape"])
     kept = {k: v for k, v in (found | changes).items() if v is not None}
-    files.save_file(kept, path)
+    safetensors_numpy.save_file(kept, path)
     return config
 
 

@@ -151,6 +151,8 @@ def test_bad_input_is_refused():
     plan, *_ = make(np.random.default_rng(2), [1, 1], [[3, 3, 3], [3, 3, 3]])
     with pytest.raises(ValueError, match="num_qo_heads: expected a multiple of num_kv_heads = 3"):
         head_tables.spec(8, 3, DIM, max_batch=1, max_qo_tokens=1)
+    with pytest.raises(ValueError, match="num_qo_heads: expected a multiple of num_kv_heads = 0"):
+        head_tables.spec(8, 0, DIM, max_batch=1, max_qo_tokens=1)
     with pytest.raises(ValueError, match=r"expected \[batch_size, num_kv_heads\]"):
         head_tables.plan(plan.plan.spec, [0, 1], [3, 3, 3], [0, 1, 2, 3], [0, 1, 2])
     with pytest.raises(ValueError, match="as many columns as head_tables.spec had"):
@@ -182,6 +184,15 @@ def test_a_plan_of_fewer_heads_than_its_spec_is_refused():
     pages = jnp.zeros((9, PAGE, 1, DIM))
     with pytest.raises(ValueError, match=r"q: expected \[8, 4, head_dim\]"):
         head_tables.attention(jnp.zeros((4, 8, DIM)), pages, pages, plan)
+
+
+def test_one_kv_head():
+    """Then a request's head table is its page table."""
+    fields = {"page_size": PAGE, "max_batch": 2, "max_qo_tokens": 3, "max_kv_pages": 4}
+    spec = head_tables.spec(HEADS, 1, DIM, dtype="float32", target="cpu", **fields)
+    assert spec == ja.AttentionSpec(
+        HEADS, 1, DIM, dtype="float32", target="cpu", share_prefixes=False, **fields
+    )
 
 
 def weights_of(q, k, first):
@@ -218,6 +229,7 @@ def test_kept_keys_and_their_compensation():
     x = np.arange(7 * 2 * 3, dtype=np.float32).reshape(7, 2, 3)
     kept = np.stack([np.asarray(retention.sinks_and_window(7, 1, 2)), [1, 2, 3]])
     assert kept[0].tolist() == [0, 5, 6]
+    assert [retention.sinks_and_window(3, n, 3 - n).tolist() for n in (0, 3)] == [[0, 1, 2]] * 2
     rows, mean = retention.compact(x, kept), retention.compensation(x, kept)
     for h, others in enumerate(([1, 2, 3, 4], [0, 4, 5, 6])):
         np.testing.assert_array_equal(rows[h], x[kept[h], h])
