@@ -1,6 +1,6 @@
 """Linear attention and short convolutions on a GPU: device time beside the jnp path and FLA.
 
-    python -m benchmarks.linear_attention_gpu [--peers] [NAME ...]    rows by their beginnings
+    python -m benchmarks.linear_attention_gpu [--peers [jnp,fla]] [NAME ...]    rows by their beginnings
 
 A line a row, in us: ours, the time of the bytes that must move at the rate of a copy, and with
 --peers the jnp path and flash-linear-attention, if it is installed.
@@ -261,7 +261,7 @@ def measured(what: Callable[[Row], float], row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", default=[""])
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="?", const="jnp,fla", default="", help="of jnp, fla; both")
     arguments = parser.parse_args()
     device = jax.devices()[0].device_kind
     rate = COPY_RATES.get(device) or copy_rate()
@@ -275,9 +275,9 @@ def main() -> None:
         own = measured(ours, row)
         ratio = f"{float(own) / floor:7.2f}" if own.strip()[0].isdigit() else "       "
         print(f"{name:<26}{own}{floor:10.1f}{ratio}", end="", flush=True)
-        uses_fla = has_fla and not row.width and row.decay == "head"
-        jnp_time = measured(in_jnp, row) if arguments.peers else ""
-        print(jnp_time, measured(by_fla, row) if arguments.peers and uses_fla else "", flush=True)
+        uses_fla = has_fla and "fla" in arguments.peers and not row.width and row.decay == "head"
+        jnp_time = measured(in_jnp, row) if "jnp" in arguments.peers else " " * 10
+        print(jnp_time, measured(by_fla, row) if uses_fla else "", flush=True)
 
 
 if __name__ == "__main__":

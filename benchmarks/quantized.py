@@ -1,7 +1,7 @@
 """Quantized weights. On a CPU: model steps and memory, compared with f32. On a GPU: matmuls of an
-8B model, compared with bf16 and with XLA.
+8B model, compared with bf16 and, with --xla, with XLA's products of the same values.
 
-    python -m benchmarks.quantized [--rows 1,64,256]
+    python -m benchmarks.quantized [--rows 1,64,256] [--xla]
 
 On a GPU a chain cycles through many matrices, so each is read from memory.
 """
@@ -49,8 +49,9 @@ def product_us(
     """Returns the time of a matmul with bf16 rows, and its matrix's bytes. kind: a key of
     shapes.QUANTIZED, or bf16; " wgmma" behind it: by that kernel of Hopper."""
     kind, _, loop = kind.partition(" ")
-    quantized_cuda._has_wgmma = loop == "wgmma"
-    jax.clear_caches()  # the kernel is chosen when a call is traced
+    if quantized_cuda._has_wgmma != (loop == "wgmma"):
+        quantized_cuda._has_wgmma = loop == "wgmma"
+        jax.clear_caches()  # the kernel is chosen when a call is traced
 
     def matrices(count: int) -> list[Any]:
         plain = {"layers": [{"w": w} for w in ops.normal(shape, count)]}
@@ -71,22 +72,20 @@ def product_us(
     return timing.time_chain(make_chain, num_calls).us, num_bytes
 
 
-def on_gpu(all_rows: list[int]) -> None:
+def on_gpu(all_rows: list[int], with_xla: bool) -> None:
     ceilings, _ = ops.measure_ceilings()
     log(f"{jax.devices()[0].device_kind}, {ceilings.bytes_per_us / 1e6:.2f} TB/s")
     in_xla = partial(quantized._product, dtype=None, has_float8=True)
     for num_rows in all_rows:
         total: dict[str, float] = {}
         for shape in PRODUCTS:
-            texts = []
             for kind in ("bf16", *shapes.QUANTIZED, *(f"{kind} wgmma" for kind in WITH_WGMMA)):
                 us, num_bytes = product_us(num_rows, shape, kind, quantized.product)
                 total[kind] = total.get(kind, 0.0) + us
                 text = f"{kind} {us:.1f} (floor {num_bytes / ceilings.bytes_per_us:.1f}"
-                if shape == SHOWN_IN_XLA and kind in ("int4", "e2m1", "e4m3"):
+                if with_xla and shape == SHOWN_IN_XLA and kind in ("int4", "e2m1", "e4m3"):
                     text += f", XLA {product_us(num_rows, shape, kind, in_xla)[0]:.1f}"
-                texts.append(text + ")")
-            log(f"{num_rows} x {shape[0]} x {shape[1]}, us: " + ", ".join(texts))
+                log(f"{num_rows} x {shape[0]} x {shape[1]}, us: {text})")
         sums = ", ".join(f"{kind} {us * NUM_LAYERS / 1e3:.2f}" for kind, us in total.items())
         log(f"{num_rows} rows, products of {NUM_LAYERS} layers, ms: {sums}")
 
@@ -126,8 +125,9 @@ def on_cpu() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized")
     parser.add_argument("--rows", default="1,64,256", help="of x, on a GPU: %(default)s")
+    parser.add_argument("--xla", action="store_true", help="XLA's own products, too: minutes")
     given = parser.parse_args()
     if ops.on_gpu():
-        on_gpu([int(n) for n in given.rows.split(",")])
+        on_gpu([int(n) for n in given.rows.split(",")], given.xla)
     else:
         on_cpu()

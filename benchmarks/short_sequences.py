@@ -1,6 +1,8 @@
 """Short sequences on Hopper: the kernel with one consumer beside the others, and cuDNN.
 
-    python -m benchmarks.short_sequences [--budget SECONDS]
+    python -m benchmarks.short_sequences [--budget SECONDS] [NAME ...]
+
+NAMEs are beginnings of workloads' names; without one all are measured.
 
 Whole results of each form are compared with those of the form that is chosen today, and rows with
 float32. No form but that one is chosen anywhere yet (docs/notes/prefill.md).
@@ -116,9 +118,11 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=300, help="seconds; then nothing new starts"
     )
-    end = time.perf_counter() + parser.parse_args().budget
+    parser.add_argument("names", nargs="*", default=[""])
+    arguments = parser.parse_args()
+    end = time.perf_counter() + arguments.budget
     for workload in workloads():
-        if time.perf_counter() < end:
+        if workload.id.startswith(tuple(arguments.names)) and time.perf_counter() < end:
             measure(workload)
 
 
