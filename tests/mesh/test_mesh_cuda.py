@@ -71,10 +71,11 @@ def test_models(call):
     "call",
     [
         "check_by_data('qwen3 moe', 2)",
-        "check_by_data('deepseek v3', 2, 0)",
+        "check_by_data('glm4 moe', 2, 0)",
         "check_by_heads('qwen3 moe', 2)",
-        "check_devices('deepseek v3', 2)",
+        "check_devices('qwen3 moe', 2)",
     ],
 )
 def test_experts(call):
+    """Families without MLA: the checks are in f32, in which CUDA kernels have none."""
     run_on_gpus(f"import mesh_expert_checks as m; m.{call}", timeout=550)

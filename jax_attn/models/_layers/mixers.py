@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jax_attn import parallel
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.recurrent import (
     GatedDelta,
@@ -44,7 +45,7 @@ def of(sizes: Recurrent, config: ModelConfig, recurrence: Recurrence) -> Mix:
     def projected(h: jax.Array, weights: Params) -> jax.Array:
         o = product(mix(h, weights).reshape(len(h), -1), weights["mixed_o"])
         if config.heads_axis is not None:
-            o = jax.lax.psum(o, config.heads_axis)
+            o = parallel.all_reduce(o, config.heads_axis, mesh=config.heads_mesh)
         if "mixed_o_bias" in weights:
             o += weights["mixed_o_bias"][None]
         if isinstance(sizes, Mamba2) and sizes.out_scale != 1:
