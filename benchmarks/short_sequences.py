@@ -4,8 +4,8 @@
 
 NAMEs are beginnings of workloads' names; without one all are measured.
 
-Whole results of each form are compared with those of the form that is chosen today, and rows with
-float32. No form but that one is chosen anywhere yet (docs/notes/prefill.md).
+Whole results of each form are compared with those of the form that is chosen without a
+typical_kv_len, and rows with float32. docs/notes/prefill.md has the results.
 """
 
 from __future__ import annotations

@@ -440,7 +440,8 @@ constexpr i32 HopperTmaRows(i64 kv_format, i64 page_size, i64 tile_kv, bool only
 // Whether a CTA has one consumer, whose tiles have 64 rows. CTAs share a multiprocessor then, so
 // that one computes while another begins or ends an item: as many as registers and shared memory
 // hold.
-constexpr bool HopperHasOneConsumer(i64 num_warps) { return num_warps == 8; }
+constexpr i64 kHopperShortWarps = 8;  // a producer and a consumer
+constexpr bool HopperHasOneConsumer(i64 num_warps) { return num_warps == kHopperShortWarps; }
 constexpr i32 HopperCtasPerSm(i64 num_warps, i64 larger_head_dim) {
   return !HopperHasOneConsumer(num_warps) ? 1 : larger_head_dim <= 64 ? 3 : 2;
 }

@@ -55,6 +55,7 @@ struct AttentionSpec {
   int64_t kv_split = 0;        // kFixedSplit: tokens per chunk
   int64_t share_prefixes = 0;  // 1: equal leading pages are attended once for all their requests
   int64_t max_steps = 0;       // capacity of step lists; 0: spans of keys instead of lists
+  int64_t typical_kv_len = 0;  // keys of most requests, which choose among kernels; 0: unknown
   int64_t fresh_kv = 0;        // 1: k, v of the query tokens come from k_new, v_new, not from pages
   int64_t eight_bit_products = 0;  // 1: q and P are rounded to kv_format; both products are 8-bit
   int64_t arch = 0;                // 0: cpu; else compute capability, 90 for sm_90
@@ -125,6 +126,7 @@ void VisitFields(AttentionSpec& s, Visitor&& visit) {
   visit("kv_split", s.kv_split);
   visit("share_prefixes", s.share_prefixes);
   visit("max_steps", s.max_steps);
+  visit("typical_kv_len", s.typical_kv_len);
   visit("fresh_kv", s.fresh_kv);
   visit("eight_bit_products", s.eight_bit_products);
   visit("arch", s.arch);

@@ -136,6 +136,7 @@ Status CheckSpec(const AttentionSpec& s) {
       {"kv_split", s.kv_split, s.schedule == kFixedSplit, kMaxInt32},
       {"share_prefixes", s.share_prefixes, 0, s.paged() ? 1 : 0},
       {"max_steps", s.max_steps, 0, !s.share_prefixes || s.balances() ? kPositionLimit : 0},
+      {"typical_kv_len", s.typical_kv_len, 0, kMaxInt32},
       {"fresh_kv", s.fresh_kv, 0, s.paged() && !mla && (cpu || !s.eight_bit_products) ? 1 : 0},
       {"eight_bit_products", s.eight_bit_products, 0, HasEightBitProducts(s) ? 1 : 0},
       {"arch", s.arch, cpu ? 0 : 80, 999},

@@ -167,7 +167,30 @@ void SelectTensorCore(Choice& c) {
   if (c.config.num_warps > 4) c.config.num_ctas = 1;  // they may use all registers
 }
 
-void SelectHopper(Choice& c) {
+// Whether requests are so short that a kernel with one consumer and several CTAs a multiprocessor
+// is faster: one CTA computes while another begins or ends an item, and small tiles are dealt more
+// evenly. Measured on an H200 (docs/notes/prefill.md): with 200 keys -13 to -20 %, with 256 -2 %,
+// with 512 and more +6 to +26 %.
+constexpr int64_t kMostShortKeys = 256;
+bool IsShort(const AttentionSpec& spec, const VariantProgram* program) {
+  return spec.typical_kv_len > 0 && spec.typical_kv_len <= kMostShortKeys && !spec.paged() &&
+         !spec.quantized() && LargerHeadDim(spec) <= 128 && spec.group_size() <= 64 &&
+         spec.schedule != kFixedSplit && spec.max_steps == 0 &&
+         (program == nullptr || !program->present);
+}
+
+void SelectHopperShort(Choice& c) {
+  c.config.main_loop = kHopper;
+  c.config.num_warps = kHopperShortWarps;
+  c.config.tile_kv = 64;
+  c.Because("tile_kv",
+            "as many tokens as rows, so that a CTA's share of the memory holds its ring");
+  c.TakeTiles({64}, "typical_kv_len: short requests have one consumer, of 64 rows");
+  c.config.num_ctas = HopperCtasPerSm(c.config.num_warps, LargerHeadDim(c.spec));
+  c.Because("num_ctas", "as many as registers and shared memory hold");
+}
+
+void SelectHopper(Choice& c, const VariantProgram* program) {
   c.Because(
       "main_loop",
       "hopper (sm90/attention.cuh, wgmma): 16-bit types on " + std::string(c.device.name) +
@@ -175,6 +198,7 @@ void SelectHopper(Choice& c) {
            : c.spec.quantized()      ? ", to which quantized values are converted in shared memory "
                                        "(sm90/quantized_producer.cuh)"
                                      : ""));
+  if (IsShort(c.spec, program)) return SelectHopperShort(c);
   c.config.main_loop = kHopper;
   const HopperTile& tile = FindHopperTile(c.spec);
   // No batch of the plan has more rows of a kv head, so no tile needs them, even with shared
@@ -293,6 +317,9 @@ std::pair<const char*, const KernelCosts*> CostsOf(const Choice& c) {
     return {"portable_e4m3", &costs.portable_e4m3};
   }
   if (!c.spec.mla && !IsWide(c.spec)) {
+    if (hopper && HopperHasOneConsumer(c.config.num_warps)) {
+      return {"hopper_short", &costs.hopper_short};
+    }
     if (hopper && !c.spec.paged() && LargerHeadDim(c.spec) <= 128) {
       return {"hopper_ragged", &costs.hopper_ragged};
     }
@@ -402,7 +429,7 @@ void SelectCuda(const AttentionSpec& spec, KernelConfig* config, Reasons* reason
   } else if (spec.dtype == kF32) {
     SelectF32(c);
   } else if (RunsHopperLoop(c.device, spec) && !transforms) {
-    SelectHopper(c);
+    SelectHopper(c, program);
   } else if (IsWide(spec)) {
     SelectWide(c);
   } else {

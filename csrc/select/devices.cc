@@ -162,6 +162,13 @@ constexpr Costs kH200 = {
         {128, "as with pages"},
         {{{32, 16}, {128, 16}}, "as with pages"},
     },
+    // hopper_short: a tile of 64 rows alone, and other CTAs of the multiprocessor beside it.
+    {
+        {64, "one step"},
+        {128, "reasoned: two steps"},
+        {96, "reasoned: a state has half as many rows"},
+        {{{64, 16}}, "one tile M"},
+    },
     // portable_e4m3: half the bytes, so everything but memory counts for twice as many tokens.
     {
         {128, "reasoned: as many bytes as in 64 tokens of 16-bit keys"},

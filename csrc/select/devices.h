@@ -85,15 +85,16 @@ struct KernelCosts {
 };
 
 // The kernels of Costs, as tuning files name them (tuning.h).
-inline constexpr const char* kCudaKernelNames[] = {"portable",      "hopper",      "hopper_ragged",
-                                                   "portable_e4m3", "hopper_e4m3", "mla_16",
-                                                   "mla_32",        "mla_64",      "mla_hopper"};
+inline constexpr const char* kCudaKernelNames[] = {
+    "portable",    "hopper", "hopper_ragged", "hopper_short", "portable_e4m3",
+    "hopper_e4m3", "mla_16", "mla_32",        "mla_64",       "mla_hopper"};
 
 struct Costs {
   const char* measured_on;
   Number cached_bytes;  // of keys and values of a request, which CTAs read at different times
   KernelCosts portable, hopper;
   KernelCosts hopper_ragged;  // ragged keys of head dims up to 128, which are prompts
+  KernelCosts hopper_short;   // one consumer, for short requests
   KernelCosts portable_e4m3, hopper_e4m3;
   KernelCosts mla_16, mla_32, mla_64;  // sm80/wide.cuh, by the rows of its smallest tile
   KernelCosts mla_hopper;              // sm90/mla.cuh

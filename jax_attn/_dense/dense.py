@@ -428,6 +428,7 @@ def _spec(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array) -> Attenti
         max_batch=batch,
         max_qo_tokens=batch * q_len,
         max_kv_tokens=batch * kv_len,
+        typical_kv_len=kv_len if q_len == kv_len else None,  # few queries are no prompts
     )
 
 

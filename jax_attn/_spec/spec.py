@@ -100,6 +100,9 @@ class AttentionSpec:
             query, which differ between the queries of a shared prefix. With max_steps, True shares
             the leading steps that the map shows in full to every query, so the variant's mask (not
             its logits) may read these; this is not supported with fixed_split.
+        typical_kv_len: keys of most requests, which may choose another kernel: on Hopper, ragged
+            requests of up to 256 keys have one of their own. Results are right for any length, in
+            other bits. None: unknown.
         target: "cpu", or "sm_90" and the like. None: the current jax.default_backend().
         num_ctas: queues of the plan, and the grid of the launch. None: from the device.
 
@@ -143,6 +146,7 @@ class AttentionSpec:
     schedule: Literal["balanced", "fixed_split", "no_split", "auto"] = "balanced"
     kv_split: int | None = None
     share_prefixes: bool | None = None
+    typical_kv_len: int | None = None
     target: str | None = None
     num_ctas: int | None = None
 
@@ -443,7 +447,7 @@ class AttentionSpec:
         if self.share_prefixes and not can_share:
             _refuse("share_prefixes", "False or None without pages or with no_split", True)
         settle("share_prefixes", can_share if self.share_prefixes is None else self.share_prefixes)
-        for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps"):
+        for name in ("num_ctas", "max_items", "max_partial_rows", "max_steps", "typical_kv_len"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         if self.schedule == "fixed_split":
@@ -639,6 +643,7 @@ class AttentionSpec:
             "kv_split": self.kv_split or 0,
             "share_prefixes": int(bool(self.share_prefixes)),
             "max_steps": self.max_steps or 0,
+            "typical_kv_len": self.typical_kv_len or 0,
             "num_processors": num_processors,
         }
         problem = _core.Problem(spec, overrides, self.program_words, self.transform_words)

@@ -46,6 +46,34 @@ def test_every_choice_says_why(target, options, monkeypatch, capsys):
     assert not any(f" {field}=" in last for field in told)
 
 
+def test_short_requests():
+    """Short ragged requests have Hopper's kernel with one consumer and several CTAs."""
+    fields = {"page_size": None, "max_kv_tokens": 4096, "max_kv_pages": None}
+    usual = _spec("sm_90", **fields).kernel_config
+    for head_dim, ctas in ((64, 3), (128, 2)):
+        short = _spec("sm_90", **fields, head_dim_qk=head_dim, typical_kv_len=256).kernel_config
+        assert (short["main_loop"], short["num_warps"], short["tile_q_0"]) == (1, 8, 64)
+        assert (short["num_tiles"], short["tile_kv"]) == (1, 64)
+        assert short["num_ctas"] == ctas * usual["num_ctas"]
+        assert short["item_cost"] < usual["item_cost"]
+    assert _spec("sm_90", **fields, typical_kv_len=257).kernel_config == usual
+    others = [
+        {"kv_dtype": "float8_e4m3fn"},
+        {"head_dim_qk": 256},
+        {"schedule": "fixed_split", "kv_split": 128},
+        {"num_qo_heads": 1024},
+        {"page_size": 16, "max_kv_tokens": None, "max_kv_pages": 64},
+        {"max_steps": 64},
+        {"dtype": "float32"},
+    ]
+    for other in others:
+        options = fields | other
+        expected = _spec("sm_90", **options).kernel_config
+        assert _spec("sm_90", **options, typical_kv_len=64).kernel_config == expected, other
+    with pytest.raises(ValueError, match="typical_kv_len"):
+        _spec("sm_90", **fields, typical_kv_len=0)
+
+
 def test_loops_of_devices():
     """Hopper's main loop runs only on Hopper; shared memory limits the portable loop's tiles."""
     chosen = {t: _spec(t).kernel_config for t in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")}
