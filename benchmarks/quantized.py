@@ -49,8 +49,9 @@ def product_us(
     """Returns the time of a matmul with bf16 rows, and its matrix's bytes. kind: a key of
     shapes.QUANTIZED, or bf16; " wgmma" behind it: by that kernel of Hopper."""
     kind, _, loop = kind.partition(" ")
-    if quantized_cuda._has_wgmma != (loop == "wgmma"):
-        quantized_cuda._has_wgmma = loop == "wgmma"
+    fewest = 1 if loop == "wgmma" else quantized_cuda.MAX_ROWS + 1
+    if quantized_cuda._fewest_wgmma_rows != fewest:
+        quantized_cuda._fewest_wgmma_rows = fewest
         jax.clear_caches()  # the kernel is chosen when a call is traced
 
     def matrices(count: int) -> list[Any]:

@@ -166,7 +166,7 @@ struct PlanRules {
   i32 num_tiles;
   i32 tile_tokens[kMaxTiles];  // query tokens of a tile, ascending: tile_q / group_size
   i32 tile_kv;
-  i32 min_chunk;
+  i32 min_chunk[kMaxTiles];  // of each tile M
   i32 item_cost;
   i32 split_cost;
   i32 kv_cost[kMaxTiles];

@@ -88,6 +88,7 @@ struct KernelConfig {
   int64_t num_ctas = 0;                   // queues of the plan = grid of the launch
   int64_t heads_per_unit = 1;  // kv heads of one tile that the planner keeps in one queue
   int64_t min_chunk = 0;       // shortest kv chunk worth a split, tokens
+  int64_t min_tall_chunk = 0;  // the same of tiles taller than tile_q[0]; 0: as of those
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
   int64_t split_cost = 0;  // extra cost of an item that writes a partial state, in the same unit
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0]: 16
@@ -146,6 +147,7 @@ void VisitFields(KernelConfig& c, Visitor&& visit) {
   visit("num_ctas", c.num_ctas);
   visit("heads_per_unit", c.heads_per_unit);
   visit("min_chunk", c.min_chunk);
+  visit("min_tall_chunk", c.min_tall_chunk);
   visit("item_cost", c.item_cost);
   visit("split_cost", c.split_cost);
   visit("kv_cost_0", c.kv_cost[0]);

@@ -47,6 +47,7 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
       {"num_ctas", c.num_ctas, 1, kMaxQueues},
       {"heads_per_unit", c.heads_per_unit, 1, s.num_kv_heads},
       {"min_chunk", c.min_chunk, 0, kPositionLimit},
+      {"min_tall_chunk", c.min_tall_chunk, 0, kPositionLimit},
       {"item_cost", c.item_cost, 0, kMaxCost},
       {"split_cost", c.split_cost, 0, kMaxCost},
       {"kv_cost_0", c.kv_cost[0], 1, kMaxCost},

@@ -24,7 +24,7 @@ CutTotals TotalsOfCut(const PlanRules& rules, const std::vector<QueryTile>& tile
                       i64 longest_cost) {
   CutTotals totals = {};
   for (int32_t i = 0; i < rules.num_tiles; ++i) {
-    totals.lengths[i] = ChunkLength(rules, longest_cost, rules.kv_cost[i]);
+    totals.lengths[i] = ChunkLength(rules, longest_cost, i, rules.kv_cost[i]);
   }
   totals.least_cost = std::numeric_limits<int64_t>::max();
   for (const QueryTile& t : tiles) {

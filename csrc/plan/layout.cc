@@ -96,9 +96,10 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
   for (int i = 0; i < kMaxTiles; ++i) {
     rules.tile_tokens[i] = static_cast<i32>(config.tile_q[i] / spec.group_size());
     rules.kv_cost[i] = static_cast<i32>(config.kv_cost[i]);
+    const int64_t tall = i > 0 ? config.min_tall_chunk : 0;
+    rules.min_chunk[i] = static_cast<i32>(std::max(config.min_chunk, tall));
   }
   rules.tile_kv = static_cast<i32>(config.tile_kv);
-  rules.min_chunk = static_cast<i32>(config.min_chunk);
   rules.item_cost = static_cast<i32>(config.item_cost);
   rules.split_cost = static_cast<i32>(config.split_cost);
   rules.cached_tokens = static_cast<i32>(config.cached_tokens);

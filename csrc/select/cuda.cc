@@ -167,6 +167,11 @@ void SelectTensorCore(Choice& c) {
   if (c.config.num_warps > 4) c.config.num_ctas = 1;  // they may use all registers
 }
 
+constexpr Number kTallChunk = {
+    256,
+    "reasoned: a state of 128 rows is written and read in the time of as many tokens; 641 tokens, "
+    "4 / 1 heads of 256, took 76 us in chunks of 64 (H200)"};
+
 // Whether requests are so short that a kernel with one consumer and several CTAs a multiprocessor
 // is faster: one CTA computes while another begins or ends an item, and small tiles are dealt more
 // evenly. Measured on an H200 (docs/notes/prefill.md): with 200 keys -13 to -20 %, with 256 -2 %,
@@ -228,6 +233,7 @@ void SelectHopper(Choice& c, const VariantProgram* program) {
   }
   c.config.num_ctas = 1;
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
+  c.config.min_tall_chunk = c.Take("min_tall_chunk", kTallChunk);
 }
 
 constexpr const char* kMlaCtasWhy =

@@ -78,7 +78,8 @@ class Tiles:
         self.len = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
         self.fixed = config["item_cost"] * config["kv_cost_0"]
         self.state = config["split_cost"] * config["kv_cost_0"]
-        shortest = max(config["tile_kv"], config["min_chunk"])
+        tall = config["min_tall_chunk"] if items["tile"].any() else 0
+        shortest = max(config["tile_kv"], config["min_chunk"], tall)
         self.step = -(-shortest // config["tile_kv"]) * config["tile_kv"]
 
     def fixed_split(self, size):

@@ -33,13 +33,13 @@ inline constexpr i64 kUncut = 1ll << 62;  // longest chunks if no tile is split
 // A limit in tokens, the same for tiles of any size, in the place of a cost.
 inline constexpr i64 ChunksOfTokens(i32 tokens) { return -i64{tokens}; }
 
-// kBalanced: the length of chunks in tokens. longest_cost: a cost or ChunksOfTokens. kv_cost: of
-// the tile.
-inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 kv_cost) {
+// kBalanced: the length of chunks in tokens of a tile M. longest_cost: a cost or ChunksOfTokens.
+// kv_cost: of the tile.
+inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 tile, i32 kv_cost) {
   const i64 limit = longest_cost < 0 ? -longest_cost : longest_cost / kv_cost + 1;
   const i32 tokens = static_cast<i32>(Least(kPositionLimit, limit));
   const i32 rounded = (tokens + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
-  return static_cast<i32>(Largest(rounded, rules.min_chunk));
+  return static_cast<i32>(Largest(rounded, rules.min_chunk[tile]));
 }
 
 // longest_cost: as in ChunkLength. kFixedSplit counts from position 0, or from the beginning of a
@@ -49,7 +49,7 @@ inline i32 ChunkLength(const PlanRules& rules, i64 longest_cost, i32 kv_cost) {
 inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile& t) {
   TileCut cut = {t.kv_begin, rules.kv_split, 1};
   if (rules.schedule == kBalanced) {
-    cut.length = ChunkLength(rules, longest_cost, t.kv_cost);
+    cut.length = ChunkLength(rules, longest_cost, t.tile, t.kv_cost);
   } else if (rules.schedule == kFixedSplit) {
     if (rules.max_steps == 0) cut.first = t.kv_begin / rules.kv_split * rules.kv_split;
   }
@@ -94,10 +94,10 @@ struct RangeStart {
 // it.
 inline i32 PieceEnd(const PlanRules& rules, const QueryTile& t, i32 kv, i64 left) {
   left -= ItemCost(rules, t, 0, true);
-  if (left < static_cast<i64>(rules.min_chunk) * t.kv_cost) return kv;
+  if (left < static_cast<i64>(rules.min_chunk[t.tile]) * t.kv_cost) return kv;
   const i64 end = Least(kv + left / t.kv_cost, static_cast<i64>(t.kv_end) - 1);
   const i64 border = end / rules.tile_kv * rules.tile_kv;
-  return border - kv < Largest(1, rules.min_chunk) ? kv : static_cast<i32>(border);
+  return border - kv < Largest(1, rules.min_chunk[t.tile]) ? kv : static_cast<i32>(border);
 }
 
 // Where the range ends that begins at `at`. places: [num_tiles + 1], where tiles begin on the line,

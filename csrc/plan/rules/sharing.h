@@ -107,7 +107,8 @@ inline TileCut CutSharedTile(const PlanRules& rules, const QueryTile& t, const T
   // Writing a large state costs as much as many keys.
   const i64 fixed = 2 * PartialCost(rules, t, s.partial() ? s.state_cost : 0, 0) / t.kv_cost;
   const bool fewer = s.shared() && trial.fewer;
-  const i64 longest = Largest(Largest(fair, rules.min_chunk), s.shared() && !fewer ? fixed : 0);
+  const i64 longest =
+      Largest(Largest(fair, rules.min_chunk[t.tile]), s.shared() && !fewer ? fixed : 0);
   const i64 len = static_cast<i64>(t.kv_end) - t.kv_begin;
   // Pieces of equal length: a short remainder costs as much in states as a long one.
   const i64 pieces = Largest(1, fewer ? len / longest : CeilDivide(len, longest));
