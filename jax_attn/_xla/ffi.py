@@ -504,7 +504,7 @@ def quantized_product(
     )[0]
 
 
-def grouped_product(
+def grouped_matmul(
     x: jax.Array,
     weights: jax.Array,
     group_sizes: jax.Array,
@@ -522,7 +522,7 @@ def grouped_product(
     results = [jax.ShapeDtypeStruct((len(x), columns), x.dtype)]
     numbers: dict[str, Any] = {name: np.int64(value) for name, value in attributes.items()}
     numbers |= {"transposed": transposed, "poison": _environment.poison}
-    return _call("jax_attn_grouped_product", results, (x, weights, group_sizes), **numbers)[0]
+    return _call("jax_attn_grouped_matmul", results, (x, weights, group_sizes), **numbers)[0]
 
 
 def merge_states(

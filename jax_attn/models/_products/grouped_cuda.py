@@ -100,7 +100,7 @@ def _product(
     _, processors = gpu_target() or (90, _core.default_processors(90))
     columns = weights.shape[1 if transposed else 2]
     tiles = choose_tiles(len(x), len(weights), columns, processors)
-    return ffi.grouped_product(
+    return ffi.grouped_matmul(
         x,
         weights,
         group_sizes,
