@@ -196,9 +196,7 @@ def check_mesh() -> None:
 
         # Inside shard_map it is the device's own product.
         columns = P(None, "a") if transposed else P(None, None, "a")
-        mapped = jax.shard_map(
-            own, mesh=mesh, in_specs=(P(), columns, P()), out_specs=P(None, "a")
-        )
+        mapped = jax.shard_map(own, mesh=mesh, in_specs=(P(), columns, P()), out_specs=P(None, "a"))
         np.testing.assert_allclose(jax.jit(mapped)(x, weights, sizes), want, atol=1e-2)
 
 

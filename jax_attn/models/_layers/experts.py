@@ -82,8 +82,8 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
     quantized, if the sum is n.
 
     Only matrices of groups with rows are read. On GPUs that needs the kernel of Hopper, for 16 bits
-    (grouped_cuda.supports); elsewhere ragged_dot multiplies all rows by all matrices. Quantized ones
-    with fewer rows than groups are gathered there, and only those widened; else all are widened.
+    (grouped_cuda.supports); without it ragged_dot multiplies all rows by all matrices. Quantized
+    ones with fewer rows than groups are gathered there and widened; else all are widened.
 
     On CPUs, XLA computes ragged_dot as a matmul of all rows with all groups, so a loop over groups
     is used there, or the kernel of Panels. benchmarks/experts.py measures them.

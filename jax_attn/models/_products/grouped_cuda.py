@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 def supports(x: jax.Array, weights: jax.Array) -> bool:
-    """Whether the kernel multiplies x [n, in] with weights [groups, in, out] on this machine's GPU."""
+    """Whether the kernel multiplies x [n, in] with weights [groups, in, out] on this GPU."""
     target = gpu_target()
     groups, depth, columns = weights.shape
     return (
@@ -66,7 +66,7 @@ def product(
     @differentiable.defjvp
     def tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         otherwise = functools.partial(in_xla, transposed=transposed)
-        return product(*primals, transposed), jax.jvp(otherwise, primals, tangents)[1]
+        return differentiable(*primals), jax.jvp(otherwise, primals, tangents)[1]
 
     y: jax.Array = differentiable(x, weights, jnp.asarray(group_sizes, jnp.int32))
     return y
