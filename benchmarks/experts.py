@@ -1,9 +1,11 @@
-"""The products of experts beside lax.ragged_dot: processor time of each, in turns.
+"""The products of experts beside lax.ragged_dot: time of each, in turns.
 
-    python benchmarks/experts.py [--groups 64] [--depth 1024] [--columns 768]
+    python -m benchmarks.experts [--groups 64] [--depth 1024] [--columns 768]
 
-On CPUs: the kernel of Panels, the loop over groups, and ragged_dot, for weights of several formats.
-Elsewhere: what `grouped_matmul` does, and ragged_dot over widened weights, by wall clock.
+On CPUs, processor time: the kernel of Panels, the loop over groups, and ragged_dot, for weights of
+several formats. On GPUs, the wall clock over calls in a row: what `grouped_matmul` does in both
+products of the experts of a layer of Qwen3-30B-A3B and in the gradient of x, and ragged_dot, for 8
+rows a token. There the options are ignored.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ _SECONDS = 0.2  # of each measurement
 _ROWS = (8, 64, 512)
 _FORMATS = ("float32", "bfloat16", "int8", "int4")
 
+# On GPUs: tokens, experts a token, experts, [depth, columns] of their matrices.
+_TOKENS, _PER_TOKEN, _EXPERTS = (1, 8, 32, 128, 512, 1024, 2048, 8192), 8, 128
+_MATRICES = {"gate_up": (2048, 1536), "down": (768, 2048)}
+_GPU_SECONDS = 0.1
+
 
 def weights_of(kind: str, shape: tuple[int, int, int], rng: np.random.Generator) -> Any:
     if kind not in ("int8", "int4"):
@@ -39,14 +46,58 @@ def weights_of(kind: str, shape: tuple[int, int, int], rng: np.random.Generator)
 
 
 def milliseconds(run: Callable[[], jax.Array]) -> float:
-    """Seconds of one call: processor time on CPUs, wall clock elsewhere."""
-    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    """Processor time of one call."""
     jax.block_until_ready(run())
-    begin, number = clock(), 0
-    while clock() - begin < _SECONDS:
+    begin, number = time.process_time(), 0
+    while time.process_time() - begin < _SECONDS:
         jax.block_until_ready(run())
         number += 1
-    return 1e3 * (clock() - begin) / number
+    return 1e3 * (time.process_time() - begin) / number
+
+
+def gpu_milliseconds(run: Callable[[], jax.Array]) -> float:
+    """Wall clock of a call among others; the device works while the host launches the next ones."""
+
+    def calls(number: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(number):
+            y = run()
+        jax.block_until_ready(y)
+        return time.perf_counter() - begin
+
+    calls(1)  # compiles
+    number = max(1, min(200, round(_GPU_SECONDS / calls(1))))
+    return 1e3 * min(calls(number) for _ in range(3)) / number
+
+
+def on_gpu() -> None:
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_EXPERTS} experts, ms")
+    rng = np.random.default_rng(0)
+    for name, (depth, columns) in _MATRICES.items():
+        shape = (_EXPERTS, depth, columns)
+        weights = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * depth**-0.5
+        transposed = jax.jit(partial(experts._plain_on_gpu, transposed=True))
+        for tokens in _TOKENS:
+            chosen = rng.permuted(np.tile(np.arange(_EXPERTS), (tokens, 1)), axis=1)[:, :_PER_TOKEN]
+            sizes = jnp.bincount(jnp.asarray(chosen.ravel()), length=_EXPERTS).astype(jnp.int32)
+            rows = tokens * _PER_TOKEN
+            x, d_y = (
+                jax.random.normal(jax.random.key(1), (rows, size), jnp.bfloat16)
+                for size in (depth, columns)
+            )
+            runs = {
+                "grouped_matmul": partial(jax.jit(experts.grouped_matmul), x, weights, sizes),
+                "its d_x": partial(transposed, d_y, weights, sizes),
+                "ragged_dot": partial(jax.jit(jax.lax.ragged_dot), x, weights, sizes),
+            }
+            took = {way: gpu_milliseconds(run) for way, run in runs.items()}
+            flops = 2 * rows * depth * columns
+            read = 2 * (len(set(chosen.ravel())) * depth * columns + rows * (depth + columns))
+            shown = ", ".join(
+                f"{way} {each:.3f} ({flops / each / 1e9:.0f} TFLOP/s, {read / each / 1e6:.0f} GB/s)"
+                for way, each in took.items()
+            )
+            print(f"{name}, {tokens} tokens: {shown}", flush=True)
 
 
 def ways(weights: Any) -> dict[str, tuple[Callable[..., jax.Array], Any]]:
@@ -54,7 +105,7 @@ def ways(weights: Any) -> dict[str, tuple[Callable[..., jax.Array], Any]]:
         return jax.lax.ragged_dot(x, widen(weights, x.dtype), sizes)
 
     found = {"grouped_matmul": (experts.grouped_matmul, weights), "ragged_dot": (ragged, weights)}
-    if jax.default_backend() == "cpu" and not isinstance(weights, Quantized):
+    if not isinstance(weights, Quantized):
         found = {"panels": (experts.grouped_matmul, to_panels(weights)), **found}
     return found
 
@@ -64,6 +115,9 @@ def main() -> None:
     for name, default in (("groups", 64), ("depth", 1024), ("columns", 768)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if jax.default_backend() != "cpu":
+        on_gpu()
+        return
     rng = np.random.default_rng(0)
     for kind in _FORMATS:
         weights = weights_of(kind, (args.groups, args.depth, args.columns), rng)

@@ -706,6 +706,14 @@ HOPPER_QUANTIZED_PRODUCTS = (
     *((0, format, 64, 128, 1) for format in (0, 1, 2)),
 )  # fmt: skip
 
+# dtype, transposed, rows and columns of a tile.
+GROUPED_PRODUCTS = tuple(
+    (dtype, transposed, *tile)
+    for dtype in (0, 1)
+    for transposed in (False, True)
+    for tile in ((64, 64), (64, 128), (64, 256), (128, 128), (128, 256))
+)
+
 
 # dtype, devices, threads, vectors, two-shot, norm, quantizes (csrc/jit/kernel_source.h).
 ALL_REDUCES = (
@@ -775,6 +783,8 @@ def kernels(target: str) -> Iterator[tuple[_core.KernelSource, int]]:
         yield _core.quantized_product_source(arch, *case, 0), 0
     for case in HOPPER_QUANTIZED_PRODUCTS if arch == 90 else ():
         yield _core.quantized_product_source(arch, *case, 1), 0
+    for tiles in GROUPED_PRODUCTS if arch == 90 else ():
+        yield _core.grouped_product_source(*tiles), 0
     linear = {
         source.name: source
         for words in LINEAR_ATTENTIONS

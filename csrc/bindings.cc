@@ -240,7 +240,7 @@ nb::list Registrations() {
   for (const auto* targets :
        {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
         &kAllReduceTargets, &kProductTargets, &kLinearAttentionTargets, &kLoraTargets,
-        &kQuantizedProductTargets, &kShortConvolutionTargets}) {
+        &kQuantizedProductTargets, &kGroupedProductTargets, &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -292,6 +292,7 @@ nb::dict StatsDict() {
   dict["append_launches"] = stats.append_launches;
   dict["merge_launches"] = stats.merge_launches;
   dict["quantized_product_launches"] = stats.quantized_product_launches;
+  dict["grouped_product_launches"] = stats.grouped_product_launches;
   dict["all_reduce_launches"] = stats.all_reduce_launches;
   dict["linear_attention_launches"] = stats.linear_attention_launches;
   dict["linear_gradient_launches"] = stats.linear_gradient_launches;
@@ -482,6 +483,10 @@ NB_MODULE(_core, m) {
            int64_t scale_rows, int64_t main_loop) {
           return QuantizedProductKernelSource(
               {arch, dtype, format, tile_rows, tile_columns, scale_rows, main_loop});
+        });
+  m.def("grouped_product_source",
+        [](int64_t dtype, bool transposed, int64_t tile_rows, int64_t tile_columns) {
+          return GroupedProductKernelSource({90, dtype, transposed, tile_rows, tile_columns});
         });
   m.def("check_state_plan", [](const std::string& op, nb::handle buffer, int64_t begin,
                                int64_t max_tokens, int64_t num_slots) {

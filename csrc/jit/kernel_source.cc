@@ -235,6 +235,15 @@ void VisitFields(const QuantizedProductKernel& k, Visitor& visit) {
   visit("kMainLoop", k.main_loop);
 }
 
+template <typename Visitor>
+void VisitFields(const GroupedProductKernel& k, Visitor& visit) {
+  visit("kArch", k.arch);
+  visit("kDtype", Named{k.dtype, DTypeName(k.dtype)});
+  visit("kTransposed", k.transposed);
+  visit("kTileRows", k.tile_rows, "rows of x");
+  visit("kTileColumns", k.tile_columns);
+}
+
 const char* DecayName(int64_t decay) {
   return decay == kNoDecay ? "none" : decay == kHeadDecay ? "head" : "channel";
 }
@@ -528,6 +537,18 @@ KernelSource MakeSource(const QuantizedProductKernel& kernel) {
       Options(kernel.arch), FieldsOf(kernel)};
 }
 
+KernelSource MakeSource(const GroupedProductKernel& kernel) {
+  const std::string entry = "grouped_product_kernel";
+  std::ostringstream name;
+  name << "grouped_product-" << ArchName(kernel.arch) << "-" << DTypeName(kernel.dtype) << "-m"
+       << kernel.tile_rows << "-n" << kernel.tile_columns;
+  if (kernel.transposed) name << "-transposed";
+  return {name.str(), entry,
+          TranslationUnit("cuda/sm90/grouped_product.cuh", TraitsOf(kernel).str(),
+                          "GroupedProductBody", "GroupedProduct", entry),
+          Options(kernel.arch), FieldsOf(kernel)};
+}
+
 KernelSource MakeSource(const AllReduceKernel& kernel) {
   const std::string entry = "all_reduce_kernel";
   std::ostringstream name;
@@ -595,5 +616,6 @@ KernelKey MakeKey(const QuantizedProductKernel& kernel) { return KeyOf(5, kernel
 KernelKey MakeKey(const LinearAttentionKernel& kernel) { return KeyOf(6, kernel); }
 KernelKey MakeKey(const ShortConvolutionKernel& kernel) { return KeyOf(7, kernel); }
 KernelKey MakeKey(const AllReduceKernel& kernel) { return KeyOf(8, kernel); }
+KernelKey MakeKey(const GroupedProductKernel& kernel) { return KeyOf(9, kernel); }
 
 }  // namespace jax_attn

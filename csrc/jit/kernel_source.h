@@ -84,6 +84,15 @@ struct QuantizedProductKernel {
   int64_t main_loop = kPortable;  // or kHopper
 };
 
+// Hopper only.
+struct GroupedProductKernel {
+  int64_t arch = 90;
+  int64_t dtype = kBF16;
+  bool transposed = false;   // matrices are [columns, depth]
+  int64_t tile_rows = 0;     // rows of x per tile: 64 or 128
+  int64_t tile_columns = 0;  // 64, 128 or 256
+};
+
 struct AllReduceKernel {
   int64_t arch = 0;  // 0: the capability of device 0
   int64_t dtype = kBF16;
@@ -141,6 +150,7 @@ KernelSource MakeSource(const BackwardKernel& kernel);
 KernelSource MakeSource(const AppendKernel& kernel);
 KernelSource MakeSource(const MergeKernel& kernel);
 KernelSource MakeSource(const QuantizedProductKernel& kernel);
+KernelSource MakeSource(const GroupedProductKernel& kernel);
 KernelSource MakeSource(const AllReduceKernel& kernel);
 KernelSource MakeSource(const LinearAttentionKernel& kernel);
 KernelSource MakeSource(const ShortConvolutionKernel& kernel);
@@ -153,6 +163,7 @@ KernelKey MakeKey(const BackwardKernel& kernel);
 KernelKey MakeKey(const AppendKernel& kernel);
 KernelKey MakeKey(const MergeKernel& kernel);
 KernelKey MakeKey(const QuantizedProductKernel& kernel);
+KernelKey MakeKey(const GroupedProductKernel& kernel);
 KernelKey MakeKey(const AllReduceKernel& kernel);
 KernelKey MakeKey(const LinearAttentionKernel& kernel);
 KernelKey MakeKey(const ShortConvolutionKernel& kernel);

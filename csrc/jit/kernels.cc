@@ -34,6 +34,7 @@ std::atomic<int64_t> backward_launches{0};
 std::atomic<int64_t> append_launches{0};
 std::atomic<int64_t> merge_launches{0};
 std::atomic<int64_t> quantized_product_launches{0};
+std::atomic<int64_t> grouped_product_launches{0};
 std::atomic<int64_t> all_reduce_launches{0};
 std::atomic<int64_t> linear_attention_launches{0};
 std::atomic<int64_t> linear_gradient_launches{0};
@@ -83,7 +84,8 @@ struct TmaArray {
   int64_t tile_rows, tile_heads;
 };
 
-Status MakeTensorMap(const CudaDriver& d, int64_t dtype, const TmaArray& of, TensorMap* map) {
+Status MakeTensorMap(const char* op, const CudaDriver& d, int64_t dtype, const TmaArray& of,
+                     TensorMap* map) {
   using u64 = unsigned long long;
   const u64 row_bytes = static_cast<u64>(of.num_heads * of.head_dim * 2);
   const u64 dims[] = {static_cast<u64>(of.head_dim), static_cast<u64>(of.num_heads),
@@ -98,8 +100,9 @@ Status MakeTensorMap(const CudaDriver& d, int64_t dtype, const TmaArray& of, Ten
       map, type, 4, const_cast<void*>(of.array), dims, strides, tile, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? Status::Ok()
-                           : Status::Error("attention: " + d.Describe("cuTensorMapEncodeTiled", r));
+  return r == CUDA_SUCCESS
+             ? Status::Ok()
+             : Status::Error(std::string(op) + ": " + d.Describe("cuTensorMapEncodeTiled", r));
 }
 
 // The map of keys or values. Two quantized values of 8 bits are a column.
@@ -108,7 +111,7 @@ Status MakeKvMap(const CudaDriver& d, const AttentionProblem& problem, const voi
   if (problem.spec.quantized()) head_dim /= 2;
   const TmaArray of = {array,    num_layers,       num_rows, problem.spec.num_kv_heads,
                        head_dim, TmaRows(problem), 1};
-  return MakeTensorMap(d, problem.spec.dtype, of, map);
+  return MakeTensorMap("attention", d, problem.spec.dtype, of, map);
 }
 
 // Joint items write final rows by TMA, see HopperOutputTmaTokens.
@@ -124,7 +127,7 @@ Status AddOutputMap(const CudaDriver& d, const AttentionProblem& problem, Attent
   }
   const TmaArray of = {p->o,        1,    p->max_qo_tokens, spec.num_qo_heads, spec.head_dim_vo,
                        tile_tokens, group};
-  JAX_ATTN_RETURN_IF_ERROR(MakeTensorMap(d, spec.dtype, of, &p->o_map));
+  JAX_ATTN_RETURN_IF_ERROR(MakeTensorMap("attention", d, spec.dtype, of, &p->o_map));
   p->has_o_map = 1;
   return Status::Ok();
 }
@@ -162,7 +165,8 @@ Status AddBackwardMaps(const CudaDriver& d, const AttentionSpec& spec, BackwardC
              dim_vo = static_cast<i32>(spec.head_dim_vo);
   const auto map = [&](const void* array, int64_t layers, int64_t rows, int64_t heads, i32 dim,
                        int64_t tile_rows, TensorMap* to) {
-    return MakeTensorMap(d, spec.dtype, {array, layers, rows, heads, dim, tile_rows, 1}, to);
+    return MakeTensorMap("attention's backward pass", d, spec.dtype,
+                         {array, layers, rows, heads, dim, tile_rows, 1}, to);
   };
   const int64_t qo_rows = spec.max_qo_tokens, qo_heads = spec.num_qo_heads;
   const int64_t tile = HopperBackwardRows(dim_qk, dim_vo);
@@ -415,6 +419,38 @@ Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
                     tiles(params.columns, kernel.tile_columns) * params.num_splits;
   if (launch.num_ctas == 0) return Status::Ok();
   return LaunchLoaded(kOp, *loaded, launch, params, stream);
+}
+
+Status PrepareGroupedProduct(const GroupedProductKernel& kernel, KernelInfo* info) {
+  return PrepareSpec(kernel, info);
+}
+
+Status LoadGroupedProduct(const GroupedProductKernel& kernel, int device_ordinal) {
+  return LoadSpec(kernel, device_ordinal);
+}
+
+Status LaunchGroupedProduct(const GroupedProductKernel& kernel, const GroupedProductParams& params,
+                            void* stream, int device_ordinal) {
+  constexpr char kOp[] = "grouped_product";
+  grouped_product_launches.fetch_add(1, std::memory_order_relaxed);
+  const LoadedKernel* loaded = FindLoadedKernel(MakeKey(kernel), device_ordinal);
+  if (loaded == nullptr) return NotLoaded(kOp, device_ordinal);
+  if (params.num_rows == 0) return Status::Ok();
+  GroupedProductParams complete = params;
+  const int64_t groups = params.num_groups, depth = params.depth, columns = params.columns;
+  JAX_ATTN_RETURN_IF_ERROR(MakeTensorMap(
+      kOp, *loaded->driver, kernel.dtype,
+      {params.x, 1, params.num_rows, 1, depth, kernel.tile_rows, 1}, &complete.x_map));
+  const TmaArray weights =
+      kernel.transposed
+          ? TmaArray{params.weights, groups, columns, 1, depth, kernel.tile_columns, 1}
+          : TmaArray{params.weights, groups, depth, 1, columns, kGroupedProductStep, 1};
+  JAX_ATTN_RETURN_IF_ERROR(
+      MakeTensorMap(kOp, *loaded->driver, kernel.dtype, weights, &complete.weights_map));
+  Launch launch;
+  launch.num_ctas = std::min<int64_t>(
+      loaded->num_sms, MostGroupedTiles(params, kernel.tile_rows, kernel.tile_columns));
+  return LaunchLoaded(kOp, *loaded, launch, complete, stream);
 }
 
 Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info) {
@@ -671,6 +707,9 @@ KernelSource MergeKernelSource(const MergeKernel& kernel) { return MakeSource(ke
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel) {
   return MakeSource(kernel);
 }
+KernelSource GroupedProductKernelSource(const GroupedProductKernel& kernel) {
+  return MakeSource(kernel);
+}
 KernelSource AllReduceKernelSource(const AllReduceKernel& kernel) { return MakeSource(kernel); }
 KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel) {
   return MakeSource(kernel);
@@ -691,6 +730,7 @@ JitStats GetJitStats() {
   stats.append_launches = append_launches.load(std::memory_order_relaxed);
   stats.merge_launches = merge_launches.load(std::memory_order_relaxed);
   stats.quantized_product_launches = quantized_product_launches.load(std::memory_order_relaxed);
+  stats.grouped_product_launches = grouped_product_launches.load(std::memory_order_relaxed);
   stats.all_reduce_launches = all_reduce_launches.load(std::memory_order_relaxed);
   stats.linear_attention_launches = linear_attention_launches.load(std::memory_order_relaxed);
   stats.linear_gradient_launches = linear_gradient_launches.load(std::memory_order_relaxed);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda/any/all_reduce_params.h"
+#include "cuda/sm90/grouped_product_params.h"
 #include "jit/kernel_source.h"
 #include "params.h"
 #include "select/linear.h"
@@ -68,6 +69,12 @@ Status LoadQuantizedProduct(const QuantizedProductKernel& kernel, int device_ord
 Status LaunchQuantizedProduct(const QuantizedProductKernel& kernel,
                               const QuantizedProductParams& params, void* stream,
                               int device_ordinal);
+
+Status PrepareGroupedProduct(const GroupedProductKernel& kernel, KernelInfo* info = nullptr);
+Status LoadGroupedProduct(const GroupedProductKernel& kernel, int device_ordinal);
+// Makes the tensor maps of the params.
+Status LaunchGroupedProduct(const GroupedProductKernel& kernel, const GroupedProductParams& params,
+                            void* stream, int device_ordinal);
 
 Status PrepareAllReduce(const AllReduceKernel& kernel, KernelInfo* info = nullptr);
 Status LoadAllReduce(const AllReduceKernel& kernel, int device_ordinal);
@@ -127,6 +134,7 @@ std::vector<KernelSource> BackwardKernelSources(const AttentionProblem& problem,
 KernelSource AppendKernelSource(const AppendKernel& kernel);
 KernelSource MergeKernelSource(const MergeKernel& kernel);
 KernelSource QuantizedProductKernelSource(const QuantizedProductKernel& kernel);
+KernelSource GroupedProductKernelSource(const GroupedProductKernel& kernel);
 KernelSource AllReduceKernelSource(const AllReduceKernel& kernel);
 KernelSource LinearAttentionKernelSource(const LinearAttentionKernel& kernel);
 KernelSource ShortConvolutionKernelSource(const ShortConvolutionKernel& kernel);
@@ -149,6 +157,7 @@ struct JitStats {
   int64_t append_launches = 0;
   int64_t merge_launches = 0;
   int64_t quantized_product_launches = 0;
+  int64_t grouped_product_launches = 0;
   int64_t all_reduce_launches = 0;
   int64_t linear_attention_launches = 0;
   int64_t linear_gradient_launches = 0;

@@ -504,6 +504,27 @@ def quantized_product(
     )[0]
 
 
+def grouped_matmul(
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    **attributes: int,
+) -> jax.Array:
+    """The matmul of each row of x, [n, in], with the matrix of its group, on Hopper only: [n, out].
+
+    The operands are described by GroupedProductParams in csrc/cuda/sm90/grouped_product_params.h.
+
+    attributes: dtype, tile_rows, tile_columns.
+    """
+    columns = weights.shape[1 if transposed else 2]
+    results = [jax.ShapeDtypeStruct((len(x), columns), x.dtype)]
+    numbers: dict[str, Any] = {name: np.int64(value) for name, value in attributes.items()}
+    numbers |= {"transposed": transposed, "poison": _environment.poison}
+    return _call("jax_attn_grouped_matmul", results, (x, weights, group_sizes), **numbers)[0]
+
+
 def merge_states(
     o_parts: jax.Array, lse_parts: jax.Array, arch: int, dtype: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -109,12 +109,12 @@ def test_quantized_groups_are_gathered_for_few_rows(kind):
     weights = jax.tree.map(jnp.asarray, quantized.Quantized(codes, scales, None, None, kind, each))
     x = rng.normal(size=(5, 8)).astype(np.float32)
     sizes = jnp.array([0, 2, 0, 1, 0, 1])
-    got = experts._ragged_dot(jnp.asarray(x), weights, sizes)
+    got = experts._on_gpu(jnp.asarray(x), weights, sizes)
     expected = experts.grouped_matmul(jnp.asarray(x), weights, sizes)
     np.testing.assert_allclose(got[:4], expected[:4], rtol=1e-5, atol=1e-5)
-    narrow = jax.make_jaxpr(experts._ragged_dot)(x, weights, sizes)
+    narrow = jax.make_jaxpr(experts._on_gpu)(x, weights, sizes)
     assert "ragged_dot" not in str(narrow) and "ragged_dot" in str(
-        jax.make_jaxpr(experts._ragged_dot)(np.tile(x, (2, 1)), weights, sizes)
+        jax.make_jaxpr(experts._on_gpu)(np.tile(x, (2, 1)), weights, sizes)
     )
 
 

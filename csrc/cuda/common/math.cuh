@@ -61,6 +61,31 @@ __device__ __forceinline__ float QuadSum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
+// Transposes 4 x 4 words of a quad. Lane i gives x[j], column pair i of tile j, and gets all four
+// pairs of tile i.
+__device__ __forceinline__ uint4 TransposeQuad(const u32 (&x)[4], int lane) {
+  const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
+  // Tiles odd and 2 + odd, of this lane and of its neighbour.
+  const u32 kept[2] = {odd ? x[1] : x[0], odd ? x[3] : x[2]};
+  const u32 got[2] = {__shfl_xor_sync(kFullWarp, odd ? x[0] : x[1], 1),
+                      __shfl_xor_sync(kFullWarp, odd ? x[2] : x[3], 1)};
+  u32 pair[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i][0] = odd ? got[i] : kept[i];
+    pair[i][1] = odd ? kept[i] : got[i];
+  }
+  // Keep the tile of this lane's half of the quad, and swap the other one with the other half.
+  u32 mine[2], others[2];
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    mine[c] = upper ? pair[1][c] : pair[0][c];
+    others[c] = __shfl_xor_sync(kFullWarp, upper ? pair[0][c] : pair[1][c], 2);
+  }
+  return upper ? make_uint4(others[0], others[1], mine[0], mine[1])
+               : make_uint4(mine[0], mine[1], others[0], others[1]);
+}
+
 // The sum over a warp.
 __device__ __forceinline__ float WarpSumOf(float x) {
 #pragma unroll

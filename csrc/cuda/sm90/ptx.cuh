@@ -327,6 +327,7 @@ struct Wgmma;
   template <>                                                                                   \
   struct Wgmma<n, dtype> {                                                                      \
     JAX_ATTN_WGMMA_OF_SHARED(SharedA, "0, 0", n, count, type, o0, o1, o2)                       \
+    JAX_ATTN_WGMMA_OF_SHARED(SharedATransposedB, "0, 1", n, count, type, o0, o1, o2)            \
     JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedA, "1, 0", n, count, type, o0, o1, o2)             \
     JAX_ATTN_WGMMA_OF_SHARED(TransposedSharedATransposedB, "1, 1", n, count, type, o0, o1, o2)  \
     JAX_ATTN_WGMMA_OF_REGISTERS(RegistersA, "0", n, count, type, o0, o1, o2, o3, o4, o5)        \

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn.models._config.config import ExpertGroups, Experts
+from jax_attn.models._products import grouped_cuda
 from jax_attn.models._products.activations import rounded
 from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import (
@@ -80,8 +81,9 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
     n; rows beyond the sum have undefined products. Differentiable in x and in weights that are not
     quantized, if the sum is n.
 
-    Only matrices of groups with rows are read, but on a GPU, where ragged_dot reads all of them;
-    quantized ones with fewer rows than groups are gathered there, and only those widened.
+    Only matrices of groups with rows are read. On GPUs that needs the kernel of Hopper, for 16 bits
+    (grouped_cuda.supports); without it ragged_dot multiplies all rows by all matrices. Quantized
+    ones with fewer rows than groups are gathered there and widened; else all are widened.
 
     On CPUs, XLA computes ragged_dot as a matmul of all rows with all groups, so a loop over groups
     is used there, or the kernel of Panels. benchmarks/experts.py measures them.
@@ -101,7 +103,7 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
 
 def _grouped(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(
-        x, weights, group_sizes, cpu=_loop_over_groups, default=_ragged_dot
+        x, weights, group_sizes, cpu=_loop_over_groups, default=_on_gpu
     )
 
 
@@ -117,7 +119,9 @@ def _grouped_fwd(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> tu
 
 def _grouped_bwd(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, weights, group_sizes = saved
-    d_x = _grouped(d_y, weights.swapaxes(1, 2), group_sizes)
+    d_x = jax.lax.platform_dependent(
+        d_y, weights, group_sizes, cpu=_transposed_loop, default=_transposed_on_gpu
+    )
     d_weights = jax.lax.platform_dependent(
         x, weights, group_sizes, d_y, cpu=_weight_gradients, default=_ragged_weight_gradients
     )
@@ -130,7 +134,7 @@ _grouped_plain.defvjp(_grouped_fwd, _grouped_bwd)
 def _ragged_weight_gradients(
     x: jax.Array, weights: jax.Array, group_sizes: jax.Array, d_y: jax.Array
 ) -> jax.Array:
-    _, pull = jax.vjp(lambda weights: _ragged_dot(x, weights, group_sizes), weights)
+    _, pull = jax.vjp(lambda weights: grouped_cuda.in_xla(x, weights, group_sizes), weights)
     (d_weights,) = pull(d_y)
     return d_weights
 
@@ -156,10 +160,26 @@ def _weight_gradients(
     return jax.lax.map(of_group, jnp.arange(len(group_sizes)))
 
 
-def _ragged_dot(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
+def _on_gpu(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
     if isinstance(weights, Quantized) and len(x) < len(group_sizes):
         return _of_own_groups(x, weights, group_sizes)
-    return jax.lax.ragged_dot(x, widen(weights, x.dtype), group_sizes)
+    return _plain_on_gpu(x, widen(weights, x.dtype), group_sizes)
+
+
+def _plain_on_gpu(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, transposed: bool = False
+) -> jax.Array:
+    is_own = grouped_cuda.supports(x, weights)
+    product = grouped_cuda.product if is_own else grouped_cuda.in_xla
+    return product(x, weights, group_sizes, transposed)
+
+
+def _transposed_on_gpu(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _plain_on_gpu(x, weights, group_sizes, transposed=True)
+
+
+def _transposed_loop(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _loop_over_groups(x, weights.swapaxes(1, 2), group_sizes)
 
 
 def _of_own_groups(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:

@@ -335,8 +335,9 @@ class Sm90 : public Unit {
   }
 
   void CheckAgreement(const ProductShape& shape, int number) {
-    if (machine.block_dim.x % 128 != 0) Fail("wgmma needs warpgroups");
-    std::vector<ProductShape>& issued = issued_[machine.current().thread.x / 128];
+    const int group = machine.current().thread.x / 128;
+    if (128 * group + 128 > machine.block_dim.x) Fail("wgmma needs a whole warpgroup");
+    std::vector<ProductShape>& issued = issued_[group];
     if (static_cast<size_t>(number) == issued.size()) issued.push_back(shape);
     if (!(issued[number] == shape)) {
       Fail(Text("product %d differs between warps of a warpgroup", number));
@@ -718,6 +719,9 @@ template <int kN, int kDtype>
 struct Wgmma {
   static void SharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
     emulation::Multiply({kN, kDtype, false, a, b, false, false, accumulate}, &d[0][0], nullptr);
+  }
+  static void SharedATransposedB(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
+    emulation::Multiply({kN, kDtype, false, a, b, false, true, accumulate}, &d[0][0], nullptr);
   }
   static void TransposedSharedA(float (&d)[kN / 8][4], u64 a, u64 b, bool accumulate) {
     emulation::Multiply({kN, kDtype, false, a, b, true, false, accumulate}, &d[0][0], nullptr);

@@ -135,9 +135,10 @@ FAKE int nvrtcCompileProgram(FakeProgram* program, int num_options, const char* 
   fake_nvrtc.options.assign(options, options + num_options);
   fake_nvrtc.last = *program;
   if (fake_nvrtc.fail) return 6;
-  for (const char* entry : {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
-                            "quantized_product_kernel", "all_reduce_kernel",
-                            "linear_attention_kernel", "short_convolution_kernel"}) {
+  for (const char* entry :
+       {"attention_kernel", "append_kernel", "merge_kernel", "plan_kernel",
+        "quantized_product_kernel", "grouped_product_kernel", "all_reduce_kernel",
+        "linear_attention_kernel", "short_convolution_kernel"}) {
     if (program->text.find(entry) != std::string::npos) program->cubin = FakeCubin(entry);
   }
   return 0;
@@ -1179,6 +1180,39 @@ void TestQuantizedProduct() {
   CHECK(GetJitStats().quantized_product_launches == 5);
 }
 
+void TestGroupedProduct() {
+  GroupedProductParams product = {};
+  char x[1], weights[1];
+  product.x = x, product.weights = weights;
+  product.depth = 72, product.columns = 264, product.num_groups = 5;
+  fake_driver.param_bytes = sizeof(product);
+  for (const bool transposed : {false, true}) {
+    const GroupedProductKernel kernel = {90, kBF16, transposed, 64, 128};
+    CHECK_ERROR(LaunchGroupedProduct(kernel, product, Stream(1), 1),
+                "grouped_product: its kernel is not loaded on device 1");
+    CHECK_OK(PrepareGroupedProduct(kernel));
+    CHECK_OK(LoadGroupedProduct(kernel, 1));
+    product.num_rows = 0;
+    CHECK_OK(LaunchGroupedProduct(kernel, product, Stream(1), 1));
+    CHECK(TakeCalls().empty());
+    product.num_rows = 100;
+    CHECK_OK(LaunchGroupedProduct(kernel, product, Stream(1), 1));
+    const std::vector<Call> calls = TakeCalls();
+    CHECK(calls.size() == 1 && calls[0].grid == 11);  // multiprocessors; there are up to 21 tiles
+    GroupedProductParams got;
+    std::memcpy(&got, calls[0].params.data(), sizeof(got));
+    const unsigned long long x_dims[] = {72, 1, 100, 1}, x_box[] = {64, 1, 64, 1};
+    CHECK(got.x_map.words[0] == reinterpret_cast<uintptr_t>(x));
+    CHECK(std::memcmp(got.x_map.words + 1, x_dims, sizeof(x_dims)) == 0);
+    CHECK(std::memcmp(got.x_map.words + 8, x_box, sizeof(x_box)) == 0);
+    const unsigned long long dims[] = {264, 1, 72, 5}, box[] = {64, 1, 64, 1};
+    const unsigned long long other_dims[] = {72, 1, 264, 5}, other_box[] = {64, 1, 128, 1};
+    CHECK(got.weights_map.words[0] == reinterpret_cast<uintptr_t>(weights));
+    CHECK(std::memcmp(got.weights_map.words + 1, transposed ? other_dims : dims, 32) == 0);
+    CHECK(std::memcmp(got.weights_map.words + 8, transposed ? other_box : box, 32) == 0);
+  }
+}
+
 void TestShortConvolution() {
   ShortConvolutionParams convolution = {};
   convolution.plan.max_chunks = 10;
@@ -1384,6 +1418,7 @@ int main() {
   TestLoadFailures();
   TestAppendAndMerge();
   TestQuantizedProduct();
+  TestGroupedProduct();
   TestAllReduce();
   TestShortConvolution();
   TestRecurrenceGrid();
