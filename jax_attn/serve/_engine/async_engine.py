@@ -635,6 +635,7 @@ class AsyncEngine:
     def _end(self) -> None:
         """Tells all who still wait."""
         self._has_ended = True
+        self._engine.close()
         self._compiler.close()
         with self._wake:  # later commands are refused or are aborts that have no effect
             commands, self._commands = self._commands, deque()
