@@ -635,7 +635,6 @@ class AsyncEngine:
     def _end(self) -> None:
         """Tells all who still wait."""
         self._has_ended = True
-        self._engine.close()
         self._compiler.close()
         with self._wake:  # later commands are refused or are aborts that have no effect
             commands, self._commands = self._commands, deque()
@@ -650,3 +649,4 @@ class AsyncEngine:
             self._abort(set(left))
             self._wants_snapshot = True
             self._publish()
+        self._engine.close(keep=self.failure is None)

@@ -623,10 +623,42 @@ class Engine:
         self.device.reset()
         self._speculation.reset()
 
-    def close(self) -> None:
-        """Ends threads of its own, once there are no more steps."""
-        if (files := self.scheduler.memory.files) is not None:
-            files.close(_CLOSE_SECONDS)
+    def close(self, keep: bool = True) -> None:
+        """Ends threads of its own. There is no step after it.
+
+        keep: all that is cached goes to files, if there are any, as far as _CLOSE_SECONDS allow.
+        """
+        if (files := self.scheduler.memory.files) is None:
+            return
+        try:
+            if keep:
+                self.settle()
+                self._run_moves()
+                self._keep_all(files)
+        except Exception:
+            log.exception("the prefix cache is not kept")
+        files.close()
+
+    def _keep_all(self, files: FileTier) -> None:
+        until, page_bytes = time.monotonic() + _CLOSE_SECONDS, 4 * self.config.page_size
+        for namespace, key, node in self.scheduler.cache.latest_first():
+            begin = len(key) // page_bytes - len(node.pages)
+            for i in range(0, len(node.pages), PAGES):
+                part = node.pages[i : i + PAGES]
+                is_last = i + len(part) == len(node.pages)
+                key_of_part = key[: (begin + i + len(part)) * page_bytes]
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                if node.on_host:
+                    state = node.host_state if is_last and node.host_state >= 0 else None
+                    files.store(namespace, key_of_part, part, state)
+                    self._run_moves()
+                    files.flush(left)
+                    continue
+                slots = [node.state] if is_last and node.state >= 0 else []
+                pages, states = self.device.take(part, slots)
+                files.put(namespace, key_of_part, pages, states)
+                files.flush(left)
 
     # ---- failures ------------------------------------------------------------------------------
 

@@ -67,11 +67,9 @@ class FileCopies:
         found = {name: num * self._reports for name, num in self._store.counts().items()}
         return found | {"stored": self._num_stored, "left_out": self._num_left_out}
 
-    def close(self, seconds: float) -> None:
-        """Waits until all is written, at most so long, and ends the threads."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes, seconds)
-            self._can_write = False
+    def close(self) -> None:
+        """See file_tier.Files."""
+        self._can_write = False
         for jobs in (self._writes, self._reads):
             jobs.put(None)
         self._store.leave()
@@ -79,7 +77,7 @@ class FileCopies:
     # ---- to files ----
 
     def write(self, owner: str, key: bytes, values: list[Any], is_state: bool) -> None:
-        """Begins to write the last pages of `key`, or the states after them."""
+        """See file_tier.Files."""
         like = self._state if is_state else self._page
         size = _num_bytes(like)
         with self._changed:
@@ -121,6 +119,11 @@ class FileCopies:
             return
         self._store.write(name, [np.asarray(each) for each in jax.tree.leaves(value)])
         self._num_stored += name == page_name(name.partition(".")[0])
+
+    def flush(self, seconds: float) -> None:
+        """See file_tier.Files."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_bytes, seconds)
 
     # ---- from files ----
 

@@ -147,8 +147,8 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
             ("file_cache_entries", "Pages and states in files", "cached"),
             ("file_cache_bytes", "Bytes of them", "bytes"),
         ):
-            held = partial(lambda stats, key: {"": stats["files"][key]}, key=key)
-            yield family(GaugeMetricFamily, name, text, held)
+            now = partial(lambda stats, key: {"": stats["files"][key]}, key=key)
+            yield family(GaugeMetricFamily, name, text, now)
         for name, text, key in (
             ("file_pages_stored", "Pages that were written to files", "stored"),
             ("file_pages_returned", "Pages that were read from files", "returned"),

@@ -38,6 +38,14 @@ class Files(Protocol):
 
     def __len__(self) -> int: ...
 
+    def write(self, owner: str, key: bytes, values: list[Any], is_state: bool) -> None:
+        """Begins to write the last pages of `key`, or the states after them."""
+        ...
+
+    def flush(self, seconds: float) -> None:
+        """Waits until all is written, at most so long."""
+        ...
+
     def read(self, pages: list[str], states: str | None) -> Future[Values]: ...
 
     def wait(self, seconds: float) -> None:
@@ -51,8 +59,8 @@ class Files(Protocol):
 
     def counts(self) -> dict[str, int]: ...
 
-    def close(self, seconds: float) -> None:
-        """Waits until all is written, at most so long, and ends the threads."""
+    def close(self) -> None:
+        """Ends the threads. What is not written by then is not kept."""
         ...
 
 
@@ -97,10 +105,10 @@ class FileTier:
         self.token_seconds = token_seconds
         self.page_tokens, self.state_tokens = of_page / token_seconds, of_states / token_seconds
 
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         """See Files.close."""
         self.is_open = False
-        self._files.close(seconds)
+        self._files.close()
 
     # ---- to files ----
 
@@ -108,12 +116,28 @@ class FileTier:
         self, namespace: str, key: bytes, host_pages: list[int], host_state: int | None = None
     ) -> None:
         """Has pages of the host with the last tokens of `key` written, and states after them."""
-        if not self.is_open or (owner := self.owner(namespace)) is None:
+        if (owner := self._keeper(namespace)) is None:
             return
-        if self._host.page_tokens + self.page_tokens < self._page_size and host_pages:
+        if host_pages:
             self._host.moves.append(ToFiles(tuple(host_pages), False, owner, key))
         if host_state is not None:
             self._host.moves.append(ToFiles((host_state,), True, owner, key))
+
+    def put(self, namespace: str, key: bytes, pages: list[Any], states: list[Any]) -> None:
+        """As `store`, for values of pages and, [] or one, of states."""
+        if (owner := self._keeper(namespace)) is not None:
+            self._files.write(owner, key, pages, is_state=False)
+            if states:
+                self._files.write(owner, key, states, is_state=True)
+
+    def flush(self, seconds: float) -> None:
+        """See Files.flush."""
+        self._files.flush(seconds)
+
+    def _keeper(self, namespace: str) -> str | None:
+        """`owner`; None also if pages come back later than they are computed again."""
+        keeps = self._host.page_tokens + self.page_tokens < self._page_size
+        return self.owner(namespace) if self.is_open and keeps else None
 
     def owner(self, namespace: str) -> str | None:
         """The namespace as it is called in files; None: it is of this process alone."""
@@ -176,8 +200,7 @@ class FileTier:
         num_states = (states is not None) + sum(read.states is not None for read in self._reads)
         seconds_in_tokens = (num_ahead + len(pages)) * self.page_tokens
         seconds_in_tokens += num_states * self.state_tokens
-        num_tokens = len(key) // 4 - num_usable * self._page_size
-        left = int(num_tokens - seconds_in_tokens)
+        left = len(key) // 4 - num_usable * self._page_size - seconds_in_tokens
         if not self._host.is_sooner(len(pages), left, states is not None):
             return None
         values = self._files.read(pages, states)

@@ -105,7 +105,7 @@ class HostTier:
         """Whether pages are worth keeping: enough of them come back sooner than computed again."""
         return self.is_open and self.page_tokens < page_size
 
-    def is_sooner(self, num_pages: int, num_tokens: int, has_state: bool = False) -> bool:
+    def is_sooner(self, num_pages: int, num_tokens: float, has_state: bool = False) -> bool:
         """Whether that many pages, and states, come back sooner than num_tokens are computed."""
         seconds_in_tokens = has_state * self.state_tokens
         if num_pages:

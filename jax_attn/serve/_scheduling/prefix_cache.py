@@ -457,6 +457,18 @@ class RadixCache:
                 return node.child_key[0], b"".join(reversed(keys))
             node = node.parent
 
+    def latest_first(self) -> Iterator[tuple[str, bytes, Node]]:
+        """All nodes with their namespaces and their tokens from the root on: the most recently used
+        first, and each after the nodes above it."""
+        nodes, found = list(self._root.children.values()), []
+        while nodes:
+            node = nodes.pop()
+            found.append(node)
+            nodes += node.children.values()
+        # No node is more recent than its parent, and sorting is stable.
+        found.sort(key=lambda node: -node.last_access)
+        yield from ((*self._path(node), node) for node in found)
+
     # ---- checkpoints ----
 
     @property
