@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import struct
@@ -28,7 +29,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes  # noqa: F401  names of dtypes such as bfloat16
 import numpy as np
@@ -39,12 +40,19 @@ MAGIC = b"jaxattn\x01"  # the last byte is the version of the format
 _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 1 << 16
 _NAME = re.compile(r"[0-9a-f]{64}\.(page|state)")
-_PART = ".part"  # of a name that is being written
+_PART = re.compile(r"\.[0-9]+\.part$")  # behind a name that a thread is writing
 _MEASURED, _MEASURED_BYTES = 16, 1 << 26  # entries, and their bytes
 
 
 class Damaged(Exception):
     """What is wrong with a file."""
+
+
+class _Layout(NamedTuple):
+    """Of the arrays of a file: dtypes and shapes, and the checksum of their bytes."""
+
+    arrays: list[tuple[np.dtype[Any], tuple[int, ...]]]
+    checksum: int
 
 
 class FileStore:
@@ -88,14 +96,16 @@ class FileStore:
         fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found, removed = [], 0
         for entry in os.scandir(self.directory):
-            if _NAME.fullmatch(entry.name.removesuffix(_PART)) is None:
+            name = _PART.sub("", entry.name)
+            if not (_NAME.fullmatch(name) and entry.is_file(follow_symlinks=False)):
                 continue
             status = entry.stat(follow_symlinks=False)
             try:
-                if entry.name.endswith(_PART):
+                if name != entry.name:
                     raise Damaged("a kill has cut it")
-                self._check_size(entry.name, status.st_size)
-            except (Damaged, OSError):
+                with open(entry.path, "rb", opener=_no_link) as file:
+                    self._layout(entry.name, file)
+            except Damaged:
                 Path(entry.path).unlink()
                 removed += 1
             else:
@@ -127,8 +137,7 @@ class FileStore:
 
     def counts(self) -> dict[str, int]:
         """Entries and their bytes, and totals of those evicted and found damaged."""
-        with self._lock:
-            now = {"cached": len(self._sizes), "bytes": self._num_bytes}
+        now = {"cached": len(self._sizes), "bytes": self._num_bytes}  # without waiting for a disk
         return now | {"evicted": self._num_evicted, "damaged": self._num_damaged}
 
     def __contains__(self, name: str) -> bool:
@@ -168,35 +177,36 @@ class FileStore:
         size = len(head) + sum(each.nbytes for each in raw)
         with self._lock:
             self._make_room(size)
-        part = self.directory / (name + _PART)
+        part = self.directory / f"{name}.{threading.get_ident()}.part"
         try:
             with open(part, "wb", opener=_private) as file:
                 file.write(head)
                 for each in raw:
                     file.write(each)
-            part.rename(self.directory / name)
+            with self._lock:
+                part.rename(self.directory / name)
+                self._num_bytes += size - self._sizes.pop(name, 0)
+                self._sizes[name] = size
         except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
+            part.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self._num_bytes += size - self._sizes.pop(name, 0)
-            self._sizes[name] = size
 
     def read(self, name: str) -> list[np.ndarray] | None:
         """The arrays of an entry; None: there is none, or it was damaged and is removed now."""
         try:
-            with (self.directory / name).open("rb") as file:
-                header = self._header(name, file)
-                arrays = _arrays(header, file)
+            with open(self.directory / name, "rb", opener=_no_link) as file:
+                arrays = _arrays(self._layout(name, file), file)
         except FileNotFoundError:
             self._forget(name)
             return None
-        except (Damaged, OSError) as error:
+        except OSError as error:
+            self._forget(name)
+            log.warning("cannot read %s of the file cache: %s", name, error)
+            return None
+        except Damaged as error:
             self._forget(name)
             self._num_damaged += 1
-            with contextlib.suppress(OSError):
-                (self.directory / name).unlink()
+            (self.directory / name).unlink(missing_ok=True)
             log.warning("removed %s of the file cache: %s", name, error)
             return None
         self.touch([name])
@@ -239,16 +249,8 @@ class FileStore:
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
 
-    def _check_size(self, name: str, size: int) -> None:
-        """Raises Damaged unless the header is right and the file as long as it says."""
-        with (self.directory / name).open("rb") as file:
-            header = self._header(name, file)
-            expected = file.tell() + sum(map(_num_bytes, header["arrays"]))
-        if size != expected:
-            raise Damaged(f"expected {expected} bytes, got {size}")
-
-    def _header(self, name: str, file: BinaryIO) -> dict[str, Any]:
-        """Reads and checks all before the arrays. Raises Damaged."""
+    def _layout(self, name: str, file: BinaryIO) -> _Layout:
+        """Reads and checks all before the arrays, and the length. Raises Damaged."""
         magic, length = file.read(len(MAGIC)), file.read(_LENGTH.size)
         if magic != MAGIC or len(length) < _LENGTH.size:
             raise Damaged("expected a file of this format")
@@ -256,35 +258,42 @@ class FileStore:
         if num_bytes > _MOST_HEADER:
             raise Damaged(f"expected a header of at most {_MOST_HEADER} bytes, got {num_bytes}")
         try:
-            header: dict[str, Any] = json.loads(file.read(num_bytes))
-            model, own_name = header["model"], header["name"]
-            for each in header["arrays"]:
-                _num_bytes(each)
-            int(header["checksum"])
+            header = json.loads(file.read(num_bytes))
+            model, own_name, checksum = (header[key] for key in ("model", "name", "checksum"))
+            layout = _Layout([_array(*each) for each in header["arrays"]], int(checksum))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise Damaged("expected a header that can be read") from None
         if model != self._model or own_name != name:
             raise Damaged(f"expected an entry of model {self._model}, got {model} {own_name}")
-        return header
+        expected = file.tell() + sum(dtype.itemsize * math.prod(x) for dtype, x in layout.arrays)
+        if (size := os.fstat(file.fileno()).st_size) != expected:
+            raise Damaged(f"expected {expected} bytes, got {size}")
+        return layout
 
 
-def _arrays(header: dict[str, Any], file: BinaryIO) -> list[np.ndarray]:
+def _array(name: str, shape: list[int]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Raises TypeError, ValueError."""
+    dtype = np.dtype(name)
+    if dtype.hasobject or not all(isinstance(x, int) and x >= 0 for x in shape):
+        raise ValueError
+    return dtype, tuple(shape)
+
+
+def _arrays(layout: _Layout, file: BinaryIO) -> list[np.ndarray]:
     arrays, checksum = [], 0
-    for each in header["arrays"]:
-        dtype, shape = each
-        raw = np.empty(_num_bytes(each), np.uint8)
+    for dtype, shape in layout.arrays:
+        raw = np.empty(dtype.itemsize * math.prod(shape), np.uint8)
         if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
             raise Damaged("expected more bytes")
         checksum = zlib.crc32(raw, checksum)
-        arrays.append(raw.view(np.dtype(dtype)).reshape(shape))
-    if checksum != header["checksum"]:
+        arrays.append(raw.view(dtype).reshape(shape))
+    if checksum != layout.checksum:
         raise Damaged("its bytes are not those that were written")
     return arrays
 
 
-def _num_bytes(array: list[Any]) -> int:
-    dtype, shape = array
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _private(path: str, flags: int) -> int:
