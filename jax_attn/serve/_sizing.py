@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_attn as ja
 from jax_attn import models
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
@@ -162,7 +161,7 @@ def _file_store(model: models.Model, args: argparse.Namespace) -> FileStore:
             f"--file-cache-bytes: expected at least {2 * fewest}, the bytes of two pages, got"
             f" {args.file_cache_bytes}"
         )
-    depends = [_digest(model), ja.__version__, jax.__version__, jax.default_backend()]
+    depends = [_digest(model), jax.__version__, jax.default_backend()]
     depends += [f"{name}={getattr(args, name)}" for name in _OF_PAGES]
     digest = hashlib.sha256("\n".join(depends).encode()).hexdigest()[:16]
     return FileStore(args.file_cache, args.file_cache_bytes, digest, args.owners)

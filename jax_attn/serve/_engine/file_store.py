@@ -27,12 +27,14 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes  # noqa: F401  names of dtypes such as bfloat16
 import numpy as np
+
+import jax_attn as ja
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -41,7 +43,6 @@ _LENGTH = struct.Struct("<I")
 _MOST_HEADER = 1 << 16
 _NAME = re.compile(r"[0-9a-f]{64}\.(page|state)")
 _PART = re.compile(r"\.[0-9]+\.part$")  # behind a name that a thread is writing
-_MEASURED, _MEASURED_BYTES = 16, 1 << 26  # entries, and their bytes
 
 
 class Damaged(Exception):
@@ -70,7 +71,8 @@ class FileStore:
 
         Raises ValueError: the directory cannot be used, or another server does.
         """
-        self.directory, self.most_bytes, self._model = directory, most_bytes, model
+        self.directory, self.most_bytes = directory, most_bytes
+        self._model = f"{model} of jax_attn {ja.__version__}"  # which may lay pages out otherwise
         self.owners = owners or {}
         self._num_users = 0
         self._lock, self._measuring = threading.Lock(), threading.Lock()
@@ -212,14 +214,21 @@ class FileStore:
         self.touch([name])
         return arrays
 
-    def read_seconds(self, arrays: Sequence[np.ndarray]) -> float:
-        """Measures the time in which such an entry comes from the disk, not from its cache."""
-        size = sum(array.nbytes for array in arrays)
-        names = [f"{i:064x}.page" for i in range(max(1, min(_MEASURED, _MEASURED_BYTES // size)))]
+    def read_seconds(
+        self, arrays: Sequence[np.ndarray], num: int, read: Callable[[list[str]], object]
+    ) -> float:
+        """Measures the time in which `read` reads an entry of these arrays, of num by their names.
+        They come from the disk, not from the system's cache."""
+        names = [f"{i:064x}.page" for i in range(num)]
         with self._measuring:
-            return self._measure(names, arrays)
+            return self._measure(names, arrays, read)
 
-    def _measure(self, names: list[str], arrays: Sequence[np.ndarray]) -> float:
+    def _measure(
+        self,
+        names: list[str],
+        arrays: Sequence[np.ndarray],
+        read: Callable[[list[str]], object],
+    ) -> float:
         try:
             for name in names:
                 self.write(name, arrays)
@@ -227,8 +236,7 @@ class FileStore:
                     os.fsync(file)
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             begin = time.perf_counter()
-            for name in names:
-                self.read(name)
+            read(names)
             return (time.perf_counter() - begin) / len(names)
         finally:
             for name in names:
