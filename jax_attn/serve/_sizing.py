@@ -164,7 +164,9 @@ def _file_store(model: models.Model, args: argparse.Namespace) -> FileStore:
     depends = [_digest(model), jax.__version__, jax.default_backend()]
     depends += [f"{name}={getattr(args, name)}" for name in _OF_PAGES]
     digest = hashlib.sha256("\n".join(depends).encode()).hexdigest()[:16]
-    return FileStore(args.file_cache, args.file_cache_bytes, digest, args.owners)
+    # A folder of its own: the directory's mode is the operator's.
+    directory = args.file_cache / "prefixes"
+    return FileStore(directory, args.file_cache_bytes, digest, args.owners)
 
 
 # Options on which the bytes of a page depend.

@@ -191,6 +191,12 @@ def test_one_server_at_a_time(open_store, tmp_path):
         FileStore(tmp_path / "cache", MOST, "m")
 
 
+def test_a_folder_of_another_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="--file-cache: .*: it is another user's"):
+        FileStore(tmp_path, MOST, "m")
+
+
 def test_a_write_that_fails_leaves_nothing(open_store, tmp_path, monkeypatch):
     store = open_store()
 

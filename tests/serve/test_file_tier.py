@@ -327,6 +327,31 @@ def test_metrics(made):
         assert f"\njax_attn_{name} {float(value)}\n" in text, name
 
 
+@pytest.mark.parametrize("fields", [{"kv_dtype": "float8_e4m3fn"}, {"max_drafts": 3}], ids=str)
+def test_pages_of_other_kinds(made, fields):
+    first = run(made(**fields), PROMPTS[0])
+    again = run(made(**fields), PROMPTS[0])
+    assert again[:2] == first[:2] and (first[2], again[2]) == (0, 56)
+
+
+def test_two_engines_of_one_server_share_the_files(model, made, tmp_path):
+    first = made()
+    store = first.config.files
+    second = Engine(model, first.config)
+    fill(first)
+    for prompt in PROMPTS[:2]:
+        key = Sequence("x", "x", prompt, SamplingParams(1)).key(56)
+        read = second.scheduler.memory.files.ask("", key, 0, 0, False)
+        assert len(read.values.result(60).pages) == 7
+    counts = [engine.stats()["files"] for engine in (first, second)]
+    assert [x["cached"] for x in counts] == [16, 0]  # said once, so that a sum is right
+    second.close(keep=False)
+    with pytest.raises(ValueError, match="no other server uses"):
+        FileStore(tmp_path / "cache", 1 << 30, "model")
+    first.close()
+    assert store.counts()["cached"] == 35
+
+
 def test_what_waits_for_the_disk_has_a_limit(made, monkeypatch):
     engine, gate = made(), threading.Event()
     write = FileStore.write

@@ -435,6 +435,7 @@ class Engine:
         """Waits for held sequences, or for files, if there is nothing else to do."""
         files = self.scheduler.memory.files
         if files is not None and files.num_reading:
+            self.device.rest()
             files.wait(_FILE_SECONDS)
             return
         if not self._constrained.num_held:

@@ -16,6 +16,7 @@ with names of another form are never touched.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -93,6 +94,8 @@ class FileStore:
 
     def _open(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.directory.stat().st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is another user's")
         self.directory.chmod(0o700)
         self._held: BinaryIO = (self.directory / "lock").open("ab")
         fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)

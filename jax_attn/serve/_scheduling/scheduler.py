@@ -496,6 +496,7 @@ class Scheduler:
         """
         self.memory.release(seq, keep=True)
         seq.status = Status.WAITING
+        seq.has_asked_files = False  # its pages may go there
         seq.num_preempted += 1
         self._num_preemptions += 1
         self.admission.join(seq)
