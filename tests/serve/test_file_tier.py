@@ -18,6 +18,7 @@ from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._openai.metrics import Metrics
+from jax_attn.serve._scheduling.events import FIRST_VERSION
 from jax_attn.serve._scheduling.file_tier import has_pictures, names
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
@@ -283,7 +284,7 @@ def test_new_weights_have_no_files(made, model):
     stored = flushed(engine)["stored"]
     assert run(engine, PROMPTS[0])[2] == 0
     assert fill(engine)["stored"] == stored
-    engine.update_params(norm, "initial", partial=True)
+    engine.update_params(norm, FIRST_VERSION, partial=True)
     assert run(engine, PROMPTS[0])[2] == 0
 
 
