@@ -31,6 +31,7 @@ The modules of each folder:
 | | `kv_memory`, `pages`, `prefix_cache` | page owners; free pages; shared prefixes |
 | | `streaming` | the kv policy of long texts: which pages they keep |
 | | `host_tier` | pages of the prefix cache in the host's memory |
+| | `file_tier` | and in files: their names, what is read, and whether that is worth it |
 | | `states` | slots of recurrent states; checkpoints |
 | | `cache_events` | what the prefix cache stores and evicts |
 | | `drafts` | speculative decoding: drafts from a sequence's own text |
@@ -57,6 +58,7 @@ The modules of each folder:
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
 | | `compilations` | counts compilations that nobody expected |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
+| | `file_store`, `file_copies` | files of the prefix cache; the threads that write and read them |
 | | `hand_over`, `leaving` | a request that leaves one engine and goes on in another |
 | | `plain_types` | checks what became of JSON against annotations |
 | | `async_engine`, `embedder` | the threads of the engine and of an embedding model |

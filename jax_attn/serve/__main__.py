@@ -116,6 +116,7 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
         keys = auth.checked_keys(args.api_key, "--api-key")
         keys += _keys_of("--api-key-file", args.api_key_file)
         operator_keys = _keys_of("--operator-key-file", args.operator_key_file)
+        args.owners = {name: owner for owner, name in auth.tenants(keys, operator_keys).items()}
         check_address(args.host, args.port)
         name, aliases, directory, engine, model, vision, embedding = load_all(args)
         config = ServerConfig(

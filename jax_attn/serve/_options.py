@@ -199,6 +199,10 @@ def parse(
     add("--kv-policy", type=_kv_policy, metavar="streaming:sinks=4,window=2000", help=kept)
     host = """memory of the host for pages that the device's prefix cache has no room for (0)"""
     add("--host-cache-bytes", type=_non_negative, default=0, metavar="BYTES", help=host)
+    files = """a directory for what the host's memory has no room for either; it outlives the server
+        (none)"""
+    add("--file-cache", type=Path, metavar="DIR", help=files)
+    add("--file-cache-bytes", type=_positive, metavar="BYTES", help="the most bytes of its files")
     add("--max-running", type=_positive, help="sequences at once (32; on a GPU 256)")
     add("--max-step-tokens", type=_positive, help="tokens of a step (512; on a GPU 2048)")
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
@@ -273,6 +277,7 @@ def parse(
         _check_alone(args, parser)
     _check_loras(args, parser)
     _check_host_cache(args, parser)
+    _check_file_cache(args, parser)
     if args.data_parallel > 1 and (args.distributed or args.coordinator):
         parser.error("--data-parallel: expected a server of one process")
     _check_experts(args, parser)
@@ -282,7 +287,8 @@ def parse(
         parser.error("--draft-model: expected --max-drafts of at least 1, got 0")
     if args.draft_model and (args.distributed or args.coordinator):
         parser.error("--draft-model: expected a server of one process")
-    args.processes = args.devices = args.expert_group = None
+    args.processes = args.devices = args.expert_group = args.file_store = None
+    args.owners = {}
     if args.distributed or args.coordinator:
         args.processes = Processes(*of_one, args.start_seconds)  # before JAX looks for devices
     on_cpu = jax.default_backend() == "cpu"
@@ -312,6 +318,13 @@ def _check_host_cache(args: argparse.Namespace, parser: argparse.ArgumentParser)
             f"--host-cache-bytes: expected at most {memory}, the machine's memory, got"
             f" {args.host_cache_bytes}"
         )
+
+
+def _check_file_cache(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if (args.file_cache is None) != (args.file_cache_bytes is None):
+        parser.error("--file-cache: expected --file-cache-bytes beside it, and that not alone")
+    if args.file_cache is not None and not args.host_cache_bytes:
+        parser.error("--file-cache: expected --host-cache-bytes beside it")
 
 
 def _check_experts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -426,6 +439,7 @@ def engine_config(
         num_pages=num_pages,
         num_host_pages=num_host_pages,
         num_host_states=num_host_states,
+        files=args.file_store,
         page_size=args.page_size,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
         eight_bit_products=args.eight_bit_products,

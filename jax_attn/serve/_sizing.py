@@ -14,6 +14,7 @@ from jax_attn import models
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
 from jax_attn.serve._engine.expert_group import ExpertGroup
+from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._options import (
     KV_DTYPES,
@@ -52,6 +53,8 @@ def make_engine(
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
     of_host = _host_capacities(model.config, args)
+    if args.file_cache is not None and args.file_store is None:
+        args = argparse.Namespace(**vars(args) | {"file_store": _file_store(model, args)})
     fewest, num_pages = _fewest_pages(args), choose_num_pages(model, args, page_bytes)
     while True:
         try:
@@ -102,6 +105,7 @@ def make_replicas(
             f" {len(devices)} devices, got {num}"
         )
     engines: list[AsyncEngine] = []
+    store = None if args.file_cache is None else _file_store(model, args)
     group = ExpertGroup(model, devices[:num]) if shares_experts(args) else None
     for i in range(num):
         of_one = argparse.Namespace(**vars(args))
@@ -109,6 +113,7 @@ def make_replicas(
         of_one.host_cache_bytes = args.host_cache_bytes // num
         of_one.max_waiting = -(-args.max_waiting // num)
         of_one.expert_group = group
+        of_one.file_store = store
         if group is not None and engines:  # a step is one executable: all have the same shapes
             of_one.num_pages = engines[0].num_pages
         engines.append(make_engine(model, of_one, draft_model, vision))
@@ -146,6 +151,33 @@ def _host_capacities(config: models.ModelConfig, args: argparse.Namespace) -> di
         what = "twice the bytes of a slot of states or a page" if states else "the bytes of a page"
         raise ValueError(f"--host-cache-bytes: expected at least {fewest}, {what}, got {total}")
     return {name: int(total // len(each) // size) for name, size in each.items()}
+
+
+def _file_store(model: models.Model, args: argparse.Namespace) -> FileStore:
+    """The directory of --file-cache. Raises ValueError."""
+    fewest = bytes_of_page(model.config, args) * num_devices(args)
+    if args.file_cache_bytes < 2 * fewest:
+        raise ValueError(
+            f"--file-cache-bytes: expected at least {2 * fewest}, the bytes of two pages, got"
+            f" {args.file_cache_bytes}"
+        )
+    depends = [_digest(model), jax.__version__, jax.default_backend()]
+    depends += [f"{name}={getattr(args, name)}" for name in _OF_PAGES]
+    digest = hashlib.sha256("\n".join(depends).encode()).hexdigest()[:16]
+    # A folder of its own: the directory's mode is the operator's.
+    directory = args.file_cache / "prefixes"
+    return FileStore(directory, args.file_cache_bytes, digest, args.owners)
+
+
+# Options on which the bytes of a page depend.
+_OF_PAGES = (
+    "dtype",
+    "kv_cache_dtype",
+    "eight_bit_products",
+    "page_size",
+    "tensor_parallel",
+    "context_parallel",
+)
 
 
 def bytes_of_states(config: models.ModelConfig, args: argparse.Namespace) -> int:
@@ -199,12 +231,13 @@ _OF_ALL_PROCESSES = (
 
 
 def _digest(model: models.Model) -> str:
-    """A digest of the config and of some values of each weight."""
+    """A digest of the config, of some values of each weight, and of the sum of its bytes."""
     digest = hashlib.sha256(repr(model.config).encode())
     for path, weight in jax.tree_util.tree_leaves_with_path(model.params):
         values = np.asarray(weight).reshape(-1)
         some = values[:: max(1, values.size // _DIGEST_VALUES)]
         digest.update(f"{path} {weight.shape} {weight.dtype}".encode() + some.tobytes())
+        digest.update(b"%d" % np.add.reduce(values.view(f"u{values.itemsize}"), dtype=np.uint64))
     return digest.hexdigest()[:16]
 
 

@@ -18,6 +18,7 @@ from jax_attn import models
 from jax_attn.serve._engine import constrained_decoding, speculation
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
@@ -135,6 +136,37 @@ def test_states_and_pages_leave_for_the_host_and_come_back(model, reference):
     assert [run(tiered, reference, x)[0].num_cached for x in prompts[:2]] == [32, 32]
     host.state_tokens = 1000.0  # dearer than computing
     assert run(tiered, reference, prompts[2])[0].num_cached == 0
+
+
+def test_states_and_pages_leave_for_files_and_come_back_after_a_restart(model, reference, tmp_path):
+    """Device and host hold little more than a prompt each."""
+    limits = dataclasses.replace(
+        LIMITS, num_pages=14, max_running=1, num_states=3, num_host_pages=12, num_host_states=4
+    )
+    prompts = [[i, *STEM, *STEM[::-1], i] for i in range(4)]
+
+    def made():
+        engine = Engine(model, dataclasses.replace(limits, files=FileStore(tmp_path, 1 << 30, "m")))
+        engine.device.compile_all()
+        return engine
+
+    engine = made()
+    for prompt in prompts:
+        run(engine, reference, prompt)
+    assert run(engine, reference, prompts[0])[0].num_cached == 32  # from files, while it runs
+    assert any(tmp_path.glob("*.state"))
+    engine.close()
+    engine = made()
+    engine.device._states = jax.tree.map(lambda x: x * np.nan, engine.device._states)
+    assert [run(engine, reference, x)[0].num_cached for x in prompts] == [32] * 4
+    engine.close()
+    # Without its states a prefix is of no use, and what lies before others is.
+    for path in sorted(tmp_path.glob("*.state"))[::2]:
+        path.unlink()
+    engine = made()
+    for prompt in prompts:
+        assert run(engine, reference, prompt)[0].num_cached in (0, 8, 16, 24, 32)
+    engine.close()
 
 
 class Guesses:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 import resource
 import socket
@@ -386,3 +387,20 @@ def test_more_rows_leave_less_room_for_pages(model, monkeypatch):
     make(model, monkeypatch, allocator, "--max-running", "64", device=FakeGpu(3000 * PAGE_BYTES, 0))
     more = 32 * VOCAB * sizing._SAMPLING_BYTES
     assert allocator.asked == [int(0.85 * (3000 * PAGE_BYTES - more)) // PAGE_BYTES]
+
+
+def test_files_of_the_prefix_cache_belong_to_keys(monkeypatch, tmp_path):
+    """Not to names of tenants, which say where a key is in a list."""
+    (tmp_path / "keys").write_text("a-key-of-one-tenant\nanother-tenants-key")
+    seen = []
+
+    def stop(args):
+        seen.append(args.owners)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(main, "load_all", stop)
+    assert main.main(["--port", "0", "--api-key-file", str(tmp_path / "keys")]) == 1
+    assert main.main(["--port", "0"]) == 1
+    (owners, none) = seen
+    assert none == {} and set(owners) == {"key0", "key1"}
+    assert owners["key0"] == hashlib.sha256(b"a-key-of-one-tenant").hexdigest()

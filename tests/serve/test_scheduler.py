@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.serve.fake_device import VOCAB, FakeEngine, nodes, reference_output
+from helpers.serve.fake_device import VOCAB, FakeEngine, FakeFiles, nodes, reference_output
 from helpers.serve.schedules import advance, assert_drained, config, scheduled, sequence
 from jax_attn.serve._scheduling.admission import Admission, QueueFull
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
@@ -41,9 +41,9 @@ class Traffic:
     abort_rate: float = 0.1
     deadline_rate: float = 0.1
 
-    def run(self, scheduler: Scheduler, depth: int, forces: bool):
+    def run(self, scheduler: Scheduler, depth: int, forces: bool, files: FakeFiles | None = None):
         rng = random.Random(self.seed)
-        engine = FakeEngine(scheduler, depth, forces)
+        engine = FakeEngine(scheduler, depth, forces, files)
         seqs: list[Sequence] = []
         now = 0
         while now < self.num_steps or engine.has_work:
@@ -134,11 +134,13 @@ SYSTEMS = {
 }
 
 
-def simulate(system: str, depth: int, forces: bool, seeds) -> None:
+def simulate(system: str, depth: int, forces: bool, seeds, has_files: bool = False) -> None:
     totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
+    totals["read"] = 0
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
-        _, seqs = Traffic(seed).run(scheduler, depth, forces)
+        files = FakeFiles(scheduler, seed) if has_files else None
+        _, seqs = Traffic(seed).run(scheduler, depth, forces, files)
         for seq in seqs:
             expected, reason = reference_output(seq, forces)
             output = seq.tokens[seq.num_prompt :]
@@ -152,6 +154,7 @@ def simulate(system: str, depth: int, forces: bool, seeds) -> None:
         totals["cached"] += stats.num_prompt_tokens_cached
         totals["dropped"] += stats.num_dropped_pages or 0
         totals["returned"] += stats.host["returned"] if stats.host else 0
+        totals["read"] += 0 if files is None else files.num_read
         assert_drained(scheduler)
     # Checks that every event that the simulation is for has occurred.
     assert totals["reasons"] == set(FinishReason) - {FinishReason.ERROR}
@@ -159,12 +162,19 @@ def simulate(system: str, depth: int, forces: bool, seeds) -> None:
     assert (totals["cached"] > 0) == ("no prefix cache" not in system)
     assert (totals["dropped"] > 0) == ("streaming" in system)
     assert (totals["returned"] > 0) == ("host" in system)
+    assert (totals["read"] > 0) == has_files
 
 
 @pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_token_is_computed_once_in_order_over_the_right_pages(system, depth, forces):
     simulate(system, depth, forces, range(2))
+
+
+@pytest.mark.parametrize("depth, forces", [(0, False), (2, True)])
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if "host" in name])
+def test_the_same_with_files(system, depth, forces):
+    simulate(system, depth, forces, range(2), has_files=True)
 
 
 @pytest.mark.slow

@@ -649,3 +649,4 @@ class AsyncEngine:
             self._abort(set(left))
             self._wants_snapshot = True
             self._publish()
+        self._engine.close(keep=self.failure is None)

@@ -59,6 +59,7 @@ class Counters:
             "states": scheduler.states,
             "host": scheduler.host,
             "host_states": scheduler.host_states,
+            "files": scheduler.files,
             "dropped_pages": scheduler.num_dropped_pages,
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_hit_tokens": scheduler.num_prompt_tokens_cached,

@@ -28,9 +28,11 @@ from jax_attn.models._layers.moved_pages import move_keys
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
+from jax_attn.serve._engine.file_copies import FileCopies
+from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
-from jax_attn.serve._scheduling.host_tier import Move, PageCopy
+from jax_attn.serve._scheduling.host_tier import Move, OneMove, PageCopy
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Rotation
@@ -89,6 +91,7 @@ class Device:
         self._tree: Any
         self._weights, self._tree = jax.tree.flatten(params)
         self._num_pages, self._max_running = capacities.num_pages, capacities.max_running
+        self._page_size = capacities.page_size
         self._num_states = capacities.num_states
         sizes = buckets.sizes(capacities.max_running, capacities.max_step_tokens, self._has_drafts)
         if config.batch_invariant:
@@ -323,25 +326,37 @@ class Device:
     def _pools(self) -> tuple[models.Pages, models.Pages | None]:
         return self._k_pages, self._v_pages
 
-    def move(self, moves: Sequence[Move | PageCopy]) -> None:
+    def move(self, moves: Sequence[OneMove]) -> None:
         """Copies pages on the device, and pages and states to the host and back, after the steps
-        before.
+        before. Those of the host also go to files, and come from there.
 
         Pages move in the order of the list, and states in theirs. The two are in different pools,
         so states do not cut a batch of pages short.
         """
-        states = [x for x in moves if isinstance(x, Move) and x.is_state]
+        states = [x for x in moves if not isinstance(x, PageCopy) and x.is_state]
         pages = [x for x in moves if isinstance(x, PageCopy) or not x.is_state]
-        for kind, group in itertools.groupby(pages, type):
-            if kind is PageCopy:
+        for is_within, group in itertools.groupby(pages, lambda x: isinstance(x, PageCopy)):
+            if is_within:
                 self.copy_pages([(x.source, x.page) for x in group if isinstance(x, PageCopy)])
                 continue
             assert self._host is not None
-            with_host = [x for x in group if isinstance(x, Move)]
+            with_host = [x for x in group if not isinstance(x, PageCopy)]
             self._k_pages, self._v_pages = self._host.move(self._pools, with_host)
         if states:
             assert self._host_states is not None
             self._states = self._host_states.move(self._states, states)
+
+    def open_files(self, store: FileStore) -> FileCopies:
+        """Has pages and states of the host, which there is, go to files and come from there."""
+        assert self._host is not None
+        page, state = self._host.shape(self._pools), ()
+        if self._host_states is not None:
+            state = self._host_states.shape(self._states)
+        files = FileCopies(store, self._page_size, page, state)
+        for host in (self._host, self._host_states):
+            if host is not None:
+                host.files = files
+        return files
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages of the pools, one after the other: (from, to)."""

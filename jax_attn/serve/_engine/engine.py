@@ -83,7 +83,8 @@ from jax_attn.serve._scheduling.events import (
     TokenEvent,
     TokenLogprob,
 )
-from jax_attn.serve._scheduling.host_tier import Move, PageCopy
+from jax_attn.serve._scheduling.file_tier import FileTier
+from jax_attn.serve._scheduling.host_tier import Move, OneMove
 from jax_attn.serve._scheduling.pictures import PictureNumbers
 from jax_attn.serve._scheduling.request import (
     FinishReason,
@@ -97,6 +98,9 @@ from jax_attn.serve._scheduling.streaming import StreamingPages
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 log = logging.getLogger("jax_attn.serve")
+
+_FILE_SECONDS = 0.005  # at most, for files: requests may come meanwhile
+_CLOSE_SECONDS = 10.0  # for what is still to be written
 
 
 class Engine:
@@ -162,7 +166,7 @@ class Engine:
             # Its bits do not affect the output, so its steps need no padding.
             plain = dataclasses.replace(
                 config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
-                num_host_states=0,
+                num_host_states=0, files=None,
             )  # fmt: skip
             device = Device(draft_model, device_config(draft_model.config, plain))
             longest = draft_model.config.max_positions
@@ -176,6 +180,10 @@ class Engine:
         self._last_plan: StepPlan | None = None
         self._num_updates = 0  # of the weights
         self._adapters = LoadedAdapters(config.max_loras)
+        if config.files is not None and (host := self.scheduler.memory.host) is not None:
+            copies = self.device.open_files(config.files)
+            files = FileTier(copies, host, config.page_size, config.files.owners)
+            self.scheduler.memory.open_files(files)
 
     def warm_up(self, progress: Progress | None = None) -> list[str]:
         """See Device.warm_up."""
@@ -207,6 +215,9 @@ class Engine:
                 host.page_tokens,
                 self.config.page_size,
             )
+            if (files := self.scheduler.memory.files) is not None:
+                files.measure(of_token)
+                log.info("and from a file in that of %.2f", files.page_tokens)
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -421,7 +432,12 @@ class Engine:
         return self._outputs.take_events()
 
     def _wait_for_held(self) -> None:
-        """Waits for held sequences if there is nothing else to do."""
+        """Waits for held sequences, or for files, if there is nothing else to do."""
+        files = self.scheduler.memory.files
+        if files is not None and files.num_reading:
+            self.device.rest()
+            files.wait(_FILE_SECONDS)
+            return
         if not self._constrained.num_held:
             # The state would never change, and the caller would call `step` for ever.
             raise RuntimeError(
@@ -478,7 +494,7 @@ class Engine:
             with self._counters.phases["dispatch"]:
                 self.device.rotate(rotations)
 
-    def _run(self, moves: list[Move | PageCopy]) -> None:
+    def _run(self, moves: list[OneMove]) -> None:
         host = self.scheduler.memory.host
         try:
             with self._counters.phases["dispatch"]:
@@ -570,6 +586,9 @@ class Engine:
         if not version or "\0" in version:
             raise ValueError(f"update_params: version: expected a name, got {version!r}.")
         self._num_updates += 1
+        files = self.scheduler.memory.files
+        if files is not None and version == FIRST_VERSION and not keep_prefixes:
+            files.is_open = False  # its entries are of weights that had this name before
         self.scheduler.begin_version("" if version == FIRST_VERSION else version, keep_prefixes)
         self._outputs.version = version
         self.device.update(updates, donate=donate)
@@ -604,6 +623,43 @@ class Engine:
         """Makes an empty kv cache. Raises jax.errors.JaxRuntimeError if it does not fit."""
         self.device.reset()
         self._speculation.reset()
+
+    def close(self, keep: bool = True) -> None:
+        """Ends threads of its own. There is no step after it.
+
+        keep: all that is cached goes to files, if there are any, as far as _CLOSE_SECONDS allow.
+        """
+        if (files := self.scheduler.memory.files) is None:
+            return
+        try:
+            if keep:
+                self.settle()
+                self._run_moves()
+                self._keep_all(files)
+        except Exception:
+            log.exception("the prefix cache is not kept")
+        files.close()
+
+    def _keep_all(self, files: FileTier) -> None:
+        until, page_bytes = time.monotonic() + _CLOSE_SECONDS, 4 * self.config.page_size
+        for namespace, key, node in self.scheduler.cache.latest_first():
+            begin = len(key) // page_bytes - len(node.pages)
+            for i in range(0, len(node.pages), PAGES):
+                part = node.pages[i : i + PAGES]
+                is_last = i + len(part) == len(node.pages)
+                key_of_part = key[: (begin + i + len(part)) * page_bytes]
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                if node.on_host:
+                    state = node.host_state if is_last and node.host_state >= 0 else None
+                    files.store(namespace, key_of_part, part, state)
+                    self._run_moves()
+                    files.flush(left)
+                    continue
+                slots = [node.state] if is_last and node.state >= 0 else []
+                pages, states = self.device.take(part, slots)
+                files.put(namespace, key_of_part, pages, states)
+                files.flush(left)
 
     # ---- failures ------------------------------------------------------------------------------
 

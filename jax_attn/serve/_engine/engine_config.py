@@ -17,6 +17,7 @@ from jax_attn.serve._scheduling.tenants import TenantLimits
 
 if TYPE_CHECKING:
     from jax_attn.serve._engine.expert_group import ExpertGroup
+    from jax_attn.serve._engine.file_store import FileStore
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class EngineConfig:
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
     num_host_states: int | None = None
+    files: FileStore | None = None  # for pages and states that leave the host's memory
     # Slots of recurrent states, of running sequences and of checkpoints, if the model has recurrent
     # layers; None: four for each of max_running.
     num_states: int | None = None
@@ -85,6 +87,8 @@ class EngineConfig:
                 "EngineConfig: num_host_pages: expected 0 without prefix_cache, got"
                 f" {self.num_host_pages}."
             )
+        if self.files is not None and not self.num_host_pages:
+            raise ValueError("EngineConfig: files: expected None without num_host_pages, got some.")
         for name in ("tensor_parallel", "context_parallel"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"EngineConfig: {name}: expected at least 1, got {count}.")

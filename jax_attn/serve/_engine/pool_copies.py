@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 from jax.stages import Compiled
 
-from jax_attn.serve._scheduling.host_tier import Move
+from jax_attn.serve._engine.file_copies import FileCopies
+from jax_attn.serve._scheduling.host_tier import FromFile, Move, ToFiles
 
 PAGES = 16  # pages of a call; a call of fewer takes as long
 COPIES = 4  # likewise, within the device: mostly one prompt enters in a step
@@ -108,17 +109,32 @@ def copy_within(pools: Pools) -> Compiled:
 
 
 class HostPages:
-    """Pages in the host's memory, by their numbers there."""
+    """Pages in the host's memory, by their numbers there.
+
+    files: where some of them go; None: they stay.
+    """
 
     def __init__(self, copies: PoolCopies):
         pinned = partial(jax.tree.map, lambda x: x.with_memory_kind("pinned_host"))
         self._sharding = pinned(copies.shardings[0])
         self._copies = copies
         self._pages: dict[int, Any] = {}
+        self.files: FileCopies | None = None
 
-    def move(self, pools: Pools, moves: Iterable[Move]) -> Pools:
+    def shape(self, pools: Pools) -> Any:
+        """jax.ShapeDtypeStruct of a page in the host's memory."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self._copies.shapes(pools)[0],
+            self._sharding,
+        )
+
+    def move(self, pools: Pools, moves: Iterable[Move | ToFiles | FromFile]) -> Pools:
         """Runs the moves in their order. Returns the pools; those that were passed are donated."""
-        for to_host, group in itertools.groupby(moves, lambda move: move.to_host):
+        for (kind, to_host), group in itertools.groupby(moves, _direction):
+            if kind is not Move:
+                self._move_files(group)
+                continue
             _, ids, numbers, _ = (list(each) for each in zip(*group, strict=True))
             if to_host:
                 taken = self._copies.take(pools, ids)
@@ -128,8 +144,21 @@ class HostPages:
                 pools = self._copies.put(pools, ids, [self._pages[each] for each in numbers])
         return pools
 
+    def _move_files(self, moves: Iterable[Any]) -> None:
+        for move in moves:
+            if isinstance(move, FromFile):
+                self._pages[move.host_page] = move.value
+                continue
+            assert self.files is not None
+            values = [self._pages[each] for each in move.host_pages]
+            self.files.write(move.owner, move.key, values, move.is_state)
+
     def clear(self) -> None:
         self._pages = {}
+
+
+def _direction(move: Move | ToFiles | FromFile) -> tuple[type, bool]:
+    return type(move), isinstance(move, Move) and move.to_host
 
 
 def _take(pools: Pools, ids: Any) -> list[Any]:

@@ -142,6 +142,22 @@ def _families(each: list[tuple[tuple[str, ...], dict[str, Any]]]) -> Iterator[Me
         ):
             moved = partial(lambda stats, name: {"": stats["host"][name]}, name=name)
             yield family(CounterMetricFamily, f"host_pages_{name}", text, moved)
+    if first.get("files"):
+        for name, text, key in (
+            ("file_cache_entries", "Pages and states in files", "cached"),
+            ("file_cache_bytes", "Bytes of them", "bytes"),
+        ):
+            now = partial(lambda stats, key: {"": stats["files"][key]}, key=key)
+            yield family(GaugeMetricFamily, name, text, now)
+        for name, text, key in (
+            ("file_pages_stored", "Pages that were written to files", "stored"),
+            ("file_pages_returned", "Pages that were read from files", "returned"),
+            ("file_pages_left_out", "Pages that the disk was too slow to take", "left_out"),
+            ("file_cache_entries_evicted", "Files that made room for others", "evicted"),
+            ("file_cache_entries_damaged", "Files that could not be read", "damaged"),
+        ):
+            total = partial(lambda stats, key: {"": stats["files"][key]}, key=key)
+            yield family(CounterMetricFamily, name, text, total)
     if first.get("dropped_pages") is not None:
         dropped, text = one("dropped_pages"), "Pages that --kv-policy gave back while a request ran"
         yield family(CounterMetricFamily, "dropped_pages", text, dropped)

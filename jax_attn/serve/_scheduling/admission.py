@@ -366,6 +366,8 @@ class Admission:
                 continue
             if may_be_overtaken and self._gains_by_waiting(seq, key, num_cached_pages, coming):
                 continue
+            if self._memory.awaits_files(seq, key):
+                continue
             if seq.num_in_flight or not self._enter(seq, key, num_cached_pages):
                 step.is_closed = not may_be_overtaken
                 continue

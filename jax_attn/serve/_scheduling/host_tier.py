@@ -8,7 +8,7 @@ the list. Copies of pages within the device are in the same list.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jax_attn.serve._scheduling.pages import PageAllocator
 
@@ -27,6 +27,37 @@ class Move(NamedTuple):
         return None if self.to_host or self.is_state else self.page
 
 
+class ToFiles(NamedTuple):
+    """A copy of pages of the host, or of a slot of states, to files. See `file_tier`.
+
+    owner, key: of the entries; the pages are the last of `key`.
+    """
+
+    host_pages: tuple[int, ...]
+    is_state: bool
+    owner: str
+    key: bytes
+
+    @property
+    def page_written(self) -> None:
+        """No page of the device."""
+
+
+class FromFile(NamedTuple):
+    """A page, or a slot of states, of the host that was read from a file.
+
+    value: arrays in the host's memory.
+    """
+
+    host_page: int
+    is_state: bool
+    value: Any
+
+    @property
+    def page_written(self) -> None:
+        """No page of the device."""
+
+
 class PageCopy(NamedTuple):
     """A copy of a page of the device to another one."""
 
@@ -39,10 +70,13 @@ class PageCopy(NamedTuple):
         return self.page
 
 
-class Moves(list[Move | PageCopy]):
+OneMove: TypeAlias = Move | PageCopy | ToFiles | FromFile
+
+
+class Moves(list[OneMove]):
     """Copies of pages and states that the device has yet to run, in this order."""
 
-    def take(self) -> list[Move | PageCopy]:
+    def take(self) -> list[OneMove]:
         """Those since the last call."""
         moves = self[:]
         self.clear()
@@ -71,7 +105,7 @@ class HostTier:
         """Whether pages are worth keeping: enough of them come back sooner than computed again."""
         return self.is_open and self.page_tokens < page_size
 
-    def is_sooner(self, num_pages: int, num_tokens: int, has_state: bool = False) -> bool:
+    def is_sooner(self, num_pages: int, num_tokens: float, has_state: bool = False) -> bool:
         """Whether that many pages, and states, come back sooner than num_tokens are computed."""
         seconds_in_tokens = has_state * self.state_tokens
         if num_pages:
@@ -102,6 +136,14 @@ class HostTier:
         self.moves += map(Move, [False] * len(pages), pages, host_pages)
         self.num_returned += len(pages)
         self.allocator.free(host_pages)
+
+    def receive(self, host_pages: list[int], values: list[Any]) -> None:
+        """Has pages of the host take the values that were read from files."""
+        self.moves += map(FromFile, host_pages, [False] * len(values), values)
+
+    def receive_state(self, host_slot: int, value: Any) -> None:
+        """Has a slot of states of the host take the values that were read from a file."""
+        self.moves.append(FromFile(host_slot, True, value))
 
     def store_state(self, slot: int, host_slot: int) -> None:
         """Has the device copy a slot of states to the host."""

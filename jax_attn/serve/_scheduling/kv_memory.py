@@ -9,6 +9,7 @@ import heapq
 from array import array
 from bisect import bisect_left, insort
 
+from jax_attn.serve._scheduling.file_tier import FileTier
 from jax_attn.serve._scheduling.host_tier import HostTier, Moves, PageCopy
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
@@ -125,6 +126,54 @@ class KvMemory:
         namespace = versioned(seq.namespace, self.version, number)
         known = self.cache.num_known_pages(namespace, self.lookup_key(seq))
         return known * self.config.page_size
+
+    # ---- files ----
+
+    @property
+    def files(self) -> FileTier | None:
+        """Behind the host tier; None: there is none."""
+        return self.cache.files
+
+    def open_files(self, files: FileTier) -> None:
+        """Has pages and states that leave the host go to files, and come from there."""
+        self.cache.files = files
+
+    def awaits_files(self, seq: Sequence, key: bytes) -> bool:
+        """Whether pages that a waiting sequence can use are being read. Begins that.
+
+        key: of `lookup_key`. A sequence asks for a read of its own once.
+        """
+        if self.files is None or not key:
+            return False
+        if seq.file_read is None and not seq.has_asked_files:
+            size = 4 * self.config.page_size
+            if seq.pictures:
+                key = key[: 4 * seq.pictures[0].begin // size * size]
+            namespace, has_states = self.namespace(seq), self.states is not None
+            known = self.cache.num_known_pages(namespace, key, with_state=False)
+            usable = self.cache.num_known_pages(namespace, key) if has_states else known
+            num_reading = self.files.num_reading
+            seq.file_read = self.files.ask(namespace, key, known, usable, has_states)
+            # One that another sequence began may bring less than this one needs.
+            is_own = self.files.num_reading > num_reading
+            seq.has_asked_files = seq.file_read is None or is_own
+        if seq.file_read is None:
+            return False
+        if not seq.file_read.is_over and not self.files.is_late(seq.file_read):
+            return True
+        seq.has_asked_files |= not seq.file_read.is_over
+        seq.file_read = None
+        return not seq.has_asked_files and self.awaits_files(seq, key)
+
+    def take_files(self, now: float) -> None:
+        """Gives the cache what was read since the last call. now: on the clock of `schedule`."""
+        if self.files is None:
+            return
+        for read, values in self.files.take(now):
+            if values.pages or values.states is not None:
+                self.files.num_returned += len(values.pages)
+                self.cache.receive(read.namespace, read.key, read.begin, *values)
+                self.num_insertions += 1
 
     def has_room(self, num_new: int, num_pages: int) -> bool:
         """Whether a sequence may enter that needs num_pages pages, of which num_new are new.

@@ -18,6 +18,9 @@ With a host tier (`host_tier`) a page that leaves the device goes to the host, a
 the tree. A node is on the device or on the host as a whole, and all below one on the host are there
 too: so a path is a part on the device, then a part on the host. So do the states of a node: that of
 one on the host is there, too, and that of one on the device may be.
+
+With files behind the host (`files`) what leaves the host's memory is written there, and leaves the
+tree. What is read again comes back as nodes on the host.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, KeysView
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jax_attn.serve._scheduling.cache_events import CacheEvent, CacheLog
+from jax_attn.serve._scheduling.file_tier import FileTier
 from jax_attn.serve._scheduling.host_tier import HostTier
 from jax_attn.serve._scheduling.pages import PageAllocator
 
@@ -174,6 +178,7 @@ class RadixCache:
         self.num_cached = 0  # pages on the device
         self.num_evictable = 0  # number of cached pages that nobody locks
         self._allocator, self._states, self._host = allocator, states, host
+        self.files: FileTier | None = None  # behind the host
         self._log: CacheLog | None = None  # None: nobody wants to know
         self._with_state: dict[Node, None] = {}  # nodes with a checkpoint on the device
         self._with_host_state: dict[Node, None] = {}  # and on the host
@@ -196,13 +201,15 @@ class RadixCache:
         """The number of leading pages of `key` that are cached, with or without a state."""
         return len(self._walk(namespace, key)[1])
 
-    def num_known_pages(self, namespace: str, key: bytes) -> int:
+    def num_known_pages(self, namespace: str, key: bytes, with_state: bool = True) -> int:
         """The number of leading pages of `key` on the device or the host. Not an access.
+
+        with_state: with states: up to some that are cached.
 
         Other threads may call it; while the tree changes, the number may be wrong.
         """
         node, pages, num_in_node = self._walk(namespace, key)
-        if self._states is not None:
+        if self._states is not None and with_state:
             node = self._checkpoint(node, num_in_node, on_device=False)
             return sum(len(each.pages) for each in _path_to(node))
         num_known, at = len(pages), node.parent if node.on_host else None
@@ -320,6 +327,47 @@ class RadixCache:
         assert self._host is not None and node.locks
         self._host.give_back(self._to_device(node, pages), pages)
 
+    def receive(
+        self, namespace: str, key: bytes, begin: int, pages: list[Any], states: Any
+    ) -> None:
+        """Takes pages of `key` from number `begin` on, read from files, to the host, as far as it
+        has room; and states after all of `key`, unless they are None.
+
+        They are dropped if the tree has lost the pages before them, or has them already.
+        """
+        host = self._host
+        assert host is not None
+        end = begin + len(pages)
+        node, _, num_in_node = self._walk(namespace, key[: end * self._page_bytes])
+        num_known = self.num_known_pages(namespace, key[: end * self._page_bytes], False)
+        if num_known < begin:
+            return
+        node = self._split(node, num_in_node)
+        pages = pages[num_known - begin :]
+        self.lock(node)
+        self._make_room(host, len(pages), self._clock)
+        num_pages = min(len(pages), host.allocator.num_free)
+        host_pages = host.allocator.allocate(num_pages)
+        self.unlock(node)
+        if host_pages:
+            first = num_known * self._page_bytes
+            own = key[first : first + num_pages * self._page_bytes]
+            leaf = self._make_node(self._child_key(node, namespace, own), own, host_pages)
+            leaf.on_host = True
+            self._link(node, leaf)
+            host.receive(host_pages, pages[:num_pages])
+            node = leaf
+            if self._log is not None:
+                self._log.add("stored", namespace, key[: first + len(own)], num_known)
+        self._touch(node)
+        self._offer(node)
+        if states is not None and num_pages == len(pages) and node is not self._root:
+            self._receive_state(node, states, host)
+
+    def _receive_state(self, node: Node, states: Any, host: HostTier) -> None:
+        if node.state < 0 and node.host_state < 0 and self._take_host_slot(node, host):
+            host.receive_state(node.host_state, states)
+
     def lock(self, node: Node) -> None:
         """Locks `node` and all above it until `unlock(node)`. Locks count."""
         self._check_alive("lock", node)
@@ -363,7 +411,8 @@ class RadixCache:
             self._drop_host_state(node)
         if self._host is not None:
             self._host.moves.clear()
-            self._make_room(self._host, self._host.allocator.num_pages, self._clock)
+            num_pages = self._host.allocator.num_pages
+            self._make_room(self._host, num_pages, self._clock, keeps=False)
 
     def _evict(self, num_pages: int, host: HostTier | None) -> int:
         num_freed = 0
@@ -407,6 +456,18 @@ class RadixCache:
                 assert isinstance(node.child_key, tuple)
                 return node.child_key[0], b"".join(reversed(keys))
             node = node.parent
+
+    def latest_first(self) -> Iterator[tuple[str, bytes, Node]]:
+        """All nodes with their namespaces and their tokens from the root on: the most recently used
+        first, and each after the nodes above it."""
+        nodes, found = list(self._root.children.values()), []
+        while nodes:
+            node = nodes.pop()
+            found.append(node)
+            nodes += node.children.values()
+        # No node is more recent than its parent, and sorting is stable.
+        found.sort(key=lambda node: -node.last_access)
+        yield from ((*self._path(node), node) for node in found)
 
     # ---- checkpoints ----
 
@@ -479,17 +540,25 @@ class RadixCache:
         host = self._host
         if host is None or host.states is None or not host.is_open or node.state < 0:
             return
+        if self._take_host_slot(node, host):
+            host.store_state(node.state, node.host_state)
+
+    def _take_host_slot(self, node: Node, host: HostTier) -> bool:
+        """Gives a node a slot of states of the host, if it is worth one."""
+        if host.states is None:
+            return False
         if not host.states.num_free:
             oldest = min(self._with_host_state, key=self._age)
             # The deeper of two on one path stays: a sequence may be about to bring it back.
             if self._age(oldest) > self._age(node):
-                return
+                return False
+            self._to_files(oldest, [])
             self._drop_host_state(oldest)
         taken = host.states.allocate(1)
         assert taken is not None
         (node.host_state,) = taken
         self._with_host_state[node] = None
-        host.store_state(node.state, node.host_state)
+        return True
 
     def _depth(self, node: Node) -> int:
         return 0 if node.parent is None else 1 + self._depth(node.parent)
@@ -741,16 +810,29 @@ class RadixCache:
         self.num_cached += len(pages)
         return host_pages
 
-    def _make_room(self, host: HostTier, num_pages: int, last_access: int) -> None:
-        """Frees pages of the host that nobody locks or accessed later, until num_pages are free."""
+    def _make_room(
+        self, host: HostTier, num_pages: int, last_access: int, keeps: bool = True
+    ) -> None:
+        """Frees pages of the host that nobody locks or accessed later, until num_pages are free.
+
+        keeps: they go to files, if there are any.
+        """
         allocator = host.allocator
         while allocator.num_free < num_pages:
             node = self._on_host.first()
             if node is None or node.last_access > last_access:
                 return
             num_kept = max(0, len(node.pages) - (num_pages - allocator.num_free))
+            if keeps:
+                self._to_files(node, node.pages[num_kept:])
             allocator.free(node.pages[num_kept:])
             self._cut(node, num_kept)
+
+    def _to_files(self, node: Node, host_pages: list[int]) -> None:
+        """Has the last pages of a node on the host written, and its states there."""
+        if self.files is not None and (host_pages or node.host_state >= 0):
+            state = node.host_state if node.host_state >= 0 else None
+            self.files.store(*self._path(node), host_pages, state)
 
     def _forget_below(self, node: Node) -> None:
         """Forgets all below a node, which is on the host and not locked."""

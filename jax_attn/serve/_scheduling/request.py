@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from jax_attn.serve._scheduling.file_tier import Read
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.prefix_cache import Node
 
@@ -192,6 +193,10 @@ class Sequence:
     is_held: bool = field(default=False, init=False)  # retracted: takes no part in steps
     # Drafts are in flight, so its position is unknown: it takes no part in steps either.
     is_drafting: bool = field(default=False, init=False)
+    # Pages that files have, see KvMemory.awaits_files: a read that it waits for, and whether it has
+    # begun all that it can.
+    file_read: Read | None = field(default=None, init=False)
+    has_asked_files: bool = field(default=False, init=False)
     _last: int = field(init=False, repr=False)  # index of the last token that max_tokens allows
     _packed: bytearray = field(init=False, repr=False)
 

@@ -45,6 +45,7 @@ class SchedulerStats:
     states: dict[str, int] | None  # slots of recurrent states: free, cached and used; None: no such
     host: dict[str, int] | None  # pages of the host: free, cached; totals stored, returned
     host_states: dict[str, int] | None  # slots of states there: free, cached
+    files: dict[str, int] | None  # see FileTier.counts
 
 
 class Scheduler:
@@ -244,6 +245,7 @@ class Scheduler:
         scheduled again.
         """
         step = StepPlan()
+        self.memory.take_files(now)
         self._expire(now, step)
         if (seq := self.admission.beyond_its_share()) is not None:
             self._preempt(seq, step)
@@ -494,6 +496,7 @@ class Scheduler:
         """
         self.memory.release(seq, keep=True)
         seq.status = Status.WAITING
+        seq.has_asked_files = False  # its pages may go there
         seq.num_preempted += 1
         self._num_preemptions += 1
         self.admission.join(seq)
@@ -528,6 +531,7 @@ class Scheduler:
             states=None if memory.states is None else memory.states.counts(),
             host=None if memory.host is None else memory.host.counts(),
             host_states=None if memory.host is None else memory.host.counts_of_states(),
+            files=None if memory.files is None else memory.files.counts(),
         )
 
     def check_integrity(self) -> None:

@@ -9,11 +9,21 @@ digest of all tokens that went into it, so a stale or a foreign state is found i
 
 from __future__ import annotations
 
+import random
+import struct
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 
-from jax_attn.serve._scheduling.host_tier import PageCopy
+from jax_attn.serve._scheduling.file_tier import (
+    FileTier,
+    Values,
+    names,
+    page_name,
+    state_name,
+)
+from jax_attn.serve._scheduling.host_tier import FromFile, PageCopy, ToFiles
 from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
 from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
@@ -69,6 +79,56 @@ def nodes(cache: RadixCache) -> Iterator[Node]:
         stack += node.children.values()
 
 
+class FakeFiles:
+    """Files that lose entries, and whose reads take some steps and end early, by chance."""
+
+    def __init__(self, scheduler: Scheduler, seed: int):
+        self._rng = random.Random(seed)
+        self._page_size = scheduler.config.page_size
+        self._values: dict[str, object] = {}  # by name
+        self.num_read = 0
+        tier = FileTier(self, scheduler.memory.host, self._page_size, {})
+        scheduler.memory.open_files(tier)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def write(self, owner: str, key: bytes, values: list, is_state: bool) -> None:
+        begin = len(key) // (4 * self._page_size) - len(values)
+        name_of = state_name if is_state else page_name
+        made = map(name_of, names(owner, key, begin, self._page_size))
+        for name, value in zip(made, values, strict=True):
+            assert self._values.setdefault(name, value) == value, "one name for two"
+        for name in self._rng.sample([*self._values], len(self._values) // 100):
+            del self._values[name]
+
+    def read(self, pages: list[str], states: str | None) -> Future[Values]:
+        num = self._rng.choice([len(pages)] * 3 + [self._rng.randrange(9)])
+        found = [self._values[name] for name in pages[:num]]
+        of_states = self._values[states] if states is not None and num >= len(pages) else None
+        self.num_read += len(found) + (of_states is not None)
+        return _Late(Values(found, of_states), self._rng.randrange(4))
+
+
+class _Late(Future[Values]):
+    """Done after some questions."""
+
+    def __init__(self, values: Values, num_steps: int):
+        super().__init__()
+        self.set_result(values)
+        self._num_left = num_steps
+
+    def done(self) -> bool:
+        self._num_left -= 1
+        return self._num_left < 0
+
+
 class FakeDevice:
     """Runs steps at once and checks each against the scheduler's promises."""
 
@@ -87,6 +147,7 @@ class FakeDevice:
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
         self.num_copies = 0  # of pages that began like a prompt's
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
+        self.files: FakeFiles | None = None
         free = scheduler.allocator.free
         scheduler.allocator.free = lambda pages: free(self._note_freed(pages))
 
@@ -110,6 +171,9 @@ class FakeDevice:
                 arrived[page] = i
                 self.num_copies += 1
                 continue
+            if isinstance(move, ToFiles | FromFile):
+                self._move_files(move)
+                continue
             to_host, page, host_page, is_state = move
             if is_state and to_host:
                 self.host_states[host_page] = self.states[page]
@@ -131,6 +195,23 @@ class FakeDevice:
         for source, target, distance in self.scheduler.memory.take_rotations():
             self.writers[target], self.rotated[target] = self.writers[source], distance
             self.slots |= {(target, offset): self.slots[source, offset] for offset in offsets}
+
+    def _move_files(self, move: ToFiles | FromFile) -> None:
+        held = self.host_states if move.is_state else self.host
+        if isinstance(move, FromFile):
+            held[move.host_page] = move.value
+            return
+        values = [held[page] for page in move.host_pages]
+        contexts = [salt(move.owner)]
+        for (token,) in struct.iter_unpack("i", move.key):
+            contexts.append(digest(contexts[-1], token))
+        if move.is_state:
+            assert values == contexts[-1:], "a state of other tokens is stored"
+        else:
+            assert {writer for writer, _ in values} == {move.owner}, "a foreign page is stored"
+            digests = [x for _, of_page in values for x in of_page]
+            assert digests == contexts[-len(digests) :], "a page of other tokens is stored"
+        self.files.write(move.owner, move.key, values, move.is_state)
 
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
         """Returns (sequence, sampled token or None, digest of its context) for each entry."""
@@ -261,9 +342,16 @@ class FakeDevice:
 class FakeEngine:
     """Retires a step `depth` steps after its launch, as an engine that overlaps steps does."""
 
-    def __init__(self, scheduler: Scheduler, depth: int = 1, forces: bool = False):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        depth: int = 1,
+        forces: bool = False,
+        files: FakeFiles | None = None,
+    ):
         self.scheduler = scheduler
         self.device = FakeDevice(scheduler)
+        self.device.files = files
         self.depth = depth
         self.forces = forces
         self.flying: deque[list[tuple[Sequence, int | None, int]]] = deque()
