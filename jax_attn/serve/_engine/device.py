@@ -77,7 +77,7 @@ class Device:
 
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self._model_config = model.config
+        self.model_config = model.config
         self._split = _split(model.config, config)
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.kv_policy is not None
@@ -95,7 +95,7 @@ class Device:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
             sizes = sizes[-1:]
-        dtype = self.dtype = str(model.params["embed"].dtype)
+        dtype = self.dtype = str(model.params["final_norm"].dtype)
         self._loras: models.LoraPools | None = None
         if config.max_loras:
             self._loras = models.LoraPools(
@@ -160,7 +160,7 @@ class Device:
                 self._lora_arrays,
             ),
         )
-        self._page_copies = PoolCopies("pages", self._pools, PAGES)
+        self._page_copies = PoolCopies("pages", self.pages, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
         # A page with a prompt's first tokens is copied; states are those of ends of pages.
         self._copies_pages = capacities.prefix_cache and not capacities.num_states
@@ -174,7 +174,7 @@ class Device:
         if self._split is not None:
             return self._split.split_params(params)
         if jax.default_backend() == "cpu":
-            return models.pack_params(params, self._model_config)
+            return models.pack_params(params, self.model_config)
         return params
 
     def reset(self) -> None:
@@ -239,10 +239,20 @@ class Device:
         self._weights = jax.block_until_ready(self._tree.flatten_up_to(params))
         self._count_bytes()
 
+    def embedding_and_head(self) -> models.Params:
+        """These of the current weights; without a head if it is tied to the embedding."""
+        return jax.tree.map(lambda i: self._weights[i], self._shared_leaves)
+
+    @functools.cached_property
+    def _shared_leaves(self) -> models.Params:
+        """`embedding_and_head` with an index into `_weights` in the place of each array."""
+        leaves = jax.tree.unflatten(self._tree, range(self._tree.num_leaves))
+        return {name: leaves[name] for name in ("embed", "head") if name in leaves}
+
     @functools.cached_property
     def _updates(self) -> models.WeightUpdates:
         params = jax.tree.unflatten(self._tree, self._weights)
-        return models.WeightUpdates(self._model_config, params, self._split)
+        return models.WeightUpdates(self.model_config, params, self._split)
 
     # ---- adapters ------------------------------------------------------------------------------
 
@@ -320,7 +330,8 @@ class Device:
         return Scores(logits, rows)
 
     @property
-    def _pools(self) -> tuple[models.Pages, models.Pages | None]:
+    def pages(self) -> tuple[models.Pages, models.Pages | None]:
+        """k_pages and v_pages. The next step donates them."""
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[Move | PageCopy]) -> None:
@@ -338,7 +349,7 @@ class Device:
                 continue
             assert self._host is not None
             with_host = [x for x in group if isinstance(x, Move)]
-            self._k_pages, self._v_pages = self._host.move(self._pools, with_host)
+            self._k_pages, self._v_pages = self._host.move(self.pages, with_host)
         if states:
             assert self._host_states is not None
             self._states = self._host_states.move(self._states, states)
@@ -349,14 +360,14 @@ class Device:
         for begin in range(0, len(copies), COPIES):
             batch = copies[begin : begin + COPIES]
             batch += batch[-1:] * (COPIES - len(batch))
-            self._k_pages, self._v_pages = copy(self._pools, np.array(batch, np.int32))
+            self._k_pages, self._v_pages = copy(self.pages, np.array(batch, np.int32))
 
     def rotate(self, rotations: Sequence[Rotation]) -> None:
         """Copies pages with their keys rotated, after the steps before."""
         for begin in range(0, len(rotations), _ROTATIONS):
             some = np.array(rotations[begin : begin + _ROTATIONS], np.int32)
             padded = np.pad(some, ((0, _ROTATIONS - len(some)), (0, 0)), mode="edge")
-            self._k_pages, self._v_pages = self._executables["rotate"](*self._pools, padded)
+            self._k_pages, self._v_pages = self._executables["rotate"](*self.pages, padded)
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -365,7 +376,7 @@ class Device:
         if not pages:
             return [], []
         self.compile_copies()
-        found = self._page_copies.take(self._pools, pages)
+        found = self._page_copies.take(self.pages, pages)
         return found, self._state_copies.take(self._states, states)
 
     def put(
@@ -377,19 +388,19 @@ class Device:
         """
         if not (pages or states):
             return
-        self._k_pages, self._v_pages = self._page_copies.put(self._pools, pages, of_pages)
+        self._k_pages, self._v_pages = self._page_copies.put(self.pages, pages, of_pages)
         self._states = self._state_copies.put(self._states, states, of_states)
 
     def shapes_of_copies(self) -> tuple[Any, Any]:
         """jax.ShapeDtypeStruct of a page, and of a slot of states, as `take` copies them."""
-        pages = self._page_copies.shapes(self._pools)
+        pages = self._page_copies.shapes(self.pages)
         return pages[0], self._state_copies.shapes(self._states)[0]
 
     def compile_copies(self) -> None:
         """Compiles them at their first use, which is not a shape that the warm-up has missed."""
         with compilations.expected():
             for copies, pools in (
-                (self._page_copies, self._pools),
+                (self._page_copies, self.pages),
                 (self._state_copies, self._states),
             ):
                 if not copies.is_compiled:
@@ -547,11 +558,11 @@ class Device:
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None and not self._page_copies.is_compiled:
-            tasks |= self._page_copies.tasks(self._pools)
+            tasks |= self._page_copies.tasks(self.pages)
         if self._host_states is not None and not self._state_copies.is_compiled:
             tasks |= self._state_copies.tasks(self._states)
         if self._copies_pages:
-            tasks[_COPY] = partial(copy_within, self._pools)
+            tasks[_COPY] = partial(copy_within, self.pages)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -645,10 +656,10 @@ class Device:
         none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
         def measure(moves: list[Move]) -> float:
-            jax.block_until_ready((self._pools, self._states))
+            jax.block_until_ready((self.pages, self._states))
             begin = time.perf_counter()
             self.move(moves)
-            jax.block_until_ready((self._pools, self._states))
+            jax.block_until_ready((self.pages, self._states))
             return time.perf_counter() - begin
 
         def least(count: int, is_state: bool) -> float:

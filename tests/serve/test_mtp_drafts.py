@@ -1,0 +1,260 @@
+"""Drafts of a model's own layer for multi-token prediction.
+
+Right ones save steps, wrong ones change nothing, and each is what the layer says about the text.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra `serve`")
+
+import jax_attn as ja
+from helpers import model_cases, mtp_cases
+from jax_attn import models
+from jax_attn.serve._engine import draft_model
+from jax_attn.serve._engine.engine import Engine
+from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._grammar import grammar
+from jax_attn.serve._scheduling.request import SamplingParams, Sequence
+
+LIMITS = EngineConfig(
+    num_pages=40, page_size=4, max_running=6, max_step_tokens=24, num_states=24,
+    checkpoint_tokens=8, max_drafts=3,
+)  # fmt: skip
+LONGEST = 80
+QUICK = {"xla_backend_optimization_level": 0}
+STEM = [5, 9, 200, 31, 7, 7, 12, 90, 4, 300, 8, 21, 63, 2, 2, 150, 77]
+
+
+def make(raw) -> tuple[models.Model, models.Model]:
+    """A random model and its layer."""
+    tokenizer = models.load(models.BUNDLED, "float32").tokenizer
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
+    config = models.parse_config(raw | sizes | {"tie_word_embeddings": False})
+    own = models.mtp_config(config)
+    found = [
+        models.Model(each, models.random_params(each, jax.random.key(i), "float32"), tokenizer)
+        for i, each in enumerate((config, own))
+    ]
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def random():
+    return make(mtp_cases.CONFIGS["qwen3.5"])
+
+
+def step(config, params, tokens, hidden=None):
+    """A step of one sequence of LONGEST tokens: what `forward` returns for all rows."""
+    specs = models.attention_specs(
+        config, dtype="float32", page_size=LONGEST, max_batch=1, max_qo_tokens=LONGEST,
+        max_kv_pages=1,
+    )  # fmt: skip
+    at = jnp.arange(LONGEST)
+    plans = tuple(
+        ja.plan(spec, *map(np.array, ([0, LONGEST], [LONGEST], [0, 1], [0]))) for spec in specs
+    )
+    more = {} if hidden is None else {"hidden": hidden}
+    if config.recurrent is not None:
+        of_states = models.state_spec(
+            config, dtype="float32", max_tokens=LONGEST, max_batch=1, num_slots=1
+        )
+        plan = ja.plan_linear_attention(of_states, np.array([0, LONGEST]), [-1], [0])
+        more = {"states": models.init_states(config, 1, "float32"), "state_plan": plan}
+    pages = models.init_pages(config, specs, 1)
+    return models.forward(params, config, tokens, at, *pages, plans, at, **more)
+
+
+@pytest.fixture(scope="module")
+def says(random):
+    """Says which tokens follow a text, by the model, and which drafts the layer makes."""
+    (config, params, _), (own, of_layer, _) = random
+    keeping = dataclasses.replace(config, keeps_hidden=True)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def read(tokens):
+        logits, *pages, _ = step(keeping, params, tokens)
+        return logits.argmax(-1), models.kept_hidden(*pages, jnp.arange(LONGEST), keeping)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def guess(tokens, hidden):
+        shared = {name: params[name] for name in ("embed", "head")}
+        logits, _, _, made = step(own, of_layer | shared, tokens, hidden)
+        return logits.argmax(-1), made
+
+    def says(text, num_drafts=0):
+        padded = np.zeros(LONGEST + 1, np.int32)
+        padded[: len(text)] = text
+        best, hidden = read(padded[:-1])
+        for i in range(num_drafts):
+            last = len(text) - 2 + i
+            guesses, made = guess(padded[1:], hidden)
+            padded[last + 2] = guesses[last]
+            hidden = hidden.at[last + 1].set(made[last])
+        return best[: len(text)].tolist(), padded[len(text) :][:num_drafts].tolist()
+
+    return says
+
+
+def watch(engine, says):
+    """Returns a list that grows by (sequence, tokens, drafts) whenever the layer makes drafts.
+
+    Every third time the model verifies right ones in their place.
+    """
+    made, drafts = [], engine.draft_model.draft
+
+    def draft(entries, newest):
+        drafts(entries, newest)
+        for entry in entries:
+            if not entry.drafts:
+                continue
+            made.append((entry.seq, entry.seq.num_known, entry.drafts))
+            if len(made) % 3 == 0:
+                num_known, text = entry.seq.num_known, list(entry.seq.tokens)
+                while len(text) < num_known + len(entry.drafts):
+                    text.append(says(text)[0][-1])
+                entry.drafts = tuple(text[num_known:])
+
+    engine.draft_model.draft = draft
+    return made
+
+
+def run(engine, *prompts, num_tokens=24, **params) -> list[Sequence]:
+    sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True} | params
+    seqs = [
+        Sequence(str(i), str(i), list(x), SamplingParams(**sampling)) for i, x in enumerate(prompts)
+    ]
+    engine.submit(seqs)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert engine.stats()["pages_used"] == 0
+    return seqs
+
+
+@pytest.fixture(scope="module")
+def warm(random):
+    engine = Engine(random[0], LIMITS, draft_model=random[1])
+    engine.warm_up()
+    engine.draft_model.cost = 0.0  # whatever was measured
+    return engine
+
+
+class Steady:
+    """A pace that wrong drafts do not slow down, with a pause now and then."""
+
+    def __init__(self, most, *args, **kwargs):
+        self._most, self._num = most, 0
+
+    def next(self, most):
+        self._num += 1
+        return min(most, self._most) if self._num % 7 else 0
+
+    def settle(self, num_drafts, num_taken):
+        return 0.0
+
+
+@pytest.fixture
+def engine(warm, monkeypatch):
+    """With an empty cache; what is in its pages and states, nobody may read."""
+    monkeypatch.setattr(draft_model, "Pace", Steady)
+    warm.scheduler.cache.clear()
+    for device in (warm.device, warm.draft_model.device):
+        for name in ("_k_pages", "_v_pages", "_states"):
+            setattr(device, name, jax.tree.map(lambda x: x * np.nan, getattr(device, name)))
+    monkeypatch.setattr(warm.draft_model, "draft", warm.draft_model.draft)  # undone
+    return warm
+
+
+def check(engine, says, made, seqs):
+    """Outputs are the model's, and drafts the layer's, whatever became of earlier ones."""
+    assert len(made) > 10 and max(len(drafts) for *_, drafts in made) > 1
+    for seq in seqs:
+        best, _ = says(seq.tokens)
+        assert best[seq.num_prompt - 1 : -1] == seq.tokens[seq.num_prompt :]
+    for seq, num_known, drafts in made:
+        assert says(seq.tokens[:num_known], len(drafts))[1] == list(drafts)
+
+
+def test_drafts_are_what_the_layer_says(engine, says):
+    """Over chunks of prompts, pauses, batches, cached prefixes, accepted and refused drafts."""
+    made = watch(engine, says)
+    seqs = run(engine, [*STEM, *STEM, 3])
+    seqs += run(engine, [*STEM, 3], STEM[::-1], [77], num_tokens=16)
+    seqs += run(engine, [*STEM, *STEM, 3, *seqs[0].tokens[35:50], 8])
+    assert seqs[-1].num_cached >= 32
+    check(engine, says, made, seqs)
+
+
+def test_preempted_sequences(engine, says):
+    """Three that grow to 15 pages each, in a pool of 40."""
+    made = watch(engine, says)
+    before = engine.stats()["preemptions"]
+    seqs = run(engine, *([i, *STEM, i, *STEM[:3]] for i in range(3)), num_tokens=38)
+    assert engine.stats()["preemptions"] > before
+    check(engine, says, made, seqs)
+
+
+# ---- layers that are always right ----------------------------------------------------------------
+
+WITHOUT = ("o", "down", "mixed_o", "expert_down", "shared_down")
+
+
+def always_right(name, through, prompt, num_tokens):
+    """A model whose next token depends on the last one alone, and a layer that says the same.
+
+    through: what the layer reads, the embedding of the token or the hidden state before it.
+    Returns the model, the layer and the tokens that follow the prompt.
+    """
+    (config, params, tokenizer), (own, of_layer, _) = make(mtp_cases.CONFIGS[name])
+
+    def silent(layers):
+        return [{k: w * 0 if k in WITHOUT else w for k, w in x.items()} for x in layers]
+
+    def normed(x, weight):
+        x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + config.rms_norm_eps)
+        return x * (config.norm_offset + weight)
+
+    params["layers"], of_layer["layers"] = silent(params["layers"]), silent(of_layer["layers"])
+    embed, head, weight = (np.array(params[x]) for x in ("embed", "head", "final_norm"))
+    hidden = normed(embed.copy(), weight)
+    text = [prompt[-1]]
+    for _ in range(num_tokens):
+        text.append(int((hidden[text[-1]] @ head).argmax()))
+    neutral = np.full_like(weight, 1 - config.norm_offset)
+    of_layer |= {"mtp_embedding_norm": neutral, "mtp_hidden_norm": neutral, "final_norm": weight}
+    zeros, one = np.zeros((len(weight), len(weight)), np.float32), np.eye(len(weight))
+    halves = one, zeros
+    if through == "hidden":
+        # A map from the hidden state of each of few tokens to the embedding of the one behind.
+        read = normed(hidden[text[:-1]], neutral)
+        halves = zeros, np.linalg.lstsq(read, normed(embed[text[1:]], neutral))[0]
+    of_layer["mtp_in"] = jnp.asarray(np.concatenate(halves), jnp.float32)
+    model = models.Model(config, params, tokenizer)
+    of_layer = jax.tree.map(jnp.asarray, of_layer)
+    return model, models.Model(own, of_layer, tokenizer), text[1:]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 moe", "glm4 moe", "deepseek v3"])
+@pytest.mark.parametrize("through", ["embedding", "hidden"])
+def test_right_drafts_are_accepted(name, through):
+    num_tokens = 21
+    model, layer, expected = always_right(name, through, STEM, num_tokens)
+    limits = dataclasses.replace(LIMITS, max_running=8, num_states=None)
+    engine = Engine(model, limits, draft_model=layer)
+    engine.warm_up()
+    engine.draft_model.cost = 0.0
+    for _ in range(2):  # the second time from the cache
+        before = engine.stats()
+        (seq,) = run(engine, STEM, num_tokens=num_tokens)
+        assert seq.tokens[len(STEM) :] == expected and len({*expected}) > 4
+        stats = engine.stats()
+        made, taken, steps = (
+            stats[x] - before[x] for x in ("draft_tokens", "draft_tokens_taken", "steps")
+        )
+        assert taken == made > num_tokens // 2 and steps < num_tokens // 2
