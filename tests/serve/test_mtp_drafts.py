@@ -33,22 +33,9 @@ QUICK = {"xla_backend_optimization_level": 0}
 STEM = [5, 9, 200, 31, 7, 7, 12, 90, 4, 300, 8, 21, 63, 2, 2, 150, 77]
 
 
-def make(raw) -> tuple[models.Model, models.Model]:
-    """A random model and its layer."""
-    tokenizer = models.load(models.BUNDLED, "float32").tokenizer
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0}
-    config = models.parse_config(raw | sizes | {"tie_word_embeddings": False})
-    own = models.mtp_config(config)
-    found = [
-        models.Model(each, models.random_params(each, jax.random.key(i), "float32"), tokenizer)
-        for i, each in enumerate((config, own))
-    ]
-    return found[0], found[1]
-
-
 @pytest.fixture(scope="module")
 def random():
-    return make(mtp_cases.CONFIGS["qwen3.5"])
+    return mtp_cases.make(mtp_cases.CONFIGS["qwen3.5"])
 
 
 def step(config, params, tokens, hidden=None):
@@ -188,6 +175,7 @@ def test_drafts_are_what_the_layer_says(engine, says):
     made = watch(engine, says)
     seqs = run(engine, [*STEM, *STEM, 3])
     seqs += run(engine, [*STEM, 3], STEM[::-1], [77], num_tokens=16)
+    seqs += run(engine, [*STEM, 4], [78])  # with room for several drafts each
     seqs += run(engine, [*STEM, *STEM, 3, *seqs[0].tokens[35:50], 8])
     assert seqs[-1].num_cached >= 32
     check(engine, says, made, seqs)
@@ -244,49 +232,12 @@ def test_a_hand_over(engine, says):
 
 # ---- layers that are always right ----------------------------------------------------------------
 
-WITHOUT = ("o", "down", "mixed_o", "expert_down", "shared_down")
-
-
-def always_right(name, through, prompt, num_tokens):
-    """A model whose next token depends on the last one alone, and a layer that says the same.
-
-    through: what the layer reads, the embedding of the token or the hidden state before it.
-    Returns the model, the layer and the tokens that follow the prompt.
-    """
-    (config, params, tokenizer), (own, of_layer, _) = make(mtp_cases.CONFIGS[name])
-
-    def silent(layers):
-        return [{k: w * 0 if k in WITHOUT else w for k, w in x.items()} for x in layers]
-
-    def normed(x, weight):
-        x /= np.sqrt(np.square(x).mean(-1, keepdims=True) + config.rms_norm_eps)
-        return x * (config.norm_offset + weight)
-
-    params["layers"], of_layer["layers"] = silent(params["layers"]), silent(of_layer["layers"])
-    embed, head, weight = (np.array(params[x]) for x in ("embed", "head", "final_norm"))
-    hidden = normed(embed.copy(), weight)
-    text = [prompt[-1]]
-    for _ in range(num_tokens):
-        text.append(int((hidden[text[-1]] @ head).argmax()))
-    neutral = np.full_like(weight, 1 - config.norm_offset)
-    of_layer |= {"mtp_embedding_norm": neutral, "mtp_hidden_norm": neutral, "final_norm": weight}
-    zeros, one = np.zeros((len(weight), len(weight)), np.float32), np.eye(len(weight))
-    halves = one, zeros
-    if through == "hidden":
-        # A map from the hidden state of each of few tokens to the embedding of the one behind.
-        read = normed(hidden[text[:-1]], neutral)
-        halves = zeros, np.linalg.lstsq(read, normed(embed[text[1:]], neutral))[0]
-    of_layer["mtp_in"] = jnp.asarray(np.concatenate(halves), jnp.float32)
-    model = models.Model(config, params, tokenizer)
-    of_layer = jax.tree.map(jnp.asarray, of_layer)
-    return model, models.Model(own, of_layer, tokenizer), text[1:]
-
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 moe", "glm4 moe", "deepseek v3"])
 @pytest.mark.parametrize("through", ["embedding", "hidden"])
 def test_right_drafts_are_accepted(name, through):
     num_tokens = 21
-    model, layer, expected = always_right(name, through, STEM, num_tokens)
+    model, layer, expected = mtp_cases.always_right(name, through, STEM, num_tokens)
     limits = dataclasses.replace(LIMITS, max_running=8, num_states=None)
     engine = Engine(model, limits, draft_model=layer)
     engine.warm_up()
@@ -312,7 +263,7 @@ def test_the_output_is_what_it_is_without(how, monkeypatch):
     Penalties and a grammar make some drafts of a layer that is always right wrong.
     """
     noise, least, most = NOISE[how]
-    model, layer, _ = always_right("qwen3.5", "embedding", STEM, 1)
+    model, layer, _ = mtp_cases.always_right("qwen3.5", "embedding", STEM, 1)
     matrix = layer.params["mtp_in"]
     layer.params["mtp_in"] += noise * jax.random.normal(jax.random.key(5), matrix.shape) * 0.2
     limits = dataclasses.replace(LIMITS, batch_invariant=True, max_running=8, num_states=None)
@@ -360,9 +311,7 @@ def test_the_output_is_what_it_is_without(how, monkeypatch):
     "changes, message",
     [
         ({"kv_dtype": "float8_e4m3fn"}, "kv_dtype: expected None with drafts of multi-token"),
-        ({"tensor_parallel": 2}, "tensor_parallel: expected 1 with drafts of multi-token"),
         ({"context_parallel": 2}, "context_parallel: expected 1 with drafts of multi-token"),
-        ({"devices": (jax.devices()[0],)}, "devices: expected None with drafts of multi-token"),
         ({"max_drafts": 0}, "max_drafts: expected at least 1 with a draft model"),
     ],
 )
@@ -372,6 +321,6 @@ def test_what_is_refused(random, changes, message):
 
 
 def test_the_layer_of_another_model_is_refused(random):
-    other = make(model_cases.CONFIGS["qwen3.5"] | {"num_key_value_heads": 4})[1]
+    other = mtp_cases.make(model_cases.CONFIGS["qwen3.5"] | {"num_key_value_heads": 4})[1]
     with pytest.raises(ValueError, match="expected the layer for multi-token prediction of this"):
         Engine(random[0], LIMITS, draft_model=other)

@@ -77,13 +77,13 @@ class Device:
 
     def __init__(self, model: models.Model, config: DeviceConfig):
         params, capacities = model.params, config.capacities
-        self.model_config = model.config
+        self._model_config = model.config
         self._split = _split(model.config, config)
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.kv_policy is not None
         params = self._place(params)
-        # The configuration of what one device computes.
-        self._config = model.config if self._split is None else self._split.config
+        # Of what one device computes.
+        self.config = model.config if self._split is None else self._split.config
         # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
         self._weights: list[Any]  # arrays
         self._tree: Any
@@ -105,7 +105,7 @@ class Device:
         self.buckets: list[Bucket] = []
         for size, shape in _with_pictures(sizes, config):
             specs = make_specs(
-                self._config,
+                self.config,
                 dtype,
                 capacities,
                 *size,
@@ -116,7 +116,7 @@ class Device:
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config,
+                self.config,
                 dtype,
                 capacities,
                 *size,
@@ -174,7 +174,7 @@ class Device:
         if self._split is not None:
             return self._split.split_params(params)
         if jax.default_backend() == "cpu":
-            return models.pack_params(params, self.model_config)
+            return models.pack_params(params, self._model_config)
         return params
 
     def reset(self) -> None:
@@ -185,13 +185,13 @@ class Device:
         self.free_pages()  # the new ones need their memory
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
-            pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
-            self._states = models.init_states(self._config, self._num_states, self.dtype)
+            pages: tuple[Any, Any] = models.init_pages(self.config, specs, num_pages)
+            self._states = models.init_states(self.config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
             self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        state = sampling.init_state(self._max_running, self._config.vocab_size)
+        state = sampling.init_state(self._max_running, self.config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
         self._count_bytes()
@@ -252,7 +252,7 @@ class Device:
     @functools.cached_property
     def _updates(self) -> models.WeightUpdates:
         params = jax.tree.unflatten(self._tree, self._weights)
-        return models.WeightUpdates(self.model_config, params, self._split)
+        return models.WeightUpdates(self._model_config, params, self._split)
 
     # ---- adapters ------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Device:
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
     ) -> None:
         """Gives the sampler the biases and token counts of the sequence in `slot`."""
-        arrays = sampling.slot_arrays(params, tokens, num_prompt, self._config.vocab_size)
+        arrays = sampling.slot_arrays(params, tokens, num_prompt, self.config.vocab_size)
         self._state = self._executables["slot"](self._state, np.int32(slot), *arrays)
 
     def sample(
@@ -546,7 +546,7 @@ class Device:
 
     def _tasks(self, some: Iterable[Bucket]) -> dict[str, Callable[[], Compiled]]:
         """A function that compiles each executable of the buckets, by name. All may run at once."""
-        vocab_size = self._config.vocab_size
+        vocab_size = self.config.vocab_size
         _, state, *_ = self._shapes
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
@@ -576,7 +576,7 @@ class Device:
         return tasks
 
     def _compile_rotate(self) -> Compiled:
-        config = self._config
+        config = self.config
 
         def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
             return move_keys(config, k_pages, v_pages, *rotations.T)
@@ -591,7 +591,7 @@ class Device:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         lora_tree = None if self._loras is None else self._loras.tree
         weights, state, cache, lora_arrays = self._shapes
-        compute = buckets.make_forward(self._config, self._tree, lora_tree, bucket)
+        compute = buckets.make_forward(self.config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jax_attn import models
@@ -47,9 +48,8 @@ def check_mtp(layer: models.Model, model: models.Model, config: EngineConfig) ->
         )
     refused = [
         ("kv_dtype", None, config.kv_dtype),
-        ("tensor_parallel", 1, config.tensor_parallel),
         ("context_parallel", 1, config.context_parallel),
-        ("devices", None, config.devices),
+        ("expert_group", None, config.expert_group),
     ]
     for name, neutral, value in refused:
         if value != neutral:
@@ -68,7 +68,7 @@ class MtpDevice(Device):
         # The hidden states of the last rows of the last step: [max_running, hidden].
         shape = config.capacities.max_running, layer.config.hidden_size
         super().__init__(layer, config)
-        self._made = jnp.zeros(shape, self.dtype)
+        self._made = self._everywhere(jnp.zeros(shape, self.dtype))
 
     def forward(
         self, batch: Batch, newest: jax.Array | None = None, hidden: np.ndarray | None = None
@@ -96,23 +96,36 @@ class MtpDevice(Device):
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """See Device.compile_forward."""
         weights, state, (k_pages, v_pages, _), _ = self._shapes
+        shared, model_pages, made = jax.tree.map(
+            self._shape_of,
+            (self._of_model.embedding_and_head(), self._of_model.pages, self._made),
+        )
+        compute = _make_forward(self.config, self._of_model.config, self._tree, bucket)
+        if self._split is not None:
+            pages, everywhere = self._split.pages_spec, P()
+            compute = jax.shard_map(
+                compute,
+                mesh=self._split.mesh,
+                in_specs=(
+                    *jax.tree.map(lambda x: x.sharding.spec, (weights, shared)),
+                    *(everywhere, everywhere, pages, pages, (pages, pages)),
+                    *(everywhere, everywhere),
+                ),
+                out_specs=(everywhere, everywhere, pages, pages, everywhere),
+                check_vma=False,  # as of Device
+            )
         forward = jax.jit(
-            _make_forward(self._config, self._of_model.model_config, self._tree, bucket),
+            compute,
             donate_argnums=(4, 5),
             compiler_options=xla_options(bucket.num_tokens, weights) | (options or {}),
         )
-        shapes_of = lambda tree: jax.tree.map(self._shape_of, tree)  # noqa: E731
+        words, hidden = (
+            jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
+            for size in (bucket.num_words, bucket.num_tokens)
+        )
         return compile_jitted(
-            forward,
-            weights,
-            shapes_of(self._of_model.embedding_and_head()),
-            jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32),
-            state.last_tokens,
-            k_pages,
-            v_pages,
-            shapes_of(self._of_model.pages),
-            jax.ShapeDtypeStruct((bucket.num_tokens,), jnp.int32),
-            self._shape_of(self._made),
+            *(forward, weights, shared, words, state.last_tokens, k_pages, v_pages, model_pages),
+            *(hidden, made),
         )
 
 
