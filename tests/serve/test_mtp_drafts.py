@@ -6,6 +6,7 @@ Right ones save steps, wrong ones change nothing, and each is what the layer say
 import collections
 import dataclasses
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 import jax_attn as ja
 from helpers import model_cases, mtp_cases
 from jax_attn import models
+from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine import draft_model
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
@@ -302,6 +304,58 @@ def test_the_output_is_what_it_is_without(how, monkeypatch):
     monkeypatch.setattr(engine._speculation, "_max_drafts", 0)
     assert outputs() == with_drafts
     assert engine.stats()["draft_tokens"] == stats["draft_tokens"]
+
+
+# ---- from files ----------------------------------------------------------------------------------
+
+SMALL = {"max_running": 8, "max_step_tokens": 32, "num_pages": 40, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A directory of a model with a layer, and one without."""
+    sizes = {"vocab_size": 4096, "eos_token_id": 0}
+    found = []
+    for name, write in (("with", mtp_cases.write), ("without", model_cases.write)):
+        found.append(tmp_path_factory.mktemp(name))
+        write(found[-1], mtp_cases.CONFIGS["qwen3.5"] | sizes)
+        shutil.copy(models.BUNDLED / "tokenizer.json", found[-1])
+    return found
+
+
+def test_a_directory(files):
+    params = ja.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    texts = []
+    for more in ({}, {"draft_model": "mtp"}):
+        with ja.LLM(files[0], **SMALL, **more) as llm:
+            texts.append(llm.generate([STEM], params)[0].tokens)
+            stats = llm._runtime.engine("")._engine.stats()
+    assert texts[0] == texts[1]
+    assert stats["draft_tokens"] > 0
+
+
+def test_files_that_are_refused(files):
+    refused = [
+        (files[1], "'mtp.fc.weight' is missing, with 14 more"),
+        (models.BUNDLED, "expected a model whose files have layers for it, such as Qwen3.5"),
+        (models.load(files[0], "float32"), "expected a directory of the model with mtp, got none"),
+    ]
+    for where, message in refused:
+        with pytest.raises(ValueError, match=f"--draft-model.* {message}"):
+            ja.LLM(where, **SMALL, draft_model="mtp")
+
+
+@pytest.mark.parametrize("name, tp", [("qwen3.5", 1), ("glm4 moe", 2), ("deepseek v3", 2)])
+def test_pages_have_room_for_hidden_states(name, tp):
+    """Each device has all of a hidden state, and its part of keys and values."""
+    config = models.parse_config(mtp_cases.CONFIGS[name])
+    keeping = dataclasses.replace(config, keeps_hidden=True)
+    args = _options.from_keywords({"tensor_parallel": tp, "dtype": "float32", "page_size": 4})
+    plain, kept = (_sizing.bytes_of_page(each, args) for each in (config, keeping))
+    row = config.head_dim if config.latent else 2 * config.head_dim * config.num_kv_heads // tp
+    assert kept - plain == 4 * 4 * row * -(-config.hidden_size // row)
+    num_layers = sum(kind.attention for kind in config.layers)
+    assert plain == 4 * 4 * row * num_layers
 
 
 # ---- what is refused -----------------------------------------------------------------------------

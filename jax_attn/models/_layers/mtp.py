@@ -52,6 +52,7 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
         tensor_prefix="",
         renamed=renamed,
         mtp=True,
+        keeps_hidden=False,
     )
 
 
