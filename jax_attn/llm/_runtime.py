@@ -112,7 +112,7 @@ class Runtime:
                 vision = None
                 if directory is not None and (Path(directory) / "config.json").is_file():
                     vision = _loading.load_vision(Path(directory), args)
-            draft_model = _loading.load_draft_model(model, args)
+            draft_model = _loading.load_draft_model(model, directory, args)
             loras = _loading.load_loras(model, args)
         if args.embedding_model is not None:
             fetched = models.fetch(args.embedding_model)

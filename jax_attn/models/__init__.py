@@ -51,6 +51,8 @@ from jax_attn.models._layers.decoder import (
 from jax_attn.models._layers.expert_parallel import ExpertParallel
 from jax_attn.models._layers.lora import Adapters
 from jax_attn.models._layers.lora_pools import LoraPools
+from jax_attn.models._layers.mtp import kept as kept_hidden
+from jax_attn.models._layers.mtp import mtp_config
 from jax_attn.models._layers.recurrence import States
 from jax_attn.models._layers.tensor_parallel import TensorParallel
 from jax_attn.models._layers.weight_updates import WeightUpdates
@@ -110,6 +112,7 @@ __all__ = [
     "has_vision",
     "init_pages",
     "init_states",
+    "kept_hidden",
     "load",
     "load_config",
     "load_embedding",
@@ -117,6 +120,7 @@ __all__ = [
     "load_params",
     "load_vision",
     "make_lora",
+    "mtp_config",
     "pack_params",
     "parse_config",
     "picture_crops",

@@ -51,6 +51,7 @@ The modules of each folder:
 | | `outputs` | from tokens to events: stop strings and tokens; logprobs |
 | | `constrained_decoding` | grammars of a step: masks, forced tokens, late masks |
 | | `speculation`, `draft_model` | accepts right drafts; a smaller model that makes them |
+| | `mtp_drafts` | drafts of the model's own layer for multi-token prediction |
 | | `picture_encoder` | runs the vision tower for the pictures of a step |
 | | `counters`, `records`, `snapshot` | numbers; plain data; a snapshot for people |
 | | `progress` | progress of long work: a bar, or lines of the log |

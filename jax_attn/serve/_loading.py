@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,7 +20,7 @@ from jax_attn.serve._engine.draft_model import have_same_tokens
 from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._options import LORA_RANK, num_devices, shares_experts
+from jax_attn.serve._options import LORA_RANK, MTP, num_devices, shares_experts
 from jax_attn.serve._sizing import make_engine, make_replicas
 
 log = logging.getLogger("jax_attn.serve")
@@ -35,7 +36,8 @@ def load(directory: Path, args: argparse.Namespace) -> models.Model:
     config = models.load_config(directory)  # checked before the weights, which take time
     _check_config(config, directory / "config.json")
     config = _limited(config, args)
-    return _read(directory, args)._replace(config=config)
+    model: models.Model = _read(directory, args, models.load)
+    return model._replace(config=config)
 
 
 def with_limit(model: models.Model, args: argparse.Namespace) -> models.Model:
@@ -75,14 +77,15 @@ def _limited(config: models.ModelConfig, args: argparse.Namespace) -> models.Mod
     return config
 
 
-def _read(directory: Path, args: argparse.Namespace) -> models.Model:
+def _read(directory: Path, args: argparse.Namespace, load: Callable[..., Any]) -> Any:
+    """load: models.load, or a function of its arguments."""
     with _loading(directory) as show:
         # Weights that devices share are copied to each device from host memory.
         is_alone = num_devices(args) * args.data_parallel == 1 and args.devices is None
         host = None if is_alone else jax.local_devices(backend="cpu")[0]
         in_panels = is_alone and jax.default_backend() == "cpu"
         with jax.default_device(host):
-            return models.load(directory, args.dtype, show, in_panels=in_panels)
+            return load(directory, args.dtype, show, in_panels=in_panels)
 
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
@@ -98,17 +101,39 @@ def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel
         return models.load_vision(directory, args.dtype, show)
 
 
-def load_draft_model(model: models.Model, args: argparse.Namespace) -> models.Model | None:
-    """Loads the draft model, if there is one. Raises ModelDirectoryError or ValueError."""
+def load_draft_model(
+    model: models.Model, directory: str | os.PathLike[str] | None, args: argparse.Namespace
+) -> models.Model | None:
+    """Loads the draft model, if there is one. Raises ModelDirectoryError or ValueError.
+
+    directory: of the model.
+    """
     if args.draft_model is None:
         return None
-    draft_model = _read(models.fetch(args.draft_model), args)
+    if args.draft_model == MTP:
+        return _load_mtp(model, directory, args)
+    draft_model: models.Model = _read(models.fetch(args.draft_model), args, models.load)
     if not have_same_tokens(draft_model, model):
         raise ValueError(
             f"--draft-model: expected one with the tokens of {args.model}, got"
             f" {args.draft_model}, which has others"
         )
     return draft_model
+
+
+def _load_mtp(
+    model: models.Model, directory: str | os.PathLike[str] | None, args: argparse.Namespace
+) -> models.Model:
+    """Loads the model's own layer for multi-token prediction. Raises as `load_draft_model`."""
+    if directory is None:
+        raise ValueError("--draft-model: expected a directory of the model with mtp, got none")
+    try:
+        config = models.mtp_config(model.config)
+        load = lambda where, *rest, **kwargs: models.load_params(where, config, *rest, **kwargs)  # noqa: E731
+        params = _read(Path(directory), args, load)
+    except ValueError as error:
+        raise ValueError(f"--draft-model mtp: {error}") from None
+    return models.Model(config, params, model.tokenizer)
 
 
 def load_loras(
@@ -159,7 +184,7 @@ def load_all(args: argparse.Namespace) -> Loaded:
     directory = models.fetch(args.model, args.revision)
     model = load(directory, args)
     # Loaded before the engine, which takes the memory that is left.
-    beside, draft_model = None, load_draft_model(model, args)
+    beside, draft_model = None, load_draft_model(model, directory, args)
     vision = load_vision(directory, args)
     if args.embedding_model is not None:
         fetched = models.fetch(args.embedding_model)

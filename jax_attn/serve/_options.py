@@ -25,6 +25,8 @@ from jax_attn.serve._scheduling.tenants import TenantLimits
 
 _DRAFTS = 4  # of a draft model: each takes time, and all after a wrong one are useless
 
+MTP = "mtp"  # --draft-model: the model's own layer for multi-token prediction
+
 LORA_RANK = 16  # --max-lora-rank, unless an adapter has more
 
 MEMORY_SHARE = 0.85  # of the free memory; the rest is for activations
@@ -216,7 +218,8 @@ def parse(
     drafts = """tokens of each sequence guessed from its own text, and verified in one step, where
         steps have room for them (0: none; with --draft-model 4)"""
     add("--max-drafts", type=_non_negative, help=drafts)
-    smaller = "likewise, of a smaller model with the same tokens, which guesses them instead (none)"
+    smaller = """likewise, of a smaller model with the same tokens, which guesses them instead; mtp:
+        the model's own layer for multi-token prediction does (none)"""
     add("--draft-model", metavar="MODEL", help=smaller)
     add = parser.add_argument_group("LoRA adapters").add_argument
     where = """a LoRA adapter's directory, as PEFT writes it; clients name it as the model; may be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import logging
 
@@ -15,6 +16,7 @@ from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine_config import capacities
 from jax_attn.serve._engine.expert_group import ExpertGroup
 from jax_attn.serve._engine.file_store import FileStore
+from jax_attn.serve._engine.mtp_drafts import with_hidden
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._options import (
     KV_DTYPES,
@@ -49,6 +51,7 @@ def make_engine(
     Raises:
       ValueError: they do not fit.
     """
+    model = with_hidden(model, draft_model)
     # A draft model has one page for each page of the model.
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
@@ -122,16 +125,22 @@ def make_replicas(
 
 def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of a page on one device."""
+    part = config
+    if not config.has_special_layers:
+        part = dataclasses.replace(
+            config,
+            num_qo_heads=config.num_qo_heads // args.tensor_parallel,
+            num_kv_heads=max(1, config.num_kv_heads // args.tensor_parallel),
+        )
     specs = models.attention_specs(
-        config,
+        part,
         dtype=args.dtype,
         kv_dtype=KV_DTYPES.get(args.kv_cache_dtype),
         page_size=args.page_size,
         max_kv_pages=1,
     )
-    pages = jax.eval_shape(lambda: models.init_pages(config, specs, 1))
+    pages = jax.eval_shape(lambda: models.init_pages(part, specs, 1))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
-    page_bytes //= 1 if config.latent else min(args.tensor_parallel, config.num_kv_heads)
     return int(page_bytes // args.context_parallel)
 
 

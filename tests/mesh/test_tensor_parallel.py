@@ -158,3 +158,7 @@ def test_fewer_than_one_device(name, count):
 def test_what_kv_shards_do_not_fit(fields, sentence):
     with pytest.raises(ValueError, match=f"EngineConfig: {sentence}"):
         EngineConfig(num_pages=10, context_parallel=3, **fields)
+
+
+def test_drafts_of_multi_token_prediction():
+    run_on_cpus(2, "import mesh_mtp_checks as m; m.check()")

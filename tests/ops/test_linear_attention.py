@@ -189,6 +189,27 @@ def test_a_request_alone_has_the_same_bits(backend):
     np.testing.assert_array_equal(run(rolled, alone)[0][:70], o[5:75])
 
 
+@on_every_platform
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_bits_depend_on_no_other_request(backend, decay, dtype):
+    """A long prompt, which devices may split, among others in any order; so is each of them."""
+    lens, reads, writes = (300, 40, 1, 70), (-1, 3, 0, 5), (1, 2, 0, 5)
+    case = LinearCase(lens, reads, writes, dim_k=64, dim_v=64, decay=decay, dtype=dtype)
+    arrays, begins, found = case.arrays(), case.qo_indptr, {}
+    for order in ((0,), (1,), (2,), (3,), (0, 1, 2, 3), (3, 2, 1, 0), (1, 0), (2, 3, 0)):
+        rows = np.concatenate([np.arange(begins[i], begins[i + 1]) for i in order])
+        padding = np.full(case.spec.max_tokens - len(rows), begins[-1])  # NaN
+        at = np.concatenate([rows, padding])
+        given = {n: x if n == "states" else x[at] for n, x in arrays.items()}
+        ends = np.cumsum([0, *(lens[i] for i in order)])
+        slots = [reads[i] for i in order], [writes[i] for i in order]
+        o, states = run(given, ja.plan_linear_attention(case.spec, ends, *slots))
+        for i, begin, end in zip(order, ends, ends[1:], strict=False):
+            bits = np.asarray(o)[begin:end].tobytes(), np.asarray(states)[writes[i]].tobytes()
+            assert found.setdefault(i, bits) == bits, (i, order)
+
+
 BAD = {
     "offsets": ({"qo_indptr": [0, 3, 2]}, "qo_indptr[2]: expected offsets from 0"),
     "begin": ({"qo_indptr": [1, 2, 3]}, "qo_indptr[0]: expected offsets from 0"),

@@ -254,7 +254,10 @@ class ModelConfig:
     layer_inputs: LayerInputs | None = None
     altup: AltUp | None = None  # with layer_inputs
     layer_scales: bool = False  # the output of each layer times a number of its own
-    extra_layers: int = 0  # layers after the others in the files, which are not loaded
+    extra_layers: int = 0  # layers after the others in the files, for multi-token prediction
+    # A layer for multi-token prediction, beside its model: see _layers/mtp.py.
+    mtp: bool = False
+    keeps_hidden: bool = False  # pages also hold the last hidden state of each token
     tensor_prefix: str = ""  # prefix of the tensor names in the files
     # Parts of Llama's tensor names, and what the files have in their place.
     renamed: tuple[tuple[str, str], ...] = ()
@@ -314,11 +317,19 @@ class ModelConfig:
         """The number of layers with keys and values of each group of pages.
 
         Layers with the same heads are a group, in order of appearance. A page of tokens is a page
-        of each group, with the same number.
+        of each group, with the same number. Kept hidden states are layers of the first, at its end.
         """
         places = [place for place in self.kv_places if place is not None]
         groups = range(1 + max((place.group for place in places), default=0))
-        return tuple(len({p.layer for p in places if p.group == group}) for group in groups)
+        num = [len({p.layer for p in places if p.group == group}) for group in groups]
+        num[0] += self.num_hidden_layers
+        return tuple(num)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The layers of pages that hold the last hidden state of each token; 0: it is not kept."""
+        row = self.num_kv_heads * self.head_dim * (1 if self.latent else 2)
+        return -(-self.hidden_size // row) if self.keeps_hidden else 0
 
     @property
     def kv_places(self) -> tuple[KvPlace | None, ...]:

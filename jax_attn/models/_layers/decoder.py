@@ -18,7 +18,15 @@ from jax_attn import parallel
 from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
-from jax_attn.models._layers import altup, expert_exchange, experts, latent, mixers, recurrence
+from jax_attn.models._layers import (
+    altup,
+    expert_exchange,
+    experts,
+    latent,
+    mixers,
+    mtp,
+    recurrence,
+)
 from jax_attn.models._layers.lora import Adapters, adapted
 from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import product
@@ -206,6 +214,7 @@ def forward(
     states: recurrence.States | None = None,
     state_plan: ja.StatePlan | None = None,
     pictures: PictureRows | None = None,
+    hidden: jax.Array | None = None,
 ) -> tuple[Any, ...]:
     """Runs one step of a batch: appends the tokens to the cache and attends over it.
 
@@ -224,12 +233,21 @@ def forward(
       states, state_plan: of models with recurrent layers: as `init_states` makes them, and a plan
         of `state_spec`. Written in place if donated.
       pictures: rows of tokens that show pictures, in the order of `tokens`; None: no token does.
+      hidden: [max_qo_tokens, hidden]. With a result of `mtp_config`: the last hidden states of the
+        tokens before `tokens`, whose positions and places in the cache they have; params also has
+        the model's embedding, and its head if there is one.
 
     Returns:
       logits: [n, vocab_size] f32.
       k_pages, v_pages: with the new tokens.
       states: with the new states, if the model has recurrent layers.
+      hidden: [n, hidden], with a result of `mtp_config`: the layer's own.
     """
+    if config.mtp != (hidden is not None):
+        raise ValueError(
+            f"forward: hidden: expected {'states' if config.mtp else 'None'}, as config is"
+            f" {'' if config.mtp else 'not '}one for multi-token prediction."
+        )
     has_states = config.recurrent is not None
     if has_states != (states is not None) or has_states != (state_plan is not None):
         raise ValueError(
@@ -292,10 +310,18 @@ def forward(
         paged = recurrence.Paged(states, state_plan)
     attend_any = attend_latent if config.latent else attend
     num_tokens = plans[0].nnz_qo if isinstance(plans[0], ja.AttentionPlan) else None
-    x = _layers(tokens, params, config, attend_any, adapters, paged, pictures, num_tokens)
+    x = _layers(tokens, params, config, attend_any, adapters, paged, pictures, num_tokens, hidden)
     logits = _logits(x[logit_rows], params, config)
+    more: tuple[Any, ...] = () if paged is None else (paged.states,)
+    if config.mtp:
+        more = (final_norm(x[logit_rows], params, config),)
+    if config.keeps_hidden:
+        normed = final_norm(x, params, config)
+        k_groups[0], v_groups[0] = mtp.keep(
+            normed, k_groups[0], v_groups[0], some_plans[0], config, append
+        )
     new_pages = (tuple(x) if len(x) > 1 else x[0] for x in (k_groups, v_groups))
-    return (logits, *new_pages) + (() if paged is None else (paged.states,))
+    return (logits, *new_pages, *more)
 
 
 def _groups(pages: Pages | None, name: str, config: ModelConfig) -> list[Any]:
@@ -523,11 +549,12 @@ def _layers(
     states: recurrence.Recurrence | None = None,
     pictures: PictureRows | None = None,
     num_tokens: jax.Array | None = None,
+    hidden: jax.Array | None = None,
 ) -> jax.Array:
     """Runs all layers and returns x [n, hidden].
 
     attend: with the place of a layer's keys and values. states: of recurrent layers.
-    pictures: see `forward`. num_tokens: see `_experts`.
+    pictures, hidden: see `forward`. num_tokens: see `_experts`.
 
     The Python loop is unrolled on purpose. The body of an XLA loop would slice each layer's weights
     out of a stack, and ops that cannot fuse with the slice (the Triton matmuls of decodes) would
@@ -537,6 +564,8 @@ def _layers(
         is_placeholder = jnp.isin(tokens, jnp.array(config.placeholders))
         tokens = jnp.where(is_placeholder, config.pad_token, tokens)
     x = embed(tokens, params, config)
+    if hidden is not None:
+        x = mtp.joined(x, hidden, params, config, _norm)
     features: list[jax.Array] = []
     if pictures is not None:
         is_picture = pictures.ends[:, None] > 0

@@ -58,8 +58,20 @@ def head_name(config: ModelConfig) -> str:
 
 def outer_tensors(config: ModelConfig) -> dict[str, Parts | list[Parts]]:
     """Returns for each weight outside of the layers its tensors, as `layer_tensors`; names are
-    whole. If the head is tied to the embedding, its tensor need not be there."""
+    whole. If the head is tied to the embedding, its tensor need not be there. A layer for
+    multi-token prediction has the embedding and the head of its model."""
     d = config.hidden_size
+    if config.mtp:
+        own: dict[str, Parts | list[Parts]] = {
+            "mtp_in": {in_files("mtp.fc.weight", config): (d, 2 * d)}
+        }
+        for weight, name in (
+            ("final_norm", "model.norm"),
+            ("mtp_embedding_norm", "mtp.pre_fc_norm_embedding"),
+            ("mtp_hidden_norm", "mtp.pre_fc_norm_hidden"),
+        ):
+            own |= _norm_tensors(config, weight, in_files(name, config))
+        return own
     table: Shape = config.vocab_size, d
     tensors: dict[str, Parts | list[Parts]] = {
         "embed": {embed_name(config): table},
@@ -80,6 +92,11 @@ def outer_tensors(config: ModelConfig) -> dict[str, Parts | list[Parts]]:
         for weight, name in (("altup_in", "projections"), ("altup_out", "unembed_projections")):
             tensors[weight] = [{f"model.altup_{name}.{i}.weight": (d, d)} for i in others]
     return tensors
+
+
+def mtp_prefix(config: ModelConfig) -> str:
+    """Returns the beginning of the names of all tensors for multi-token prediction."""
+    return in_files("mtp.fc.weight", config).rsplit(".", 2)[0] + "."
 
 
 def layer_prefix(config: ModelConfig, layer: int) -> str:

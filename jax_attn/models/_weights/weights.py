@@ -32,6 +32,7 @@ from jax_attn.models._weights.tensors import (
     is_upright,
     layer_prefix,
     layer_tensors,
+    mtp_prefix,
     outer_tensors,
 )
 from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors, weights_dtype
@@ -52,7 +53,7 @@ _PRODUCTS = frozenset(
     + ("mixed_o", "q_a", "q_b", "kv_a", "head", "zxbcdt", "kda_qkv", "fgb", "f_b", "g_b")
     + ("lightning_qkv", "output_gate", "latent_in", "latent_out")
     + ("layer_inputs_projection", "layer_input_gate", "layer_input_projection")
-    + ("laurel_left", "laurel_right")
+    + ("laurel_left", "laurel_right", "mtp_in")
 )
 
 
@@ -84,7 +85,8 @@ class DecoderTensors(Expected):
     def is_passed_over(self, name: str) -> bool:
         """Whether a tensor is ignored: tables of RoPE and masks of old exports, the head of an
         embedding model, encoders of images and audio beside the text model, keys and values of
-        layers that share others, DeepSeek's and Qwen's layers for multi-token prediction.
+        layers that share others, DeepSeek's and Qwen's layers for multi-token prediction, which
+        `load_mtp` reads.
         """
         config = self._model
         stem, _, suffix = name.rpartition(".")
@@ -103,6 +105,23 @@ class DecoderTensors(Expected):
         )
 
 
+class MtpTensors(Expected):
+    """The tensors of a layer for multi-token prediction, among those of its model."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, file_shapes(config), aliases=config.aliases)
+        self._prefix = mtp_prefix(config)
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether a tensor is the model's, or a copy of its embedding or head."""
+        stem, _, suffix = name.rpartition(".")
+        return (
+            not name.startswith(self._prefix)
+            or stem.endswith((".embed_tokens", ".shared_head.head"))
+            or (stem in self.of_matrix and suffix in PASSED_OVER)
+        )
+
+
 def load_params(
     directory: str | Path,
     config: ModelConfig,
@@ -113,6 +132,8 @@ def load_params(
     with_head: bool = True,
 ) -> Params:
     """Reads the weights of model.safetensors, or of the shards that its index names.
+
+    config: also a result of `mtp_config`; then without the embedding and the head.
 
     Peak memory is the weights plus the source tensors of one weight. All headers are checked first.
 
@@ -128,7 +149,8 @@ def load_params(
     """
     dtype = weights_dtype(dtype)
     with contextlib.ExitStack() as stack:
-        tensors = open_tensors(stack, directory, DecoderTensors(config, with_head), progress)
+        expected = MtpTensors(config) if config.mtp else DecoderTensors(config, with_head)
+        tensors = open_tensors(stack, directory, expected, progress)
         return _make_params(tensors, config, dtype, in_panels, with_head)
 
 
@@ -204,14 +226,17 @@ def _make_params(
         return on_device(weight, whole)
 
     embed, head = embed_name(config), head_name(config)
-    params: Params = {"embed": on_device("embed", tensors[embed if embed in tensors else head])}
-    for weight, outer in outer_tensors(config).items():
+    outer = outer_tensors(config)
+    params: Params = {}
+    if "embed" in outer:
+        params["embed"] = on_device("embed", tensors[embed if embed in tensors else head])
+    for weight, parts in outer.items():
         if weight not in ("embed", "head"):
-            params[weight] = make(None, weight, outer)
+            params[weight] = make(None, weight, parts)
     is_tied = config.tie_embeddings
     if is_tied and with_head and head in tensors and embed in tensors:
         is_tied = tensors.are_equal(head, embed)
-    if not is_tied:
+    if "head" in outer and not is_tied:
         rows = tensors.matrix(head)
         whole = _below_each_other([rows]) if isinstance(rows, Rows) else rows.T
         params["head"] = on_device("head", whole)
@@ -443,7 +468,7 @@ def shapes_in_memory(config: ModelConfig) -> Params:
 
     outer = in_memory(outer_tensors(config))
     if config.tie_embeddings:
-        del outer["head"]
+        outer.pop("head", None)
     layers = [in_memory(layer_tensors(config, i)) for i in range(config.num_layers)]
     return outer | {"layers": layers}
 

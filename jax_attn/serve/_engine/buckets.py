@@ -292,7 +292,8 @@ def make_batch(
     tokens: list[int] = []
     for entry, begin in zip(entries, begins.tolist(), strict=True):
         drafts = entry.drafts
-        known = entry.seq.tokens[begin : begin + entry.num_tokens]
+        first = begin + entry.num_ahead
+        known = entry.seq.tokens[first : first + entry.num_tokens]
         tokens += known
         # One token is missing: the sample in flight.
         if len(known) + len(drafts) < entry.num_tokens:
@@ -319,7 +320,7 @@ def make_batch(
     kind = slots.fill(
         rows,
         [entry.seq.slot if entry.samples else slots.max_running for entry in entries],
-        [e.begin + e.num_certain - e.seq.num_prompt for e in entries],
+        [e.begin + e.num_ahead + e.num_certain - e.seq.num_prompt for e in entries],
     )
     scored = _score(entries, qo_indptr, logit_rows, rows, slots)
     if scored:

@@ -84,8 +84,8 @@ class Device:
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.kv_policy is not None
         params = self._place(params)
-        # The configuration of what one device computes.
-        self._config = model.config if self._split is None else self._split.config
+        # Of what one device computes.
+        self.config = model.config if self._split is None else self._split.config
         # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
         self._weights: list[Any]  # arrays
         self._tree: Any
@@ -98,7 +98,7 @@ class Device:
             # One shape for all steps: the order in which XLA sums a row of a matmul depends on the
             # number of rows.
             sizes = sizes[-1:]
-        dtype = self.dtype = str(model.params["embed"].dtype)
+        dtype = self.dtype = str(model.params["final_norm"].dtype)
         self._loras: models.LoraPools | None = None
         if config.max_loras:
             self._loras = models.LoraPools(
@@ -108,7 +108,7 @@ class Device:
         self.buckets: list[Bucket] = []
         for size, shape in _with_pictures(sizes, config):
             specs = make_specs(
-                self._config,
+                self.config,
                 dtype,
                 capacities,
                 *size,
@@ -119,7 +119,7 @@ class Device:
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
-                self._config,
+                self.config,
                 dtype,
                 capacities,
                 *size,
@@ -163,7 +163,7 @@ class Device:
                 self._lora_arrays,
             ),
         )
-        self._page_copies = PoolCopies("pages", self._pools, PAGES)
+        self._page_copies = PoolCopies("pages", self.pages, PAGES)
         self._state_copies = PoolCopies("states", self._states, 1)
         # A page with a prompt's first tokens is copied; states are those of ends of pages.
         self._copies_pages = capacities.prefix_cache and not capacities.num_states
@@ -188,13 +188,13 @@ class Device:
         self.free_pages()  # the new ones need their memory
         specs, num_pages = self.buckets[0].specs, self._num_pages
         if self._split is None:
-            pages: tuple[Any, Any] = models.init_pages(self._config, specs, num_pages)
-            self._states = models.init_states(self._config, self._num_states, self.dtype)
+            pages: tuple[Any, Any] = models.init_pages(self.config, specs, num_pages)
+            self._states = models.init_states(self.config, self._num_states, self.dtype)
         else:
             pages = self._split.init_pages(specs, num_pages)
             self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
-        state = sampling.init_state(self._max_running, self._config.vocab_size)
+        state = sampling.init_state(self._max_running, self.config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
         self._count_bytes()
@@ -241,6 +241,16 @@ class Device:
             holder[name] = self._updates.convert(update, donate=donate)
         self._weights = jax.block_until_ready(self._tree.flatten_up_to(params))
         self._count_bytes()
+
+    def embedding_and_head(self) -> models.Params:
+        """These of the current weights; without a head if it is tied to the embedding."""
+        return jax.tree.map(lambda i: self._weights[i], self._shared_leaves)
+
+    @functools.cached_property
+    def _shared_leaves(self) -> models.Params:
+        """`embedding_and_head` with an index into `_weights` in the place of each array."""
+        leaves = jax.tree.unflatten(self._tree, range(self._tree.num_leaves))
+        return {name: leaves[name] for name in ("embed", "head") if name in leaves}
 
     @functools.cached_property
     def _updates(self) -> models.WeightUpdates:
@@ -323,7 +333,8 @@ class Device:
         return Scores(logits, rows)
 
     @property
-    def _pools(self) -> tuple[models.Pages, models.Pages | None]:
+    def pages(self) -> tuple[models.Pages, models.Pages | None]:
+        """k_pages and v_pages. The next step donates them."""
         return self._k_pages, self._v_pages
 
     def move(self, moves: Sequence[OneMove]) -> None:
@@ -341,7 +352,7 @@ class Device:
                 continue
             assert self._host is not None
             with_host = [x for x in group if not isinstance(x, PageCopy)]
-            self._k_pages, self._v_pages = self._host.move(self._pools, with_host)
+            self._k_pages, self._v_pages = self._host.move(self.pages, with_host)
         if states:
             assert self._host_states is not None
             self._states = self._host_states.move(self._states, states)
@@ -364,14 +375,14 @@ class Device:
         for begin in range(0, len(copies), COPIES):
             batch = copies[begin : begin + COPIES]
             batch += batch[-1:] * (COPIES - len(batch))
-            self._k_pages, self._v_pages = copy(self._pools, np.array(batch, np.int32))
+            self._k_pages, self._v_pages = copy(self.pages, np.array(batch, np.int32))
 
     def rotate(self, rotations: Sequence[Rotation]) -> None:
         """Copies pages with their keys rotated, after the steps before."""
         for begin in range(0, len(rotations), _ROTATIONS):
             some = np.array(rotations[begin : begin + _ROTATIONS], np.int32)
             padded = np.pad(some, ((0, _ROTATIONS - len(some)), (0, 0)), mode="edge")
-            self._k_pages, self._v_pages = self._executables["rotate"](*self._pools, padded)
+            self._k_pages, self._v_pages = self._executables["rotate"](*self.pages, padded)
 
     # ---- a request that goes, or comes ---------------------------------------------------------
 
@@ -380,7 +391,7 @@ class Device:
         if not pages:
             return [], []
         self.compile_copies()
-        found = self._page_copies.take(self._pools, pages)
+        found = self._page_copies.take(self.pages, pages)
         return found, self._state_copies.take(self._states, states)
 
     def put(
@@ -392,19 +403,19 @@ class Device:
         """
         if not (pages or states):
             return
-        self._k_pages, self._v_pages = self._page_copies.put(self._pools, pages, of_pages)
+        self._k_pages, self._v_pages = self._page_copies.put(self.pages, pages, of_pages)
         self._states = self._state_copies.put(self._states, states, of_states)
 
     def shapes_of_copies(self) -> tuple[Any, Any]:
         """jax.ShapeDtypeStruct of a page, and of a slot of states, as `take` copies them."""
-        pages = self._page_copies.shapes(self._pools)
+        pages = self._page_copies.shapes(self.pages)
         return pages[0], self._state_copies.shapes(self._states)[0]
 
     def compile_copies(self) -> None:
         """Compiles them at their first use, which is not a shape that the warm-up has missed."""
         with compilations.expected():
             for copies, pools in (
-                (self._page_copies, self._pools),
+                (self._page_copies, self.pages),
                 (self._state_copies, self._states),
             ):
                 if not copies.is_compiled:
@@ -415,7 +426,7 @@ class Device:
         self, slot: int, params: SamplingParams, tokens: list[int], num_prompt: int
     ) -> None:
         """Gives the sampler the biases and token counts of the sequence in `slot`."""
-        arrays = sampling.slot_arrays(params, tokens, num_prompt, self._config.vocab_size)
+        arrays = sampling.slot_arrays(params, tokens, num_prompt, self.config.vocab_size)
         self._state = self._executables["slot"](self._state, np.int32(slot), *arrays)
 
     def sample(
@@ -550,7 +561,7 @@ class Device:
 
     def _tasks(self, some: Iterable[Bucket]) -> dict[str, Callable[[], Compiled]]:
         """A function that compiles each executable of the buckets, by name. All may run at once."""
-        vocab_size = self._config.vocab_size
+        vocab_size = self.config.vocab_size
         _, state, *_ = self._shapes
         arrays = sampling.slot_arrays(SamplingParams(max_tokens=1), [], 0, vocab_size)
         tasks: dict[str, Callable[[], Compiled]] = {
@@ -562,11 +573,11 @@ class Device:
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
         if self._host is not None and not self._page_copies.is_compiled:
-            tasks |= self._page_copies.tasks(self._pools)
+            tasks |= self._page_copies.tasks(self.pages)
         if self._host_states is not None and not self._state_copies.is_compiled:
             tasks |= self._state_copies.tasks(self._states)
         if self._copies_pages:
-            tasks[_COPY] = partial(copy_within, self._pools)
+            tasks[_COPY] = partial(copy_within, self.pages)
         for num_rows in dict.fromkeys(bucket.num_rows for bucket in some):
             everywhere = {"sharding": self._sharding}
             logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, **everywhere)
@@ -580,7 +591,7 @@ class Device:
         return tasks
 
     def _compile_rotate(self) -> Compiled:
-        config = self._config
+        config = self.config
 
         def move(k_pages: models.Pages, v_pages: models.Pages, rotations: jax.Array) -> Any:
             return move_keys(config, k_pages, v_pages, *rotations.T)
@@ -595,7 +606,7 @@ class Device:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         lora_tree = None if self._loras is None else self._loras.tree
         weights, state, cache, lora_arrays = self._shapes
-        compute = buckets.make_forward(self._config, self._tree, lora_tree, bucket)
+        compute = buckets.make_forward(self.config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(
@@ -660,10 +671,10 @@ class Device:
         none), come back from the host. For an empty cache: those numbered 0 are overwritten."""
 
         def measure(moves: list[Move]) -> float:
-            jax.block_until_ready((self._pools, self._states))
+            jax.block_until_ready((self.pages, self._states))
             begin = time.perf_counter()
             self.move(moves)
-            jax.block_until_ready((self._pools, self._states))
+            jax.block_until_ready((self.pages, self._states))
             return time.perf_counter() - begin
 
         def least(count: int, is_state: bool) -> float:

@@ -37,7 +37,13 @@ def have_same_tokens(draft: models.Model, model: models.Model) -> bool:
 
 
 class DraftModel:
-    """The draft model's device, and how much it has read."""
+    """The draft model's device, and how much it has read.
+
+    With `num_ahead` it reads a token so many places before the token's own, and keeps no keys and
+    values of guesses that were accepted: it reads them again.
+    """
+
+    num_ahead = 0
 
     def __init__(
         self, device: Device, max_positions: int, vocab_size: int, capacity: SchedulerConfig
@@ -112,7 +118,8 @@ class DraftModel:
             num_read += self._filled[page]
             if self._filled[page] < self._page_size:
                 break
-        return min(num_read, seq.num_computed)  # pages after these hold old contents
+        # Pages after these hold old contents.
+        return min(num_read, seq.num_computed - self.num_ahead)
 
     def _make(self, guessing: list[ScheduledSequence], scores: Scores, kind: sampling.Kind) -> None:
         """Samples drafts one after the other until all sequences have as many as they want."""
@@ -121,7 +128,9 @@ class DraftModel:
             sampled.append(self.device.sample(scores, kind, None))
             i = len(sampled)
             more = [
-                ScheduledSequence(e.seq, e.seq.num_known + i - 1, 1, samples=True)
+                ScheduledSequence(
+                    e.seq, self._end(e.seq) + i - 1, 1, samples=True, num_ahead=self.num_ahead
+                )
                 for e in guessing
                 if len(e.drafts) > i
             ]
@@ -141,7 +150,12 @@ class DraftModel:
 
     def _unread(self, seq: Sequence, samples: bool) -> ScheduledSequence:
         begin = _drafter(seq).num_read
-        return ScheduledSequence(seq, begin, seq.num_known - begin, samples)
+        num_tokens = self._end(seq) - begin
+        return ScheduledSequence(seq, begin, num_tokens, samples, num_ahead=self.num_ahead)
+
+    def _end(self, seq: Sequence) -> int:
+        """The places that it has something to read for."""
+        return seq.num_known - self.num_ahead
 
     def _mark(self, seq: Sequence, end: int) -> None:
         """Records that all tokens before `end` are read."""
@@ -184,7 +198,8 @@ class ModelDrafter:
     def settle(self, num_drafts: int, num_taken: int) -> None:
         gain = self._pace.settle(num_drafts, num_taken)
         self._model.gain += _WEIGHT * (gain - self._model.gain)
-        self.num_read += min(num_taken, num_drafts - 1)  # the last draft was made but not read
+        if not self._model.num_ahead:
+            self.num_read += min(num_taken, num_drafts - 1)  # the last draft was made but not read
 
 
 def _drafter(seq: Sequence) -> ModelDrafter:

@@ -69,6 +69,7 @@ from jax_attn.serve._engine.engine_config import EngineConfig, capacities, devic
 from jax_attn.serve._engine.expert_group import ExpertDevice
 from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._engine.leading_device import LeadingDevice
+from jax_attn.serve._engine.mtp_drafts import MtpDevice, MtpDraftModel, check_mtp, with_hidden
 from jax_attn.serve._engine.outputs import Outputs
 from jax_attn.serve._engine.picture_encoder import PictureEncoder
 from jax_attn.serve._engine.pool_copies import PAGES
@@ -115,7 +116,8 @@ class Engine:
         vision: models.VisionModel | None = None,
     ):
         """processes: the server's processes, which this one leads, if there are several.
-        draft_model: has the model's tokenizer and makes the drafts; one process only.
+        draft_model: has the model's tokenizer and makes the drafts; one process only. With a config
+          of `models.mtp_config` it is the model's own layer for multi-token prediction.
         vision: the model's tower, for sequences with pictures; one process only.
 
         Raises:
@@ -124,6 +126,7 @@ class Engine:
         self.config = config
         if draft_model is not None:
             _check_draft_model(draft_model, model, config, processes)
+            model = with_hidden(model, draft_model)
         # Without the weights: a device that holds its share of them needs no other copy.
         self.model = model._replace(params={})
         self.grammars = Grammars(
@@ -168,9 +171,13 @@ class Engine:
                 config, batch_invariant=False, max_drafts=0, max_loras=0, num_host_pages=0,
                 num_host_states=0, files=None,
             )  # fmt: skip
-            device = Device(draft_model, device_config(draft_model.config, plain))
+            of_draft = device_config(draft_model.config, plain)
             longest = draft_model.config.max_positions
-            drafting = DraftModel(device, longest, model.config.vocab_size, capacity)
+            sizes = longest, model.config.vocab_size, capacity
+            if draft_model.config.mtp:
+                drafting = MtpDraftModel(MtpDevice(draft_model, of_draft, self.device), *sizes)
+            else:
+                drafting = DraftModel(Device(draft_model, of_draft), *sizes)
         self._speculation = Speculation(config.max_drafts, drafting, self._counters)
         self._outputs = Outputs(self.scheduler, self._counters)
         self._constrained = ConstrainedDecoding(
@@ -816,3 +823,5 @@ def _check_draft_model(
         raise ValueError("a draft model: expected a server of one process, got several.")
     if not have_same_tokens(draft, model):
         raise ValueError("a draft model: expected the tokens of the model, got others.")
+    if draft.config.mtp:
+        check_mtp(draft, model, config)

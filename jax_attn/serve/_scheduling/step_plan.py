@@ -106,6 +106,9 @@ class ScheduledSequence:
     # The last of the tokens. Each is accepted if it equals the sample before it.
     drafts: tuple[int, ...] = ()
     num_again: int = 0  # leading tokens that were computed before, for the states alone
+    # The tokens that go through the model are so many behind those of the positions: 1 for
+    # multi-token prediction.
+    num_ahead: int = 0
     # Slots of recurrent states: the one to begin with (-1: zeros), the one that gets the states
     # after the last token, and those of checkpoints by their number of tokens. One of them may be
     # the one that is written anyway.
