@@ -3,14 +3,15 @@ memory.
 
 The scheduler decides what moves, and the device moves it before its next step, in the order of
 `moves`. So a page, or a slot of states, may be given away on either side as soon as its move is in
-the list. Copies of pages within the device are in the same list.
+the list. Copies of pages and of kept keys within the device are in the same list.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jax_attn.serve._scheduling.pages import PageAllocator
+from jax_attn.serve._scheduling.prompt_policy import KeptKeys
 
 
 class Move(NamedTuple):
@@ -22,9 +23,9 @@ class Move(NamedTuple):
     is_state: bool = False
 
     @property
-    def page_written(self) -> int | None:
-        """The page of the device that the move writes."""
-        return None if self.to_host or self.is_state else self.page
+    def pages_written(self) -> list[int]:
+        """The pages of the device that the move writes."""
+        return [] if self.to_host or self.is_state else [self.page]
 
 
 class PageCopy(NamedTuple):
@@ -34,15 +35,18 @@ class PageCopy(NamedTuple):
     page: int
 
     @property
-    def page_written(self) -> int:
-        """The page of the device that the copy writes."""
-        return self.page
+    def pages_written(self) -> list[int]:
+        """The pages of the device that the copy writes."""
+        return [self.page]
 
 
-class Moves(list[Move | PageCopy]):
+AnyMove: TypeAlias = Move | PageCopy | KeptKeys
+
+
+class Moves(list[AnyMove]):
     """Copies of pages and states that the device has yet to run, in this order."""
 
-    def take(self) -> list[Move | PageCopy]:
+    def take(self) -> list[AnyMove]:
         """Those since the last call."""
         moves = self[:]
         self.clear()

@@ -1,0 +1,40 @@
+"""What sequences keep of the kv cache, by names: the values of --kv-policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
+from jax_attn.serve._scheduling.streaming import Streaming
+
+KvPolicy: TypeAlias = Streaming | PromptPolicy
+
+EXAMPLES = ("streaming:sinks=4,window=2000", "snapkv:keep=1024,window=32", "h2o:keep=1024")
+
+# Of each policy: what makes it, the values that it takes, and those that it needs.
+_MADE: dict[str, tuple[Callable[..., KvPolicy], set[str], set[str]]] = {
+    "streaming": (Streaming, {"sinks", "window"}, set()),
+    "snapkv": (PromptPolicy.snapkv, {"keep", "window"}, {"keep"}),
+    "h2o": (PromptPolicy.h2o, {"keep"}, {"keep"}),
+}
+
+
+def parse(text: str) -> KvPolicy:
+    """From "streaming:sinks=4,window=2000"; a value that is missing has its default.
+
+    Raises ValueError: another policy or name, a value that is no number or out of range, or none
+        for one without a default.
+    """
+    kind, _, given = text.partition(":")
+    make, known, needed = _MADE.get(kind, (None, set[str](), set[str]()))
+    values: dict[str, int] = {}
+    for part in filter(None, given.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known or name in values or not value.isdecimal():
+            make = None
+            break
+        values[name] = int(value)
+    if make is None or needed - values.keys():
+        raise ValueError(f"expected {', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}, got {text!r}")
+    return make(**values)
