@@ -22,7 +22,7 @@ from jax_attn.serve._options import (
     num_devices,
     shares_experts,
 )
-from jax_attn.serve._scheduling.streaming import StreamingPages
+from jax_attn.serve._scheduling.kv_policies import num_pages_needed
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -163,7 +163,7 @@ def _fewest_pages(args: argparse.Namespace) -> int:
     fewest = int(-(-args.max_step_tokens // args.page_size))
     if args.kv_policy is None:
         return fewest
-    return max(fewest, StreamingPages(args.kv_policy, args.page_size).max_pages)
+    return max(fewest, num_pages_needed(args.kv_policy, args.page_size))
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:

@@ -29,7 +29,7 @@ from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.buckets import Batch, Bucket
 from jax_attn.serve._engine.device import Device, DeviceConfig, Scores, compile_jitted, xla_options
-from jax_attn.serve._scheduling.host_tier import Move, PageCopy
+from jax_attn.serve._scheduling.host_tier import AnyMove
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 from jax_attn.serve._scheduling.streaming import Rotation
 
@@ -368,7 +368,7 @@ class ExpertDevice(Device):
             if self._number is not None:
                 self._group.replace_lost_caches(self._number)
 
-    def move(self, moves: Sequence[Move | PageCopy]) -> None:
+    def move(self, moves: Sequence[AnyMove]) -> None:
         with self._group.lock:
             super().move(moves)
 

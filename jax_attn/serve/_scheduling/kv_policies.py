@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
-from jax_attn.serve._scheduling.streaming import Streaming
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 
 KvPolicy: TypeAlias = Streaming | PromptPolicy
 
@@ -38,3 +38,11 @@ def parse(text: str) -> KvPolicy:
     if make is None or needed - values.keys():
         raise ValueError(f"expected {', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}, got {text!r}")
     return make(**values)
+
+
+def num_pages_needed(policy: KvPolicy, page_size: int) -> int:
+    """Pages that a pool needs at least: all that a sequence may hold, or those of a prompt of one
+    page more than it keeps, and of what it keeps."""
+    if isinstance(policy, Streaming):
+        return StreamingPages(policy, page_size).max_pages
+    return 2 * policy.num_pages(page_size) + 1

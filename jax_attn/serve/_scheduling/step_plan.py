@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jax_attn.serve._scheduling.kv_policies import KvPolicy
+from jax_attn.serve._scheduling.kv_policies import KvPolicy, num_pages_needed
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 from jax_attn.serve._scheduling.request import Sequence
@@ -75,21 +75,14 @@ class SchedulerConfig:
 
     def _check_kv_policy(self) -> None:
         assert not self.num_states
-        fewest = self.fewest_pages
+        assert self.kv_policy is not None
+        fewest = num_pages_needed(self.kv_policy, self.page_size)
         for name in ("num_pages", "max_kv_pages_step"):
             if getattr(self, name) < fewest:
                 raise ValueError(
-                    f"{name}: expected at least {fewest}, which a sequence may hold"
+                    f"{name}: expected at least {fewest}, which a sequence needs"
                     f" with kv_policy {self.kv_policy}, got {getattr(self, name)}"
                 )
-
-    @property
-    def fewest_pages(self) -> int:
-        """Pages that a sequence needs with the kv policy: all that it may hold, or those of a prompt
-        of one page more than it keeps, and of what it keeps."""
-        if self.streaming is not None:
-            return self.streaming.max_pages
-        return 2 * self.num_kept_pages + 1
 
     @property
     def streaming(self) -> StreamingPages | None:
