@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import jax_attn
+from helpers import lora
+from helpers.mesh_checks import run_on_cpus
+from helpers.model_cases import shallow
 from helpers.paths import EXAMPLES
 from helpers.small_llm import SMALL
 from jax_attn import LLM, models, retention
@@ -205,8 +208,40 @@ def test_preempted_sequences_go_on(model, make_engine, name):
     assert engine.stats()["preemptions"] > 0
 
 
-def test_without_a_prefix_cache_and_from_the_host(model, make_engine):
+def test_without_a_prefix_cache(model, make_engine):
     check_all(model, make_engine(prefix_cache=False), sequence(prompt(model, 9, 70), 20))
+
+
+def test_pages_of_prompts_that_were_on_the_host(model):
+    """They go there once heads have kept their keys, and come back for the same prompt."""
+    engine = Engine(model, dataclasses.replace(CONFIG, num_pages=60, num_host_pages=80))
+    engine.warm_up_first()
+    host = engine.scheduler.memory.host
+    host.page_tokens = host.call_tokens = 0.01  # returning is sooner, whatever was measured
+    first, other, again = (sequence(prompt(model, i, 150), 10) for i in (9, 300, 9))
+    for seq in (first, other, again):
+        check_all(model, engine, seq)
+    assert host.num_returned > 0 and again.num_cached >= 148
+
+
+def test_a_request_that_is_handed_over(model, make_engine):
+    """It takes the pages of its prompt along, and its heads choose again."""
+    engine = make_engine()
+    seq = sequence(prompt(model, 50, 70), 20)
+    engine.submit([seq])
+    while seq.num_output < 6:
+        engine.step()
+    engine.settle()
+    handed = engine.export_request(seq.id)
+    assert len(handed.pages) == 68 // PAGE
+    engine = make_engine()
+    engine.import_request(handed, "again")
+    (live,) = engine._outputs.live.values()
+    while engine.has_work:
+        engine.step()
+    expected = sequence(prompt(model, 50, 70), 20)
+    run(engine, expected)
+    assert live.seq.tokens == expected.tokens and live.seq.num_output == 20
 
 
 def test_one_token_needs_no_choice(model, make_engine):
@@ -244,27 +279,35 @@ def test_bits_do_not_depend_on_the_batch(model):
     check(model, alone, together[seqs[2].id])
 
 
-def test_queries_have_the_adapter_of_their_sequence(model):
-    engine = Engine(model, dataclasses.replace(CONFIG, max_loras=2))
+@pytest.mark.parametrize("name", POLICIES)
+def test_queries_have_the_adapter_of_their_sequence(model, name):
+    policy = POLICIES[name]
+    engine = Engine(model, dataclasses.replace(CONFIG, max_loras=2, kv_policy=policy))
     engine.warm_up_first()
-    rank, rng = 4, np.random.default_rng(0)
-    params = jax.tree.map(np.asarray, model.params)
-    del params
-    weights = models.random_params  # the adapter is made below
-    del weights, rank, rng
-    seq = sequence(prompt(model, 50, 70), 20)
-    check_all(model, engine, seq)
+    adapters = {each: lora.tensors(model.config, each) for each in "ab"}
+    for each, tensors in adapters.items():
+        engine.load_lora(each, models.make_lora(lora.CONFIG, tensors, model.config))
+    seqs = [sequence(prompt(model, 50, 70), 20, adapter_name=each) for each in "ba"]
+    logprobs = run(engine, *seqs)
+    for seq in seqs:
+        weights = models.make_lora(lora.CONFIG, adapters[seq.adapter_name], model.config)
+        merged = lora.merged(model.params, model.config, weights)
+        check(model._replace(params=merged), seq, logprobs[seq.id], name)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_over_a_mesh(model, tensor_parallel):
-    devices = tuple(jax.devices()[:tensor_parallel])
-    if len(devices) < tensor_parallel:
-        pytest.skip("one device")
-    config = dataclasses.replace(CONFIG, tensor_parallel=tensor_parallel, devices=devices)
-    engine = Engine(model, config)
-    engine.warm_up_first()
-    check_all(model, engine, sequence(prompt(model, 50, 80), 30))
+def test_on_other_devices_and_over_two():
+    run_on_cpus(2, "import test_prompt_policy as t; t.check_devices()")
+
+
+def check_devices():
+    """Runs in a process with two devices."""
+    model, second = shallow(models.load(models.BUNDLED, dtype="float32")), jax.devices()[1]
+    for name in POLICIES:
+        for options in ({"devices": (second,)}, {"tensor_parallel": 2}):
+            options |= {"kv_policy": POLICIES[name]}
+            engine = Engine(model, dataclasses.replace(CONFIG, **options))
+            engine.warm_up_first()
+            check_all(model, engine, sequence(prompt(model, 50, 80), 20), name=name)
 
 
 @pytest.mark.parametrize("name", POLICIES)
