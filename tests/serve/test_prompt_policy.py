@@ -260,7 +260,7 @@ def test_drafts_are_verified(model, make_engine):
 def test_with_a_grammar(model, make_engine):
     """A sample may be void, and its token is computed again over the kept keys."""
     engine = make_engine()
-    seq = sequence(prompt(model, 50, 70), 12, grammar='start: /[a-z ]{30,}/', logprobs=None)
+    seq = sequence(prompt(model, 50, 70), 12, grammar="start: /[a-z ]{30,}/", logprobs=None)
     engine.submit([seq])
     while engine.has_work:
         engine.step()
