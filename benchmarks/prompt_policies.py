@@ -1,12 +1,13 @@
-"""SnapKV and H2O in the engine: pages, processor time, and a passage that must be found.
+"""Kv policies in the engine: pages and processor time beside what the model still knows.
 
     python -m benchmarks.prompt_policies [--tiny]
 
-The bundled model reads a prompt of modules that Python ships. It ends with the first tokens of a
-passage of its own first half (a needle), and the model goes on: the share of its tokens that are
-the passage's. The policies keep the same number of keys. Times are those of the processor, of all
-threads of the process: of the prompt until its first token, and of each token after it.
-`benchmarks.retention` has the perplexity over what the same policies keep.
+The bundled model reads a prompt of modules that Python ships. Each policy keeps a share of its
+keys. The model goes on with the text that follows (perplexity), and with a passage of the prompt's
+first half that comes again, whose first tokens end the prompt (a needle: the share of its tokens
+that are the likeliest). Each token of both is a request of its own, which has the tokens before it
+as output. Times are those of the processor, of all threads of the process: of a prompt until its
+first token, and of each token after it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import statistics
 import textwrap
 import time
@@ -21,17 +23,40 @@ import time
 from jax_attn import models
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
+from jax_attn.serve._scheduling.events import TokenLogprob
 from jax_attn.serve._scheduling.kv_policies import parse
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
+FOLLOWING = 64  # tokens whose perplexity is measured
 GIVEN, ASKED = 8, 24  # tokens of the needle
 PAGE = 16
 
 
-def run(engine: Engine, prompt: list[int]) -> tuple[list[int], int, float, float]:
-    """Its tokens, the most pages after the first one, and the two processor times in seconds."""
-    sampling = SamplingParams(ASKED, temperature=0, ignore_eos=True)
-    seq = Sequence("text", "text", list(prompt), sampling)
+def known(engine: Engine, prompt: list[int], following: list[int]) -> list[tuple[float, bool]]:
+    """(logprob, whether it is the likeliest) of each token that follows the prompt."""
+    found = []
+    for i, token in enumerate(following):
+        # The bias chooses the token; its logprob is of the model's own logits.
+        params = SamplingParams(
+            i + 2, temperature=0, ignore_eos=True, logprobs=1, logit_bias=((token, 1e4),)
+        )
+        seq = Sequence("text", "text", list(prompt), params)
+        seq.tokens += following[:i]
+        engine.submit([seq])
+        logprobs: list[TokenLogprob] = []
+        while engine.has_work:
+            logprobs += (x for event in engine.step() for x in event.logprobs or ())
+        assert logprobs[0].token == token
+        found.append((logprobs[0].logprob, logprobs[0].top[0][0] == token))
+    return found
+
+
+def timed(engine: Engine, prompt: list[int]) -> tuple[int, float, float]:
+    """The most pages after the first token, and the two processor times in seconds."""
+    seq = Sequence(
+        "text", "text", list(prompt), SamplingParams(FOLLOWING, temperature=0, ignore_eos=True)
+    )
+    engine.scheduler.cache.clear()
     engine.submit([seq])
     begin = time.process_time()
     while not seq.num_output:
@@ -40,7 +65,7 @@ def run(engine: Engine, prompt: list[int]) -> tuple[list[int], int, float, float
     while engine.has_work:
         engine.step()
         pages = max(pages, len(seq.pages))
-    return seq.tokens[len(prompt) :], pages, first - begin, time.process_time() - first
+    return pages, first - begin, time.process_time() - first
 
 
 def main() -> None:
@@ -50,8 +75,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="tries the script")
     args = parser.parse_args()
+    num_following = FOLLOWING
     if args.tiny:
-        args.tokens, args.shares, args.rounds = 300, [0.5], 1
+        args.tokens, args.shares, args.rounds, num_following = 300, [0.5], 1, 4
 
     model = models.load(models.BUNDLED, dtype="float32")
     kept = {share: int(share * args.tokens) for share in args.shares}
@@ -62,35 +88,31 @@ def main() -> None:
             f"snapkv, {keep}": f"snapkv:keep={keep}",
             f"h2o, {keep}": f"h2o:keep={keep}",
         }
-    prompts, wanted = [], []
-    for source in (json.decoder, textwrap, statistics, argparse)[: 1 if args.tiny else None]:
-        text = model.tokenizer.encode(inspect.getsource(source)).ids[: args.tokens]
-        needle = text[len(text) // 4 :][: GIVEN + ASKED]
-        prompts.append([*text, *needle[:GIVEN]])
-        wanted.append(needle[GIVEN:])
-    print("policy            pages  needle  ms to the first token  ms/token")
+    texts = [
+        model.tokenizer.encode(inspect.getsource(source)).ids
+        for source in (json.decoder, textwrap, statistics, argparse)[: 1 if args.tiny else None]
+    ]
+    print("policy            pages  perplexity  needle  ms to the first token  ms/token")
     for name, policy in policies.items():
-        engine = Engine(
-            model,
-            EngineConfig(
-                num_pages=512, page_size=PAGE, max_running=1, max_step_tokens=256,
-                prefix_cache=False, kv_policy=None if policy is None else parse(policy),
-            ),
+        limits = EngineConfig(
+            num_pages=512, page_size=PAGE, max_running=1, max_step_tokens=256,
+            kv_policy=None if policy is None else parse(policy),
         )  # fmt: skip
+        engine = Engine(model, limits)
         engine.warm_up()
-        rows = [[run(engine, prompt) for prompt in prompts] for _ in range(args.rounds)]
-        found = [
-            sum(map(int.__eq__, tokens, passage)) / ASKED
-            for (tokens, *_), passage in zip(rows[0], wanted, strict=True)
-        ]
-        pages = max(pages for _, pages, *_ in rows[0])
-        first, rest = (
-            1e3 * statistics.median(statistics.mean(each[i] for each in row) for row in rows)
-            for i in (2, 3)
-        )
+        times = [timed(engine, text[: args.tokens]) for text in texts for _ in range(args.rounds)]
+        losses, right = [], []
+        for text in texts:
+            prompt, needle = text[: args.tokens], text[args.tokens // 4 :][: GIVEN + ASKED]
+            following = text[args.tokens :][:num_following]
+            losses += [-logprob for logprob, _ in known(engine, prompt, following)]
+            asked = known(engine, [*prompt, *needle[:GIVEN]], needle[GIVEN:])
+            right += [is_likeliest for _, is_likeliest in asked]
+        pages = max(each for each, *_ in times)
+        first, rest = (1e3 * statistics.median(each[i] for each in times) for i in (1, 2))
         print(
-            f"{name:16}  {pages:5}  {statistics.mean(found):6.2f}  {first:21.1f}"
-            f"  {rest / (ASKED - 1):8.2f}",
+            f"{name:16}  {pages:5}  {math.exp(statistics.mean(losses)):10.2f}"
+            f"  {statistics.mean(right):6.2f}  {first:21.1f}  {rest / (FOLLOWING - 1):8.2f}",
             flush=True,
         )
 

@@ -19,9 +19,9 @@ from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.log_format import FORMATS
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.pictures import MAX_PICTURES
-from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
 from jax_attn.serve._scheduling import kv_policies
 from jax_attn.serve._scheduling.kv_policies import KvPolicy
+from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
 from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
 

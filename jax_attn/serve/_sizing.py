@@ -23,6 +23,7 @@ from jax_attn.serve._options import (
     shares_experts,
 )
 from jax_attn.serve._scheduling.kv_policies import num_pages_needed
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -217,6 +218,14 @@ def _bytes_of_loras(config: models.ModelConfig, args: argparse.Namespace) -> int
     return int(args.max_loras * rank * numbers * jnp.dtype(args.dtype).itemsize)
 
 
+def _bytes_of_sums(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """The most bytes of the sums of weights on one device with a kv policy of prompts."""
+    if not isinstance(args.kv_policy, PromptPolicy):
+        return 0
+    heads = -(-config.num_kv_heads // args.tensor_parallel)
+    return 4 * config.page_groups[0] * heads * int(config.max_positions)
+
+
 def _default_num_pages(
     config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
 ) -> int:
@@ -225,7 +234,7 @@ def _default_num_pages(
     if memory := (args.devices or jax.local_devices())[0].memory_stats():
         left = memory["bytes_limit"] - memory["bytes_in_use"]
         left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
-        left -= _bytes_of_loras(config, args)
+        left -= _bytes_of_loras(config, args) + _bytes_of_sums(config, args)
         budget = int(args.memory_share * left)
         most = _MAX_CACHE * num_running
     else:

@@ -9,7 +9,6 @@ from jax import lax
 import jax_attn as ja
 from jax_attn.models._config.config import KvPlace, LayerKind, ModelConfig
 from jax_attn.models._layers.decoder import (
-    Pages,
     _layers,
     _rotated_heads,
     _sinks,
@@ -98,8 +97,12 @@ def add_weights(
 
 
 def copy_kept(
-    k_pages: Pages, v_pages: Pages, kept: jax.Array, sources: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, ...]:
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    kept: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Copies the keys and values that each head keeps to the first slots of other pages.
 
     k_pages, v_pages: as for `add_weights`. Written in place if donated.
@@ -117,4 +120,5 @@ def copy_kept(
         rows = pages[layer, sources[at // page_size], at % page_size, jnp.arange(heads)]
         return pages.at[layer, targets].set(rows.reshape(len(targets), page_size, heads, -1))
 
-    return tuple(lax.fori_loop(0, len(x), of_layer, x) for x in (k_pages, v_pages))
+    k_pages, v_pages = (lax.fori_loop(0, len(x), of_layer, x) for x in (k_pages, v_pages))
+    return k_pages, v_pages

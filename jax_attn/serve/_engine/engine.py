@@ -659,7 +659,7 @@ def _like(shape: Any, arrays: Any) -> Any:
 
 
 def _check_sequence(seq: Sequence, config: models.ModelConfig, is_whole: bool) -> None:
-    """Raises ValueError if the model cannot run the sequence. is_whole: positions are in the text."""
+    """Raises ValueError if the model cannot run the sequence. is_whole: it is no endless text."""
     params = seq.params
     if is_whole and seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(
@@ -730,11 +730,10 @@ def _check_kv_policy(
     policy = config.kv_policy
     if policy is None:
         return
-    of_one = [("tensor_parallel", 1, config.tensor_parallel)]
-    if isinstance(policy, PromptPolicy):
-        of_one = [("expert_group", None, config.expert_group)]
-    refused = [
-        *of_one,
+    is_of_prompts = isinstance(policy, PromptPolicy)
+    refused: list[tuple[str, Any, Any]] = [
+        ("tensor_parallel", 1, 1 if is_of_prompts else config.tensor_parallel),
+        ("experts of several engines", False, is_of_prompts and config.expert_group is not None),
         ("kv_dtype", None, config.kv_dtype),
         ("context_parallel", 1, config.context_parallel),
         ("several processes", False, has_processes),

@@ -1,4 +1,4 @@
-"""The device's part of kv policies of prompts: it chooses the keys that heads keep, and copies them.
+"""The device's part of kv policies of prompts: chooses the keys that heads keep, and copies them.
 
 A prompt that is read has all its keys in pages. Some of its tokens, or all, go through the model
 once more, to sum their attention weights: the kernels do not return these. See `prompt_policy`.
@@ -7,6 +7,7 @@ once more, to sum their attention weights: the kernels do not return these. See 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,86 +105,86 @@ class PromptKeys:
         weights and of the pools; None: there are no adapters. lora_specs: how a mesh has the pools.
         """
         weights, k_pages, v_pages, lora = shapes
-        tree, lora_tree = trees
-        has_adapters = lora_tree is not None
-        whole = None if self._split is None else NamedSharding(self._split.mesh, P())
+        whole, of_sums, of_pages, of_weights = None, P(), P(), []
+        if self._split is not None:
+            whole, of_pages = NamedSharding(self._split.mesh, P()), self._split.pages_spec
+            of_sums = P(None, self._split.axis_name)
+            of_weights = [x.sharding.spec for x in weights]
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
 
-        def add(
-            sums: jax.Array,
-            weights: list[jax.Array],
-            k_pages: jax.Array,
-            v_pages: jax.Array,
-            lora: list[jax.Array],
-            words: jax.Array,
-            plan: ja.AttentionPlan,
-            pages: jax.Array,
-        ) -> jax.Array:
-            tokens, positions, slots = words
-            adapters = None
-            if has_adapters:
-                adapters = models.Adapters(jax.tree.unflatten(lora_tree, lora), slots)
-            # The first tokens are those of a new prompt, whatever was before.
-            is_first = pages[-1] == 1
-            sums = jnp.where(is_first, 0, sums)
-            params = jax.tree.unflatten(tree, weights)
-            cache = k_pages, v_pages, plan, pages[:-1]
-            return add_weights(sums, params, self._config, tokens, positions, *cache, adapters)
-
-        def copy(
-            k_pages: jax.Array,
-            v_pages: jax.Array,
-            sums: jax.Array,
-            num_tokens: jax.Array,
-            sources: jax.Array,
-            targets: jax.Array,
-        ) -> tuple[jax.Array, ...]:
-            def select(sums: jax.Array) -> jax.Array:
-                of = self.policy
-                return ja.retention.select(
-                    sums, num_tokens, of.keep, recent=of.recent, pool=of.pool
-                )
-
-            kept = jax.lax.map(select, sums)  # one layer's sorts at a time
-            return copy_kept(k_pages, v_pages, kept, sources, targets)
-
         plan = ja.AttentionPlan(ints(self._spec.plan_words), self._spec)
-        queries = ints(3, self._queries)
-        of_add = self._sums_shape, weights, k_pages, v_pages, lora, queries, plan
-        of_copy = k_pages, v_pages, self._sums_shape, ints()
-        of_add += (ints(self._num_pages + 1),)
-        of_copy += (ints(self._num_pages), ints(self._num_kept_pages))
-        add_everywhere: Any = add
-        copy_everywhere: Any = copy
-        if self._split is not None:
-            pages, of_sums = self._split.pages_spec, P(None, self._split.axis_name)
-            of_weights = [x.sharding.spec for x in weights]
-            add_everywhere = jax.shard_map(
-                add,
-                mesh=self._split.mesh,
-                in_specs=(of_sums, of_weights, pages, pages, lora_specs, P(), P(), P()),
-                out_specs=of_sums,
-                check_vma=False,
-            )
-            copy_everywhere = jax.shard_map(
-                copy,
-                mesh=self._split.mesh,
-                in_specs=(pages, pages, of_sums, P(), P(), P()),
-                out_specs=(pages, pages),
-                check_vma=False,
-            )
+        queries, sources = ints(3, self._queries), ints(self._num_pages)
 
         def compile_add() -> Compiled:
-            self._add = compile(jax.jit(add_everywhere, donate_argnums=0), *of_add)
+            specs = of_sums, P(), of_weights, of_pages, of_pages, lora_specs, P(), P(), P()
+            add = self._on_each_device(partial(self._add_weights, trees), specs, of_sums)
+            given = weights, k_pages, v_pages, lora, queries, plan, sources
+            self._add = compile(jax.jit(add, donate_argnums=0), self._sums_shape, ints(), *given)
             return self._add
 
         def compile_copy() -> Compiled:
-            self._copy = compile(jax.jit(copy_everywhere, donate_argnums=(0, 1)), *of_copy)
+            specs = of_pages, of_pages, of_sums, P(), P(), P()
+            copy = self._on_each_device(self._copy_kept, specs, (of_pages, of_pages))
+            given = k_pages, v_pages, self._sums_shape, ints(), sources
+            jitted = jax.jit(copy, donate_argnums=(0, 1))
+            self._copy = compile(jitted, *given, ints(self._num_kept_pages))
             return self._copy
 
         return {"weights of keys": compile_add, "kept keys": compile_copy}
+
+    def _on_each_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Wraps what one device computes for all devices of the mesh, if there is one."""
+        if self._split is None:
+            return function
+        # Plans, tokens and page numbers are the same on all devices.
+        mesh = self._split.mesh
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def _add_weights(
+        self,
+        trees: tuple[Any, Any],
+        sums: jax.Array,
+        is_first: jax.Array,
+        weights: list[jax.Array],
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        lora: list[jax.Array],
+        words: jax.Array,
+        plan: ja.AttentionPlan,
+        pages: jax.Array,
+    ) -> jax.Array:
+        """is_first: 1: of a prompt, so that the sums begin at 0. words: tokens, positions, and
+        slots of adapters."""
+        tree, lora_tree = trees
+        tokens, positions, slots = words
+        adapters = None
+        if lora_tree is not None:
+            adapters = models.Adapters(jax.tree.unflatten(lora_tree, lora), slots)
+        sums = jnp.where(is_first == 1, 0, sums)
+        params = jax.tree.unflatten(tree, weights)
+        cache = k_pages, v_pages, plan, pages
+        return add_weights(sums, params, self._config, tokens, positions, *cache, adapters)
+
+    def _copy_kept(
+        self,
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        sums: jax.Array,
+        num_tokens: jax.Array,
+        sources: jax.Array,
+        targets: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        of = self.policy
+
+        def select(sums: jax.Array) -> jax.Array:
+            return ja.retention.select(sums, num_tokens, of.keep, recent=of.recent, pool=of.pool)
+
+        kept = jax.lax.map(select, sums)  # one layer's sorts at a time
+        return copy_kept(k_pages, v_pages, kept, sources, targets)
 
     @property
     def _queries(self) -> int:
@@ -201,17 +202,18 @@ class PromptKeys:
         donated."""
         assert self._add is not None and self._copy is not None
         end = len(move.tokens)
-        sources = np.zeros(self._num_pages + 1, np.int32)
+        sources = np.zeros(self._num_pages, np.int32)
         sources[: len(move.sources)] = move.sources
         begin = 0 if self.policy.queries is None else end - self.policy.queries
         for first in range(begin, end, self._queries):
-            sources[-1] = first == begin
-            words, plan = self._arguments(move, first)
-            cache = k_pages, v_pages, lora
-            self._sums = self._add(self._sums, weights, *cache, words, plan, sources.copy())
+            is_first = np.int32(first == begin)
+            cache = weights, k_pages, v_pages, lora
+            self._sums = self._add(
+                self._sums, is_first, *cache, *self._arguments(move, first), sources
+            )
         targets = np.array(move.targets, np.int32)
-        copied = self._copy(k_pages, v_pages, self._sums, np.int32(end), sources[:-1], targets)
-        return copied[0], copied[1]
+        k_pages, v_pages = self._copy(k_pages, v_pages, self._sums, np.int32(end), sources, targets)
+        return k_pages, v_pages
 
     def _arguments(self, move: KeptKeys, begin: int) -> tuple[np.ndarray, ja.AttentionPlan]:
         """Tokens, positions and adapters of the queries from `begin` on, and their plan."""

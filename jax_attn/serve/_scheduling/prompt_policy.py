@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469) and H2O (arXiv 2306.14048): a prompt that is read keeps some of its keys.
+"""SnapKV (arXiv 2404.14469) and H2O (arXiv 2306.14048): prompts that are read keep some keys.
 
 The prompt goes through the model over all its keys. Then each KV head of each layer keeps `keep` of
 them, its own: those with the largest sums of attention weights, and the last ones. All heads keep
