@@ -1,4 +1,4 @@
-"""Kv policies in the engine: pages and processor time beside what the model still knows.
+"""Kv policies of prompts in the engine: pages and processor time beside what the model still knows.
 
     python -m benchmarks.prompt_policies [--tiny]
 
@@ -84,7 +84,6 @@ def main() -> None:
     policies: dict[str, str | None] = {"all keys": None}
     for keep in kept.values():
         policies |= {
-            f"streaming, {keep}": f"streaming:sinks=4,window={keep - PAGE}",
             f"snapkv, {keep}": f"snapkv:keep={keep}",
             f"h2o, {keep}": f"h2o:keep={keep}",
         }

@@ -17,7 +17,7 @@ from helpers.small_llm import SMALL
 from jax_attn import LLM, models, retention
 from jax_attn.models._config.config import Latent
 from jax_attn.models._layers import decoder
-from jax_attn.serve import _options
+from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._scheduling import kv_policies
@@ -316,6 +316,15 @@ def test_the_pools_are_written_in_place(devices, name):
     pool = device._k_pages.nbytes
     assert device._executables["kept keys"].memory_analysis().temp_size_in_bytes < pool
     assert device._executables["kept keys"].memory_analysis().alias_size_in_bytes >= 2 * pool
+
+
+def test_memory_of_the_sums_is_set_aside(model, devices):
+    args = _options.from_keywords({"kv_policy": f"snapkv:keep={KEEP},window={WINDOW}"})
+    num_bytes = _sizing._bytes_of_sums(model.config, args)
+    (sums,) = devices["snapkv"]._prompt_keys.arrays
+    assert sums.nbytes <= num_bytes == 4 * 2 * model.config.num_kv_heads * 2048
+    assert sum(devices["snapkv"].bytes_held().values()) >= sums.nbytes
+    assert _sizing._bytes_of_sums(model.config, _options.from_keywords({})) == 0
 
 
 def test_llm(model, directory):
