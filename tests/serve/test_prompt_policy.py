@@ -397,6 +397,11 @@ def test_models_whose_heads_cannot_choose_are_refused(model, of_layer, of_model,
         Engine(model._replace(config=config), CONFIG)
 
 
+def test_a_sequence_alone_may_have_all_positions_of_the_model(model):
+    engine = Engine(model, dataclasses.replace(CONFIG, num_pages=600, max_running=1))
+    assert engine.max_sequence_tokens == model.config.max_positions
+
+
 def test_a_prompt_that_leaves_no_room_for_what_it_keeps_is_refused(make_engine):
     engine = make_engine(num_pages=40)
     most = (40 - NUM_KEPT) * PAGE

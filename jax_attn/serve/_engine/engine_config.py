@@ -134,6 +134,8 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
     pages_each = -(-max_positions // config.page_size)
     if isinstance(config.kv_policy, Streaming):
         pages_each = StreamingPages(config.kv_policy, config.page_size).max_pages
+    elif config.kv_policy is not None:  # the kept keys have pages beside those of the prompt
+        pages_each += config.kv_policy.num_pages(config.page_size)
     # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
     sizes = []
