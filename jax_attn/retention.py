@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-__all__ = ["compact", "compensation", "heavy_hitters", "sinks_and_window", "snapkv"]
+__all__ = ["compact", "compensation", "heavy_hitters", "select", "sinks_and_window", "snapkv"]
 
 _CHUNK = 256  # query tokens whose weights are in memory at once
 
@@ -36,11 +36,9 @@ def snapkv(
     _check_shapes("snapkv", q, k)
     window = len(q)
     _check_budget("snapkv", budget, window, len(k))
-    if pool < 1 or pool % 2 == 0:
-        raise ValueError(f"retention.snapkv: pool: expected an odd number, got {pool}.")
-    sums = _weights(q, k, len(k) - window, sm_scale)[:, : len(k) - window]
-    pooled = jax.lax.reduce_window(sums, 0.0, jax.lax.add, (1, pool), (1, 1), "SAME")
-    return _best(jnp.pad(pooled, ((0, 0), (0, window))), budget, window)
+    _check_pool("snapkv", pool)
+    sums = _weights(q, k, len(k) - window, sm_scale)
+    return select(sums, len(k), budget, recent=window, pool=pool)
 
 
 def heavy_hitters(
@@ -67,7 +65,33 @@ def heavy_hitters(
         _weights(q[begin : begin + _CHUNK], k, begin, sm_scale)
         for begin in range(0, len(q), _CHUNK)
     )
-    return _best(jnp.asarray(sums), budget, recent)
+    return select(jnp.asarray(sums), len(k), budget, recent=recent)
+
+
+def select(
+    sums: jax.Array, num_tokens: jax.Array | int, budget: int, *, recent: int, pool: int = 1
+) -> jax.Array:
+    """The keys with the largest sums of weights, and the `recent` last ones: the choice of `snapkv`
+    and `heavy_hitters`, for sums that were made elsewhere.
+
+    sums: [num_kv_heads, n], floats, of which the first num_tokens count.
+    num_tokens: of the prompt, at least `budget`; may be traced.
+    budget, recent: as in `heavy_hitters`. pool: as in `snapkv`. Static.
+
+    Returns [num_kv_heads, budget], i32: positions in ascending order.
+
+    Raises ValueError: the budget is below `recent` or above n, or pool is even.
+    """
+    _check_budget("select", budget, recent, sums.shape[1])
+    _check_pool("select", pool)
+    at = jnp.arange(sums.shape[1])
+    is_older = at < num_tokens - recent
+    pooled = jnp.where(is_older, sums, 0)
+    if pool > 1:
+        pooled = jax.lax.reduce_window(pooled, 0.0, jax.lax.add, (1, pool), (1, 1), "SAME")
+    others = jnp.where(at < num_tokens, jnp.inf, -jnp.inf)
+    _, best = jax.lax.top_k(jnp.where(is_older, pooled, others), budget)
+    return jnp.sort(best, axis=1).astype(jnp.int32)
 
 
 def sinks_and_window(num_tokens: int, sinks: int, window: int) -> jax.Array:
@@ -132,19 +156,17 @@ def _weights(q: jax.Array, k: jax.Array, first: int, sm_scale: float | None) -> 
     return jax.nn.softmax(jnp.where(sees, logits, -jnp.inf), axis=-1).sum((1, 2))
 
 
-def _best(sums: jax.Array, budget: int, num_last: int) -> jax.Array:
-    """The positions with the largest sums, and the last ones, in ascending order."""
-    is_last = jnp.arange(sums.shape[1]) >= sums.shape[1] - num_last
-    _, best = jax.lax.top_k(jnp.where(is_last, jnp.inf, sums), budget)
-    return jnp.sort(best, axis=1).astype(jnp.int32)
-
-
 def _check_budget(op: str, budget: int, fewest: int, most: int) -> None:
     if not max(1, fewest) <= budget <= most:
         raise ValueError(
             f"retention.{op}: budget: expected between {max(1, fewest)} and the {most} tokens of"
             f" the prompt, got {budget}."
         )
+
+
+def _check_pool(op: str, pool: int) -> None:
+    if pool < 1 or pool % 2 == 0:
+        raise ValueError(f"retention.{op}: pool: expected an odd number, got {pool}.")
 
 
 def _check_shapes(op: str, q: jax.Array, k: jax.Array) -> None:

@@ -29,7 +29,9 @@ The modules of each folder:
 | | `scheduler` | the tokens of the next step, and the sequences that it preempts |
 | | `admission`, `tenants` | which waiting sequences are admitted; tenants' fair shares |
 | | `kv_memory`, `pages`, `prefix_cache` | page owners; free pages; shared prefixes |
+| | `kv_policies` | the kv policies by their names |
 | | `streaming` | the kv policy of long texts: which pages they keep |
+| | `prompt_policy` | kv policies of prompts: how many keys their heads keep |
 | | `host_tier` | pages of the prefix cache in the host's memory |
 | | `file_tier` | and in files: their names, what is read, and whether that is worth it |
 | | `states` | slots of recurrent states; checkpoints |
@@ -58,6 +60,7 @@ The modules of each folder:
 | | `adapters` | LoRA adapters by name, and their places on the device |
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
 | | `compilations` | counts compilations that nobody expected |
+| | `prompt_keys` | chooses the keys that heads keep, and copies them |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
 | | `file_store`, `file_copies` | files of the prefix cache; the threads that write and read them |
 | | `hand_over`, `leaving` | a request that leaves one engine and goes on in another |

@@ -21,6 +21,7 @@ from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._options import LORA_RANK, MTP, num_devices, shares_experts
+from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._sizing import make_engine, make_replicas
 
 log = logging.getLogger("jax_attn.serve")
@@ -60,8 +61,8 @@ def _check_config(config: models.ModelConfig, path: Path) -> None:
 
 def _limited(config: models.ModelConfig, args: argparse.Namespace) -> models.ModelConfig:
     """Returns the config for sequences of up to --max-model-len. Raises ValueError."""
-    # With a kv policy texts may be longer than what the model sees of them.
-    if args.max_model_len is not None and args.kv_policy is None:
+    # With `streaming` texts may be longer than what the model sees of them.
+    if args.max_model_len is not None and not isinstance(args.kv_policy, Streaming):
         if args.max_model_len > config.max_positions:
             raise ValueError(
                 f"--max-model-len: expected at most the model's {config.max_positions}, got "

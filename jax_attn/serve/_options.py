@@ -19,6 +19,8 @@ from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.log_format import FORMATS
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.pictures import MAX_PICTURES
+from jax_attn.serve._scheduling import kv_policies
+from jax_attn.serve._scheduling.kv_policies import KvPolicy
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
 from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
@@ -196,9 +198,10 @@ def parse(
     page = "tokens of a page (16; with --context-parallel N, 64 x N)"
     add("--page-size", type=_positive, help=page)
     add("--prefix-cache", action=switch, default=True, help="share the kv of equal beginnings")
-    kept = """what a long text keeps of its cache: its first SINKS tokens and its last WINDOW, as
-        StreamingLLM (everything)"""
-    add("--kv-policy", type=_kv_policy, metavar="streaming:sinks=4,window=2000", help=kept)
+    kept = f"""what a sequence keeps of its cache: a long text its first and last tokens
+        (StreamingLLM), or a prompt the KEEP keys of each head that it looks at most (SnapKV, H2O):
+        {", ".join(kv_policies.EXAMPLES)} (everything)"""
+    add("--kv-policy", type=_kv_policy, metavar="POLICY", help=kept)
     host = """memory of the host for pages that the device's prefix cache has no room for (0)"""
     add("--host-cache-bytes", type=_non_negative, default=0, metavar="BYTES", help=host)
     files = """a directory for what the host's memory has no room for either; it outlives the server
@@ -400,9 +403,9 @@ def _host(text: str) -> str:
     return text
 
 
-def _kv_policy(text: str) -> Streaming:
+def _kv_policy(text: str) -> KvPolicy:
     try:
-        return Streaming.parse(text)
+        return kv_policies.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -467,12 +470,12 @@ def engine_config(
     )
 
 
-def _limited_kv_policy(args: argparse.Namespace) -> Streaming | None:
+def _limited_kv_policy(args: argparse.Namespace) -> KvPolicy | None:
     """--kv-policy, for texts of up to --max-model-len tokens."""
-    if args.kv_policy is None or args.max_model_len is None:
-        policy: Streaming | None = args.kv_policy
-        return policy
-    return dataclasses.replace(args.kv_policy, max_tokens=args.max_model_len)
+    policy: KvPolicy | None = args.kv_policy
+    if isinstance(policy, Streaming) and args.max_model_len is not None:
+        return dataclasses.replace(policy, max_tokens=args.max_model_len)
+    return policy
 
 
 def num_devices(args: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ from jax_attn.serve._options import (
     num_devices,
     shares_experts,
 )
-from jax_attn.serve._scheduling.streaming import StreamingPages
+from jax_attn.serve._scheduling.kv_policies import num_pages_needed
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -204,7 +205,7 @@ def _fewest_pages(args: argparse.Namespace) -> int:
     fewest = int(-(-args.max_step_tokens // args.page_size))
     if args.kv_policy is None:
         return fewest
-    return max(fewest, StreamingPages(args.kv_policy, args.page_size).max_pages)
+    return max(fewest, num_pages_needed(args.kv_policy, args.page_size))
 
 
 def choose_num_pages(model: models.Model, args: argparse.Namespace, page_bytes: int) -> int:
@@ -259,6 +260,14 @@ def _bytes_of_loras(config: models.ModelConfig, args: argparse.Namespace) -> int
     return int(args.max_loras * rank * numbers * jnp.dtype(args.dtype).itemsize)
 
 
+def _bytes_of_sums(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """The most bytes of the sums of weights on one device with a kv policy of prompts."""
+    if not isinstance(args.kv_policy, PromptPolicy):
+        return 0
+    heads = -(-config.num_kv_heads // args.tensor_parallel)
+    return 4 * config.page_groups[0] * heads * int(config.max_positions)
+
+
 def _default_num_pages(
     config: models.ModelConfig, args: argparse.Namespace, page_bytes: int
 ) -> int:
@@ -267,7 +276,7 @@ def _default_num_pages(
     if memory := (args.devices or jax.local_devices())[0].memory_stats():
         left = memory["bytes_limit"] - memory["bytes_in_use"]
         left -= _SAMPLING_BYTES * args.max_running * config.vocab_size
-        left -= _bytes_of_loras(config, args)
+        left -= _bytes_of_loras(config, args) + _bytes_of_sums(config, args)
         budget = int(args.memory_share * left)
         most = _MAX_CACHE * num_running
     else:

@@ -225,6 +225,23 @@ def test_snapkv_and_heavy_hitters_keep_the_largest_sums():
             assert set(mine) == {*best, *range(n - window, n)}
 
 
+def test_select_looks_at_the_tokens_of_the_prompt_alone():
+    """Sums beyond it, and of the last keys, do not count, also for neighbours of a pool."""
+    rng = np.random.default_rng(4)
+    n, budget, recent = 60, 20, 6
+    sums = rng.random((KV_HEADS, 100)).astype(np.float32)
+    sums[:, n - recent :] = 1e3
+    select = jax.jit(lambda sums, n: retention.select(sums, n, budget, recent=recent, pool=3))
+    for head, found in zip(sums, np.asarray(select(sums, n)), strict=True):
+        pooled = np.convolve(head[: n - recent], np.ones(3), "same")
+        best = np.argsort(pooled)[::-1][: budget - recent]
+        assert found.tolist() == sorted({*best.tolist(), *range(n - recent, n)})
+    with pytest.raises(ValueError, match="select: budget: expected between 6 and the 100 tokens"):
+        retention.select(sums, n, 5, recent=recent)
+    with pytest.raises(ValueError, match="select: pool: expected an odd number, got 2"):
+        retention.select(sums, n, budget, recent=recent, pool=2)
+
+
 def test_kept_keys_and_their_compensation():
     x = np.arange(7 * 2 * 3, dtype=np.float32).reshape(7, 2, 3)
     kept = np.stack([np.asarray(retention.sinks_and_window(7, 1, 2)), [1, 2, 3]])

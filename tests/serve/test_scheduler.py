@@ -12,6 +12,7 @@ import pytest
 from helpers.serve.fake_device import VOCAB, FakeEngine, FakeFiles, nodes, reference_output
 from helpers.serve.schedules import advance, assert_drained, config, scheduled, sequence
 from jax_attn.serve._scheduling.admission import Admission, QueueFull
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
@@ -118,6 +119,17 @@ SYSTEMS = {
     "streaming, no prefix cache": config(
         num_pages=22, prefix_cache=False, kv_policy=Streaming(4, 28)
     ),
+    "prompts": config(num_pages=40, kv_policy=PromptPolicy.snapkv(11, window=5)),
+    "prompts, tight": config(
+        num_pages=30, max_step_tokens=12, prefill_chunk=5, kv_policy=PromptPolicy.h2o(9)
+    ),
+    "prompts, page size 1": config(
+        page_size=1, num_pages=130, max_kv_pages_step=240, kv_policy=PromptPolicy.h2o(20)
+    ),
+    "prompts, host": config(num_pages=30, num_host_pages=40, kv_policy=PromptPolicy.h2o(10)),
+    "prompts, no prefix cache": config(
+        num_pages=30, prefix_cache=False, kv_policy=PromptPolicy.snapkv(6, window=2)
+    ),
     "states, host": config(
         num_states=16, checkpoint_tokens=8, num_pages=30, num_host_pages=40, num_host_states=12
     ),
@@ -160,7 +172,7 @@ def simulate(system: str, depth: int, forces: bool, seeds, has_files: bool = Fal
     assert totals["reasons"] == set(FinishReason) - {FinishReason.ERROR}
     assert totals["preemptions"] > 0 or system in ("roomy", "one at a time")
     assert (totals["cached"] > 0) == ("no prefix cache" not in system)
-    assert (totals["dropped"] > 0) == ("streaming" in system)
+    assert (totals["dropped"] > 0) == ("streaming" in system or "prompts" in system)
     assert (totals["returned"] > 0) == ("host" in system)
     assert (totals["read"] > 0) == has_files
 

@@ -32,7 +32,9 @@ from jax_attn.serve._engine.file_copies import FileCopies
 from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
+from jax_attn.serve._engine.prompt_keys import PromptKeys
 from jax_attn.serve._scheduling.host_tier import Move, OneMove, PageCopy
+from jax_attn.serve._scheduling.prompt_policy import KeptKeys
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Rotation
@@ -82,7 +84,7 @@ class Device:
         self._model_config = model.config
         self._split = _split(model.config, config)
         self._has_drafts = config.max_drafts > 0
-        self._rotates = capacities.kv_policy is not None
+        self._rotates = capacities.streaming is not None
         params = self._place(params)
         # Of what one device computes.
         self.config = model.config if self._split is None else self._split.config
@@ -152,6 +154,9 @@ class Device:
         self._host: HostPages | None = None
         self._host_states: HostPages | None = None
         self._num_compiles_warm: int | None = None
+        self._prompt_keys: PromptKeys | None = None
+        if capacities.prompt_policy is not None:
+            self._prompt_keys = PromptKeys(self.config, dtype, capacities, self._split)
         self.reset()
         # Steps donate these arrays while other buckets are compiled.
         self._shapes = jax.tree.map(
@@ -196,6 +201,8 @@ class Device:
         self._k_pages, self._v_pages = pages
         state = sampling.init_state(self._max_running, self.config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
+        if self._prompt_keys is not None:
+            self._prompt_keys.reset()
         jax.block_until_ready((self._k_pages, self._v_pages, self._states, self._state))
         self._count_bytes()
 
@@ -203,6 +210,8 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
+        if self._prompt_keys is not None:
+            self._prompt_keys.free()
         for host in (self._host, self._host_states):
             if host is not None:
                 host.clear()
@@ -290,7 +299,9 @@ class Device:
 
     def _count_bytes(self) -> None:
         self._bytes_held: collections.Counter[int] = collections.Counter()
-        cache = self._k_pages, self._v_pages, self._states
+        cache: list[Any] = [self._k_pages, self._v_pages, self._states]
+        if self._prompt_keys is not None:
+            cache += self._prompt_keys.arrays
         for array in (*self._weights, *self._lora_arrays, *jax.tree.leaves(cache)):
             for shard in array.addressable_shards:
                 self._bytes_held[shard.device.id] += shard.data.nbytes
@@ -344,14 +355,22 @@ class Device:
         Pages move in the order of the list, and states in theirs. The two are in different pools,
         so states do not cut a batch of pages short.
         """
-        states = [x for x in moves if not isinstance(x, PageCopy) and x.is_state]
-        pages = [x for x in moves if isinstance(x, PageCopy) or not x.is_state]
-        for is_within, group in itertools.groupby(pages, lambda x: isinstance(x, PageCopy)):
-            if is_within:
+        elsewhere = PageCopy | KeptKeys  # that are of pages of the device alone
+        states = [x for x in moves if not isinstance(x, elsewhere) and x.is_state]
+        pages = [x for x in moves if isinstance(x, elsewhere) or not x.is_state]
+
+        def place(move: OneMove) -> type | None:
+            return type(move) if isinstance(move, elsewhere) else None
+
+        for kind, group in itertools.groupby(pages, place):
+            if kind is KeptKeys:
+                self.keep_keys([x for x in group if isinstance(x, KeptKeys)])
+                continue
+            if kind is PageCopy:
                 self.copy_pages([(x.source, x.page) for x in group if isinstance(x, PageCopy)])
                 continue
             assert self._host is not None
-            with_host = [x for x in group if not isinstance(x, PageCopy)]
+            with_host = [x for x in group if not isinstance(x, elsewhere)]
             self._k_pages, self._v_pages = self._host.move(self.pages, with_host)
         if states:
             assert self._host_states is not None
@@ -360,7 +379,7 @@ class Device:
     def open_files(self, store: FileStore) -> FileCopies:
         """Has pages and states of the host, which there is, go to files and come from there."""
         assert self._host is not None
-        page, state = self._host.shape(self._pools), ()
+        page, state = self._host.shape(self.pages), ()
         if self._host_states is not None:
             state = self._host_states.shape(self._states)
         files = FileCopies(store, self._page_size, page, state)
@@ -376,6 +395,14 @@ class Device:
             batch = copies[begin : begin + COPIES]
             batch += batch[-1:] * (COPIES - len(batch))
             self._k_pages, self._v_pages = copy(self.pages, np.array(batch, np.int32))
+
+    def keep_keys(self, moves: Sequence[KeptKeys]) -> None:
+        """Chooses and copies the keys that prompts keep, after the steps before."""
+        assert self._prompt_keys is not None
+        for move in moves:
+            self._k_pages, self._v_pages = self._prompt_keys.run(
+                self._weights, *self.pages, self._lora_arrays, move
+            )
 
     def rotate(self, rotations: Sequence[Rotation]) -> None:
         """Copies pages with their keys rotated, after the steps before."""
@@ -569,6 +596,12 @@ class Device:
         }
         if self._rotates:
             tasks["rotate"] = self._compile_rotate
+        if self._prompt_keys is not None:
+            weights, _, (k_pages, v_pages, _), lora = self._shapes
+            trees = self._tree, None if self._loras is None else self._loras.tree
+            specs = [] if self._loras is None else self._loras.specs
+            shapes = weights, k_pages, v_pages, lora
+            tasks |= self._prompt_keys.tasks(compile_jitted, shapes, trees, specs)
         some = list(some)
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
@@ -708,6 +741,8 @@ class Device:
             self.move([PageCopy(0, 0)])
         if self._rotates:
             self.rotate([Rotation(0, 1, 0)])
+        if self._prompt_keys is not None:
+            self.keep_keys([self._prompt_keys.empty()])
 
 
 def _with_pictures(

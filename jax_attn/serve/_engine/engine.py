@@ -87,6 +87,7 @@ from jax_attn.serve._scheduling.events import (
 from jax_attn.serve._scheduling.file_tier import FileTier
 from jax_attn.serve._scheduling.host_tier import Move, OneMove
 from jax_attn.serve._scheduling.pictures import PictureNumbers
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 from jax_attn.serve._scheduling.request import (
     FinishReason,
     Sequence,
@@ -95,7 +96,7 @@ from jax_attn.serve._scheduling.request import (
 )
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import StepPlan
-from jax_attn.serve._scheduling.streaming import StreamingPages
+from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 log = logging.getLogger("jax_attn.serve")
@@ -236,7 +237,7 @@ class Engine:
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
         most = self.scheduler.max_sequence_tokens
-        if self.config.kv_policy is not None:
+        if isinstance(self.config.kv_policy, Streaming):
             return most  # the model's positions are those in the cache
         return min(self.model.config.max_positions, most)
 
@@ -368,7 +369,7 @@ class Engine:
         self, seq: Sequence, compiled: Mapping[tuple[str, str], CompiledGrammar]
     ) -> LiveSequence:
         params, config = seq.params, self.model.config
-        _check_sequence(seq, config, self.config.kv_policy is None)
+        _check_sequence(seq, config, not isinstance(self.config.kv_policy, Streaming))
         if seq.pictures:
             if self._pictures is None:
                 raise ValueError(
@@ -511,8 +512,7 @@ class Engine:
                 host.is_open = False
                 log.exception("the host has no memory for pages; it is used no more")
             raise
-        written = [move.page_written for move in moves]
-        self._speculation.forget([page for page in written if page is not None])
+        self._speculation.forget([page for move in moves for page in move.pages_written])
 
     def _sample(self, launched: LaunchedStep) -> None:
         """Launches the sampling of a step, for all sequences that still need a token."""
@@ -722,7 +722,7 @@ def _like(shape: Any, arrays: Any) -> Any:
 
 
 def _check_sequence(seq: Sequence, config: models.ModelConfig, is_whole: bool) -> None:
-    """Raises ValueError if the model cannot run the sequence. is_whole: there is no kv policy."""
+    """Raises ValueError if the model cannot run the sequence. is_whole: it is no endless text."""
     params = seq.params
     if is_whole and seq.num_prompt + params.max_tokens > config.max_positions:
         raise ValueError(
@@ -790,11 +790,14 @@ def _check_kv_policy(
     has_pictures: bool,
 ) -> None:
     """Refuses what does not work with a kv policy. `capacities` refuses models."""
-    if config.kv_policy is None:
+    policy = config.kv_policy
+    if policy is None:
         return
-    refused = [
+    is_of_prompts = isinstance(policy, PromptPolicy)
+    refused: list[tuple[str, Any, Any]] = [
+        ("tensor_parallel", 1, 1 if is_of_prompts else config.tensor_parallel),
+        ("experts of several engines", False, is_of_prompts and config.expert_group is not None),
         ("kv_dtype", None, config.kv_dtype),
-        ("tensor_parallel", 1, config.tensor_parallel),
         ("context_parallel", 1, config.context_parallel),
         ("several processes", False, has_processes),
         ("a draft model", False, has_draft_model),
@@ -805,7 +808,14 @@ def _check_kv_policy(
             raise ValueError(
                 f"EngineConfig: {name}: expected {neutral} with kv_policy, got {value}."
             )
-    most = StreamingPages(config.kv_policy, config.page_size).max_table_pages * config.page_size
+    if isinstance(policy, PromptPolicy):
+        if policy.keep >= model.max_positions:
+            raise ValueError(
+                f"EngineConfig: kv_policy: expected to keep fewer than the model's"
+                f" {model.max_positions} tokens, got {policy.keep}."
+            )
+        return
+    most = StreamingPages(policy, config.page_size).max_table_pages * config.page_size
     if most > model.max_positions:
         raise ValueError(
             f"EngineConfig: kv_policy: expected sinks and window within {model.max_positions}"

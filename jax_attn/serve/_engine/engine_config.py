@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_attn import models
+from jax_attn.models._layers.kept_keys import why_not_kept
 from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
+from jax_attn.serve._scheduling.kv_policies import KvPolicy
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
@@ -42,8 +44,8 @@ class EngineConfig:
     max_kv_pages_step: int | None = None  # page table entries of a step; None: enough
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
-    # What a long text keeps of its cache; None: everything. See `streaming`.
-    kv_policy: Streaming | None = None
+    # What a sequence keeps of its cache; None: everything. See `streaming` and `prompt_policy`.
+    kv_policy: KvPolicy | None = None
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
@@ -118,13 +120,15 @@ _STATES_EACH = 4  # slots for each running sequence: its own, and some checkpoin
 def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConfig:
     """The scheduler's configuration.
 
-    Raises ValueError: a kv policy for a model whose keys cannot be moved.
+    Raises ValueError: a kv policy for a model that it does not suit.
     """
-    if config.kv_policy is not None and (reason := why_not_moved(model)) is not None:
-        raise ValueError(
-            f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
-            f" {config.kv_policy}."
-        )
+    if config.kv_policy is not None:
+        why_not = why_not_moved if isinstance(config.kv_policy, Streaming) else why_not_kept
+        if (reason := why_not(model)) is not None:
+            raise ValueError(
+                f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
+                f" {config.kv_policy}."
+            )
     max_positions, num_states = model.max_positions, 0
     if model.recurrent is not None:
         num_states = config.num_states or _STATES_EACH * config.max_running
@@ -132,8 +136,10 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
     if num_host_states is None:
         num_host_states = num_states if config.num_host_pages else 0
     pages_each = -(-max_positions // config.page_size)
-    if config.kv_policy is not None:
+    if isinstance(config.kv_policy, Streaming):
         pages_each = StreamingPages(config.kv_policy, config.page_size).max_pages
+    elif config.kv_policy is not None:  # the kept keys have pages beside those of the prompt
+        pages_each += config.kv_policy.num_pages(config.page_size)
     # Shared pages count once for each sequence, so this may exceed num_pages.
     enough = min(config.max_running * pages_each, 4 * config.num_pages)
     sizes = []

@@ -3,7 +3,7 @@ memory.
 
 The scheduler decides what moves, and the device moves it before its next step, in the order of
 `moves`. So a page, or a slot of states, may be given away on either side as soon as its move is in
-the list. Copies of pages within the device are in the same list.
+the list. Copies of pages and of kept keys within the device are in the same list.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeAlias
 
 from jax_attn.serve._scheduling.pages import PageAllocator
+from jax_attn.serve._scheduling.prompt_policy import KeptKeys
 
 
 class Move(NamedTuple):
@@ -22,9 +23,9 @@ class Move(NamedTuple):
     is_state: bool = False
 
     @property
-    def page_written(self) -> int | None:
-        """The page of the device that the move writes."""
-        return None if self.to_host or self.is_state else self.page
+    def pages_written(self) -> list[int]:
+        """The pages of the device that the move writes."""
+        return [] if self.to_host or self.is_state else [self.page]
 
 
 class ToFiles(NamedTuple):
@@ -39,8 +40,9 @@ class ToFiles(NamedTuple):
     key: bytes
 
     @property
-    def page_written(self) -> None:
+    def pages_written(self) -> list[int]:
         """No page of the device."""
+        return []
 
 
 class FromFile(NamedTuple):
@@ -54,8 +56,9 @@ class FromFile(NamedTuple):
     value: Any
 
     @property
-    def page_written(self) -> None:
+    def pages_written(self) -> list[int]:
         """No page of the device."""
+        return []
 
 
 class PageCopy(NamedTuple):
@@ -65,12 +68,12 @@ class PageCopy(NamedTuple):
     page: int
 
     @property
-    def page_written(self) -> int:
-        """The page of the device that the copy writes."""
-        return self.page
+    def pages_written(self) -> list[int]:
+        """The pages of the device that the copy writes."""
+        return [self.page]
 
 
-OneMove: TypeAlias = Move | PageCopy | ToFiles | FromFile
+OneMove: TypeAlias = Move | PageCopy | KeptKeys | ToFiles | FromFile
 
 
 class Moves(list[OneMove]):

@@ -13,6 +13,7 @@ from jax_attn.serve._scheduling.file_tier import FileTier
 from jax_attn.serve._scheduling.host_tier import HostTier, Moves, PageCopy
 from jax_attn.serve._scheduling.pages import PageAllocator
 from jax_attn.serve._scheduling.prefix_cache import Match, Node, RadixCache
+from jax_attn.serve._scheduling.prompt_policy import KeptKeys
 from jax_attn.serve._scheduling.request import Adapter, Sequence, Status
 from jax_attn.serve._scheduling.states import States
 from jax_attn.serve._scheduling.step_plan import SchedulerConfig
@@ -36,7 +37,7 @@ class KvMemory:
             self.host = HostTier(config.num_host_pages, self.moves, config.num_host_states)
         self.cache = RadixCache(self.allocator, config.page_size, slots, self.host)
         self.states = None if slots is None else States(config, slots, self.cache)
-        self.streaming = config.streaming
+        self.streaming, self.prompt_policy = config.streaming, config.prompt_policy
         self.num_dropped_pages = 0  # since the start
         self._rotations: list[Rotation] = []  # that the device has yet to do
         self.num_table_pages = 0  # sum of num_held over the running
@@ -77,14 +78,20 @@ class KvMemory:
 
     def pages_of(self, seq: Sequence) -> int:
         """The number of pages with which `seq` enters: for all known tokens, as far as a kv policy
-        drops none of them."""
-        return -(-self._num_whole(len(seq.tokens)) // self.config.page_size)
+        drops none of them, and for what it keeps of its prompt."""
+        num_whole = -(-self._num_whole(seq, len(seq.tokens)) // self.config.page_size)
+        return num_whole + self.config.num_kept_pages * self.keeps_some(seq)
 
-    def _num_whole(self, num_tokens: int) -> int:
-        """The number of the first num_tokens tokens of a text before the first drop, if any."""
-        if self.streaming is None:
-            return num_tokens
-        return min(num_tokens, self.streaming.first_drop)
+    def keeps_some(self, seq: Sequence) -> bool:
+        """Whether `seq` keeps only some keys of its prompt, once it is read and goes on."""
+        policy = self.prompt_policy
+        return policy is not None and seq.num_prompt > policy.keep and seq.params.max_tokens > 1
+
+    def _num_whole(self, seq: Sequence, num_tokens: int) -> int:
+        """The number of the first num_tokens tokens of `seq` before the first drop, if any."""
+        if self.streaming is not None:
+            return min(num_tokens, self.streaming.first_drop)
+        return min(num_tokens, seq.num_prompt) if self.keeps_some(seq) else num_tokens
 
     def num_held(self, seq: Sequence) -> int:
         """The number of pages that a running sequence has, shared ones included."""
@@ -103,7 +110,7 @@ class KvMemory:
 
     def prompt_key(self, seq: Sequence) -> bytes:
         """The tokens of the prompt that are in the prefix cache or that `seq` brings, packed."""
-        return seq.key(0 if seq.originals else self._num_whole(seq.num_prompt))
+        return seq.key(0 if seq.num_dropped else self._num_whole(seq, seq.num_prompt))
 
     def lookup_key(self, seq: Sequence) -> bytes:
         """The tokens that may come from the cache, packed: full pages without the last token.
@@ -114,7 +121,7 @@ class KvMemory:
             return b""
         page_size = self.config.page_size
         # A sequence enters before the first drop.
-        return seq.key((self._num_whole(len(seq.tokens)) - 1) // page_size * page_size)
+        return seq.key((self._num_whole(seq, len(seq.tokens)) - 1) // page_size * page_size)
 
     def num_cached_pages(self, seq: Sequence, key: bytes) -> int:
         """The number of pages of `lookup_key` that the prefix cache has on the device."""
@@ -262,7 +269,7 @@ class KvMemory:
         if self.states is not None or not self.config.prefix_cache or seq.params.prompt_logprobs:
             return None
         # As `lookup_key`: a sequence enters before the first drop.
-        begin, end = seq.num_computed, self._num_whole(len(seq.tokens)) - 1
+        begin, end = seq.num_computed, self._num_whole(seq, len(seq.tokens)) - 1
         if end <= begin:
             return None
         end = min(end, begin + self.config.page_size)
@@ -294,6 +301,8 @@ class KvMemory:
         is no room for copies of the sinks.
         """
         if self.streaming is None:
+            if self.keeps_some(seq) and seq.num_prompt <= seq.num_computed and seq.num_pending:
+                self._drop_prompt(seq)
             return True
         num_dropped = self.streaming.num_dropped(seq.num_computed)
         if num_dropped <= seq.num_dropped:
@@ -324,6 +333,26 @@ class KvMemory:
         )
         return True
 
+    def _drop_prompt(self, seq: Sequence) -> None:
+        """Gives back the pages of a prompt that is read, once: the device copies what it keeps to
+        the pages behind them, which it has for that since it entered."""
+        if seq.num_dropped:
+            return
+        assert self.prompt_policy is not None and seq.node is not None
+        begin = -(-seq.num_prompt // self.config.page_size)
+        gone, kept = seq.pages[:begin], seq.pages[begin:]
+        adapter = -1 if seq.adapter is None else seq.adapter.slot
+        prompt = seq.tokens[: seq.num_prompt]
+        self.moves.append(KeptKeys(prompt, adapter, gone.tolist(), kept.tolist()))
+        root = self.cache.match(self.namespace(seq), b"").node
+        self.cache.lock(root)
+        self.cache.unlock(seq.node)
+        self.allocator.free(gone[seq.num_shared :])
+        seq.node, seq.num_shared, seq.pages = root, 0, kept
+        self._count(seq, -len(gone))
+        seq.num_dropped = seq.num_prompt - self.prompt_policy.keep
+        self.num_dropped_pages += len(gone) - len(kept)
+
     def _leave_shared(self, seq: Sequence, num_pages: int) -> None:
         """Unlocks the shared pages of `seq` after the first num_pages: none is in its table."""
         assert seq.node is not None
@@ -351,7 +380,7 @@ class KvMemory:
         """
         if num_pages <= seq.num_shared or not self.config.prefix_cache:
             return
-        if seq.originals:
+        if seq.num_dropped:
             return  # it lacks pages, and the next ones depend on the kv policy
         if self.states is not None:
             page_size = self.config.page_size

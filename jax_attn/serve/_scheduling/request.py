@@ -171,10 +171,12 @@ class Sequence:
     node: Node | None = field(default=None, init=False)  # holds the lock on pages[:num_shared]
     # Leading pages that the prefix cache owns: of `pages_by_text`.
     num_shared: int = field(default=0, init=False)
-    # With a kv policy, see `streaming`: the tokens between sinks and window that `pages` lacks.
+    # With a kv policy: the tokens that `pages` lacks, between sinks and window (`streaming`), or
+    # as many of the prompt, in each head others (`prompt_policy`).
     num_dropped: int = field(default=0, init=False)
-    # Then the first pages of the text that are held outside of `pages`: the sinks as they were
-    # written, and what other sequences may share. `pages` begins with rotated copies of the sinks.
+    # With `streaming` the first pages of the text that are held outside of `pages`: the sinks as
+    # they were written, and what other sequences may share. `pages` begins with rotated copies of
+    # the sinks.
     originals: array[int] = field(default_factory=lambda: array("i"), init=False)
     # Recurrent states, if the model has some; see `states`.
     state: int = field(default=-1, init=False)  # the slot of its own while RUNNING

@@ -81,16 +81,20 @@ class Scheduler:
     @property
     def max_sequence_tokens(self) -> int:
         """The limit on prompt and max_tokens together."""
-        if self.config.kv_policy is not None:
-            return self.config.kv_policy.max_tokens
-        return self.config.page_size * min(self.config.num_pages, self.config.max_kv_pages_step)
+        config = self.config
+        if config.streaming is not None:
+            return config.streaming.policy.max_tokens
+        num_pages = min(config.num_pages, config.max_kv_pages_step)
+        return config.page_size * (num_pages - config.num_kept_pages)
 
     def _end_of_chunk(self, seq: Sequence) -> int:
         """The index that the tokens of `seq` in the next step end at, at most."""
         end = seq.num_computed + seq.num_pending
-        if self.memory.streaming is None:
-            return end
-        return min(end, self.memory.streaming.block_end(seq.num_computed))
+        if self.memory.streaming is not None:
+            return min(end, self.memory.streaming.block_end(seq.num_computed))
+        if seq.num_computed < seq.num_prompt < end and self.memory.keeps_some(seq):
+            return seq.num_prompt
+        return end
 
     # ---- what happens to a sequence ----
 
@@ -525,7 +529,7 @@ class Scheduler:
             num_free_pages=memory.allocator.num_free,
             num_cached_pages=memory.cache.num_cached,
             num_preemptions=self._num_preemptions,
-            num_dropped_pages=None if memory.streaming is None else memory.num_dropped_pages,
+            num_dropped_pages=None if self.config.kv_policy is None else memory.num_dropped_pages,
             num_prompt_tokens=admission.num_prompt_tokens,
             num_prompt_tokens_cached=admission.num_prompt_tokens_cached,
             states=None if memory.states is None else memory.states.counts(),

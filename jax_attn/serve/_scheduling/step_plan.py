@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jax_attn.serve._scheduling.kv_policies import KvPolicy, num_pages_needed
 from jax_attn.serve._scheduling.pictures import Picture
+from jax_attn.serve._scheduling.prompt_policy import PromptPolicy
 from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
@@ -45,7 +47,7 @@ class SchedulerConfig:
     whole_pictures: bool = False
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
-    kv_policy: Streaming | None = None  # None: a sequence keeps all its pages; not with states
+    kv_policy: KvPolicy | None = None  # None: a sequence keeps all its pages; not with states
 
     def __post_init__(self) -> None:
         for name in (
@@ -72,19 +74,32 @@ class SchedulerConfig:
             self._check_kv_policy()
 
     def _check_kv_policy(self) -> None:
-        streaming = self.streaming
-        assert streaming is not None and not self.num_states
+        assert not self.num_states
+        assert self.kv_policy is not None
+        fewest = num_pages_needed(self.kv_policy, self.page_size)
         for name in ("num_pages", "max_kv_pages_step"):
-            if getattr(self, name) < streaming.max_pages:
+            if getattr(self, name) < fewest:
                 raise ValueError(
-                    f"{name}: expected at least {streaming.max_pages}, which a sequence may hold"
+                    f"{name}: expected at least {fewest}, which a sequence needs"
                     f" with kv_policy {self.kv_policy}, got {getattr(self, name)}"
                 )
 
     @property
     def streaming(self) -> StreamingPages | None:
-        """kv_policy in pages."""
-        return None if self.kv_policy is None else StreamingPages(self.kv_policy, self.page_size)
+        """kv_policy in pages, if it is for texts without an end."""
+        if not isinstance(self.kv_policy, Streaming):
+            return None
+        return StreamingPages(self.kv_policy, self.page_size)
+
+    @property
+    def prompt_policy(self) -> PromptPolicy | None:
+        """kv_policy, if it is for prompts that have been read."""
+        return self.kv_policy if isinstance(self.kv_policy, PromptPolicy) else None
+
+    @property
+    def num_kept_pages(self) -> int:
+        """Pages of what a prompt keeps, which a sequence holds beside those of the prompt."""
+        return 0 if self.prompt_policy is None else self.prompt_policy.num_pages(self.page_size)
 
 
 @dataclass(slots=True)

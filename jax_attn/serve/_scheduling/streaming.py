@@ -52,24 +52,6 @@ class Streaming:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"streaming: {name}: expected at least 1, got {value}")
 
-    @classmethod
-    def parse(cls, text: str) -> Streaming:
-        """From "streaming:sinks=4,window=2000"; a value that is missing has its default.
-
-        Raises ValueError: another policy or name, or a value that is no number.
-        """
-        kind, _, given = text.partition(":")
-        values: dict[str, int] = {}
-        for part in filter(None, given.split(",")):
-            name, _, value = part.partition("=")
-            if name in ("sinks", "window") and name not in values and value.isdecimal():
-                values[name] = int(value)
-            else:
-                kind = ""
-        if kind != "streaming":
-            raise ValueError(f"expected streaming:sinks=4,window=2000, got {text!r}")
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class StreamingPages:

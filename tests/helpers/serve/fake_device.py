@@ -25,6 +25,7 @@ from jax_attn.serve._scheduling.file_tier import (
 )
 from jax_attn.serve._scheduling.host_tier import FromFile, PageCopy, ToFiles
 from jax_attn.serve._scheduling.prefix_cache import Node, RadixCache
+from jax_attn.serve._scheduling.prompt_policy import KeptKeys
 from jax_attn.serve._scheduling.request import FinishReason, Sequence, Status
 from jax_attn.serve._scheduling.scheduler import Scheduler
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, StepPlan
@@ -146,6 +147,7 @@ class FakeDevice:
         self.host_states: dict[int, int] = {}  # slot of the host -> digest
         self.freed: dict[int, int] = {}  # page, since the last step -> moves decided before
         self.num_copies = 0  # of pages that began like a prompt's
+        self.num_prompts_cut = 0  # that kept some of their keys
         self.host: dict[int, tuple[str | None, list[int]]] = {}  # host page -> writer, digests
         self.files: FakeFiles | None = None
         free = scheduler.allocator.free
@@ -173,6 +175,10 @@ class FakeDevice:
                 continue
             if isinstance(move, ToFiles | FromFile):
                 self._move_files(move)
+                continue
+            if isinstance(move, KeptKeys):
+                self._keep(move)
+                arrived |= dict.fromkeys(move.targets, i)
                 continue
             to_host, page, host_page, is_state = move
             if is_state and to_host:
@@ -213,6 +219,22 @@ class FakeDevice:
             assert digests == contexts[-len(digests) :], "a page of other tokens is stored"
         self.files.write(move.owner, move.key, values, move.is_state)
 
+    def _keep(self, move: KeptKeys) -> None:
+        """Keeps the last keys of a prompt: which ones does not matter to the scheduler."""
+        policy, size = self.scheduler.config.prompt_policy, self.page_size
+        prompt = len(move.tokens)
+        assert policy is not None and prompt > policy.keep
+        assert len(move.sources) == -(-prompt // size)
+        assert len(move.targets) == policy.num_pages(size)
+        assert not {*move.sources} & {*move.targets}
+        for i, position in enumerate(range(prompt - policy.keep, prompt)):
+            source, target = move.sources[position // size], move.targets[i // size]
+            value = self.slots[source, position % size]
+            assert value != POISON, "a page that is free is kept"
+            self.slots[target, i % size] = value
+            self.writers[target] = self.writers[source]
+        self.num_prompts_cut += 1
+
     def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
         """Returns (sequence, sampled token or None, digest of its context) for each entry."""
         self._move()
@@ -250,6 +272,11 @@ class FakeDevice:
             assert end <= streaming.block_end(begin), "a chunk is of two blocks"
             # More, if the token was void before.
             assert seq.num_dropped >= streaming.num_dropped(begin), "more is seen than the window"
+        policy = self.scheduler.config.prompt_policy
+        if policy is not None and seq.num_prompt > policy.keep and seq.params.max_tokens > 1:
+            assert end <= seq.num_prompt or begin >= seq.num_prompt, "a chunk crosses the cut"
+            expected = seq.num_prompt - policy.keep if begin >= seq.num_prompt else 0
+            assert seq.num_dropped == expected, "other keys are seen than the policy keeps"
         assert (begin // page_size) >= seq.num_shared
 
         context = salt(seq.namespace)
@@ -259,6 +286,8 @@ class FakeDevice:
             else:
                 context = self._read(seq, position)
             if streaming and 0 <= position - streaming.sinks < seq.num_dropped:
+                continue
+            if not streaming and position < seq.num_dropped:
                 continue
             assert self._read(seq, position) == context, "a page does not hold the context"
         for position in range(begin, end):
@@ -272,7 +301,7 @@ class FakeDevice:
             assert page not in cached, "a shared page is written"
             assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
             assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
-            self.slots[page, position % page_size] = context
+            self.slots[page, (position - seq.num_dropped) % page_size] = context
         complete = end == len(seq.tokens) + seq.num_in_flight
         assert entry.samples == complete
         return seq, next_token(context) if entry.samples else None, context
@@ -305,7 +334,7 @@ class FakeDevice:
             assert self.rotated[page] == seq.num_dropped, "sinks at other positions"
         else:
             page = seq.pages[(position - seq.num_dropped) // self.page_size]
-        value = self.slots[page, position % self.page_size]
+        value = self.slots[page, (position - seq.num_dropped) % self.page_size]
         assert value != POISON, "a page that is free is read"
         assert self.writers[page] == seq.namespace, "a foreign page is read"
         return value
