@@ -230,6 +230,17 @@ def test_names_that_a_process_alone_knows_stay_out(made):
     assert has_pictures(key + (-1).to_bytes(4, "little", signed=True))
 
 
+def test_pages_with_pictures_are_not_written(made):
+    engine = made()
+    stored = fill(engine, PROMPTS[:2])["stored"]
+    copies = engine.scheduler.memory.files._files
+    (page,), _ = engine.device.take([0], [])
+    of_picture = (-1).to_bytes(4, "little", signed=True) * 8
+    for key, num in ((of_picture, 0), (bytes(32), 1)):
+        copies.write("me", key, [page], is_state=False)
+        assert flushed(engine)["stored"] == stored + num
+
+
 def test_names_depend_on_all_before():
     key = Sequence("x", "x", PROMPTS[0], SamplingParams(1)).key(60)
     whole = [*names("me", key, 0, 8)]
