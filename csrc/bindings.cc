@@ -381,6 +381,7 @@ NB_MODULE(_core, m) {
   m.def("default_processors", &DefaultProcessors);
   m.def("largest_cuda_head_dim",
         [](const nb::dict& spec) { return LargestCudaHeadDim(FromDict<AttentionSpec>(spec)); });
+  m.def("largest_cuda_backward_head_dim", &LargestCudaBackwardHeadDim);
   m.def("largest_cuda_group",
         [](const nb::dict& spec) { return LargestCudaGroup(FromDict<AttentionSpec>(spec)); });
   m.def("describe_fallback", &DescribeFallback);
