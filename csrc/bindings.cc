@@ -240,7 +240,7 @@ nb::list Registrations() {
   for (const auto* targets :
        {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
         &kAllReduceTargets, &kProductTargets, &kLinearAttentionTargets, &kLoraTargets,
-        &kQuantizedProductTargets, &kShortConvolutionTargets}) {
+        &kQuantizedGroupsTargets, &kQuantizedProductTargets, &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
