@@ -333,9 +333,13 @@ def quantized_groups(
     """
     results = [jax.ShapeDtypeStruct((len(x), codes.shape[2]), jnp.float32)]
     operands = x, codes, scales, zeros, group_rows
-    numbers = {"format": np.int64(format), "group_size": np.int64(group_size)}
     return _call(
-        "jax_attn_quantized_groups", results, operands, **numbers, poison=_environment.poison
+        "jax_attn_quantized_groups",
+        results,
+        operands,
+        format=np.int64(format),
+        group_size=np.int64(group_size),
+        poison=_environment.poison,
     )[0]
 
 
