@@ -125,7 +125,7 @@ def tower(directory: Path, dtype: str) -> Sides:
     keys = {key: TOWER[key] for key in ("patch_size", "temporal_patch_size")}
     keys |= {"merge_size": 2, "size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     write(directory, theirs, preprocessor_config=keys)
-    vision = models.load_vision(directory, dtype)
+    vision = models.load_vision(directory, dtype, in_panels=True)
     picture = np.random.default_rng(0).integers(0, 256, (1024, 1024, 3)).astype(np.uint8)
     pixels = torch.zeros(4096, 3 * 2 * 16 * 16, dtype=getattr(torch, dtype))
     grid = torch.tensor([[1, 64, 64]])
@@ -145,7 +145,7 @@ def rerank(directory: Path, dtype: str) -> Sides:
     theirs = theirs.to(getattr(torch, dtype)).eval()
     write(directory, theirs, config=RERANKER)
     make_tokenizer(RERANKER["vocab_size"]).save(str(directory / "tokenizer.json"))
-    model = models.load_embedding(directory, dtype)
+    model = models.load_embedding(directory, dtype, in_panels=True)
     tokens = np.random.default_rng(0).integers(0, 30522, (64, 256))
     ids = torch.tensor(tokens)
 

@@ -105,9 +105,9 @@ def ways(weights: Any) -> dict[str, tuple[Callable[..., jax.Array], Any]]:
         return jax.lax.ragged_dot(x, widen(weights, x.dtype), sizes)
 
     found = {"grouped_matmul": (experts.grouped_matmul, weights), "ragged_dot": (ragged, weights)}
-    if not isinstance(weights, Quantized):
-        found = {"panels": (experts.grouped_matmul, to_panels(weights)), **found}
-    return found
+    if isinstance(weights, Quantized):
+        return {"loop over groups": (experts._loop_over_groups, weights), **found}
+    return {"panels": (experts.grouped_matmul, to_panels(weights)), **found}
 
 
 def main() -> None:

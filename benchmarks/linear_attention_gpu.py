@@ -1,6 +1,8 @@
 """Linear attention and short convolutions on a GPU: device time beside the jnp path and FLA.
 
-    python -m benchmarks.linear_attention_gpu [--peers [jnp,fla]] [NAME ...]    rows by their beginnings
+    python -m benchmarks.linear_attention_gpu [--peers [jnp,fla]] [NAME ...]
+
+NAMEs are beginnings of rows' names.
 
 A line a row, in us: ours, the time of the bytes that must move at the rate of a copy, and with
 --peers the jnp path and flash-linear-attention, if it is installed.

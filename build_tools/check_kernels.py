@@ -638,6 +638,20 @@ def backward_variants(target: str) -> Iterator[tuple[tuple[int, int], int, int |
     yield (64, 64), 4, 16, {"max_steps": 999}
 
 
+def wide_backward(target: str) -> Iterator[tuple[tuple[int, int], int, int | None, Any]]:
+    """Head dims beyond 256, where a multiprocessor's shared memory holds their rows."""
+    if _core.largest_cuda_backward_head_dim(int(target.removeprefix("sm_"))) < 512:
+        return
+    alibi_too = {"variant": variants()["alibi"]}
+    yield (512, 512), 8, 16, {}
+    yield (512, 512), 4, None, {"dtype": "float16", "window_left": 100, "logits_soft_cap": 30.0}
+    yield (264, 40), 5, 5, {"window_left": 100, "logits_soft_cap": 30.0}
+    yield (320, 512), 4, 16, {"max_steps": 999}
+    yield (512, 512), 8, 16, {"dtype": "float32"}
+    yield (512, 512), 8, 16, alibi_too
+    yield (512, 512), 2, None, {"dtype": "float32"} | alibi_too
+
+
 def backward_sources(spec: ja.AttentionSpec) -> list[_core.KernelSource]:
     """Returns backward kernels, with the gradients of all float operands of the spec's variant."""
     if spec.variant is None:
@@ -675,6 +689,7 @@ def backward_specs(target: str) -> Iterator[ja.AttentionSpec]:
         ((64, 64), 1, None, {"dtype": "float32"}),
         ((128, 128), 4, 16, {"dtype": "float32", "window_left": 100, "logits_soft_cap": 30.0}),
         ((256, 256), 16, 1, {"dtype": "float32"}),
+        *wide_backward(target),
         *backward_variants(target),
     ):
         yield ja.AttentionSpec(

@@ -240,7 +240,8 @@ nb::list Registrations() {
   for (const auto* targets :
        {&kPlanTargets, &kAttentionTargets, &kBackwardTargets, &kAppendTargets, &kMergeTargets,
         &kAllReduceTargets, &kProductTargets, &kLinearAttentionTargets, &kLoraTargets,
-        &kQuantizedProductTargets, &kGroupedProductTargets, &kShortConvolutionTargets}) {
+        &kQuantizedGroupsTargets, &kQuantizedProductTargets, &kGroupedProductTargets,
+        &kShortConvolutionTargets}) {
     for (const Target& target : *targets) {
       nb::dict stages;
       if (target.instantiate) stages["instantiate"] = capsule(target.instantiate);
@@ -382,6 +383,7 @@ NB_MODULE(_core, m) {
   m.def("default_processors", &DefaultProcessors);
   m.def("largest_cuda_head_dim",
         [](const nb::dict& spec) { return LargestCudaHeadDim(FromDict<AttentionSpec>(spec)); });
+  m.def("largest_cuda_backward_head_dim", &LargestCudaBackwardHeadDim);
   m.def("largest_cuda_group",
         [](const nb::dict& spec) { return LargestCudaGroup(FromDict<AttentionSpec>(spec)); });
   m.def("describe_fallback", &DescribeFallback);

@@ -73,6 +73,19 @@ Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& b
                        ", got " + ShapeOf(buffer) + ".");
 }
 
+Status CheckGroupRows(const char* op, const int32_t* rows, int64_t num_groups, int64_t num_rows) {
+  int64_t sum = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    sum += rows[group];
+    if (rows[group] >= 0 && sum <= num_rows) continue;
+    return Status::Error(
+        std::string(op) + ": group_rows: expected numbers >= 0 with a sum of at most " +
+        std::to_string(num_rows) + ", got " + std::to_string(rows[group]) + " for group " +
+        std::to_string(group) + " and a sum of " + std::to_string(sum) + ".");
+  }
+  return Status::Ok();
+}
+
 Status CheckFloats(const char* op, const char* argument,
                    const std::optional<ffi::AnyBuffer>& buffer, int64_t num) {
   return FloatsOf(buffer) ? CheckBuffer(op, argument, *buffer, ffi::F32, {num}) : Status::Ok();

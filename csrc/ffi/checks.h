@@ -38,6 +38,9 @@ std::string ShapeOf(const ffi::AnyBuffer& buffer);
 Status CheckBuffer(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
                    ffi::DataType type, std::initializer_list<int64_t> dims);
 
+// Checks rows of groups: each >= 0, with a sum of at most num_rows.
+Status CheckGroupRows(const char* op, const int32_t* rows, int64_t num_groups, int64_t num_rows);
+
 // Checks an optional operand of [num] f32 and gives its data, or null if absent. Absent operands
 // may be arrays without elements, since XLA's optional operands must come last.
 Status CheckFloats(const char* op, const char* argument,

@@ -27,6 +27,7 @@ extern const std::vector<Target> kAllReduceTargets;
 extern const std::vector<Target> kProductTargets;
 extern const std::vector<Target> kLinearAttentionTargets;
 extern const std::vector<Target> kLoraTargets;
+extern const std::vector<Target> kQuantizedGroupsTargets;
 extern const std::vector<Target> kQuantizedProductTargets;
 extern const std::vector<Target> kGroupedProductTargets;
 extern const std::vector<Target> kShortConvolutionTargets;

@@ -80,16 +80,7 @@ Status ExecuteGroupedCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   if (num_groups == 0) return Status::Error("product: group_rows: expected one or more, got none.");
   JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, num_groups, &dtype, &params));
   const int32_t* rows = group_rows.typed_data();
-  int64_t num_rows = 0;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    num_rows += rows[group];
-    if (rows[group] < 0 || num_rows > params.num_rows) {
-      return Status::Error("product: group_rows: expected numbers >= 0 with a sum of at most " +
-                           std::to_string(params.num_rows) + ", got " +
-                           std::to_string(rows[group]) + " for group " + std::to_string(group) +
-                           " and a sum of " + std::to_string(num_rows) + ".");
-    }
-  }
+  JAX_ATTN_RETURN_IF_ERROR(CheckGroupRows(kOp, rows, num_groups, params.num_rows));
   if (poison) PoisonOnHost({y});
   HelperPool task_pool(pool.num_threads());
   GroupedProductCpu(dtype, params, rows, num_groups, task_pool);

@@ -400,6 +400,12 @@ int64_t LargestCudaGroup(const AttentionSpec& spec) {
 
 int64_t DefaultProcessors(int64_t arch) { return FindCudaDevice(arch).num_processors; }
 
+int64_t LargestCudaBackwardHeadDim(int64_t arch) {
+  // 48 rows of 1,024 columns in 16 bits and 32 in f32, beside the sums of a variant's operands.
+  constexpr int64_t kWideBytes = 136 * 1024;
+  return FindCudaDevice(arch).tiles->smem_bytes >= kWideBytes ? 512 : kWideHeadDim;
+}
+
 bool RunsHopperBackward(const AttentionProblem& problem) {
   const AttentionSpec& spec = problem.spec;
   // No register is left for a variant or for step lists.

@@ -41,6 +41,9 @@ int64_t MostHeadsOfBlock(const AttentionSpec& spec);
 // Multiprocessors of a target that does not give their number: those of the most common part.
 int64_t DefaultProcessors(int64_t arch);
 
+// The largest head dim of the backward pass's kernels, with float keys and values.
+int64_t LargestCudaBackwardHeadDim(int64_t arch);
+
 // Whether the backward pass runs cuda/sm90/backward.cuh and not only the portable kernel.
 bool RunsHopperBackward(const AttentionProblem& problem);
 

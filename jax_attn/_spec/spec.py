@@ -552,11 +552,14 @@ class AttentionSpec:
 
     @property
     def has_backward_kernel(self) -> bool:
-        """Whether kernels compute gradients. Else jnp does: with transforms of pages, and on CUDA
-        with head dims beyond 256."""
+        """Whether kernels compute gradients. Else jnp does: with transforms of pages, and with head
+        dims beyond 256 on GPUs whose multiprocessors have less than 164 KB of shared memory."""
         if self.kernel_spec.variant is not None and self.kernel_spec.variant.transforms:
             return False
-        return self.target == "cpu" or max(self.padded_dims) <= 256
+        if self.target == "cpu":
+            return True
+        largest = _core.largest_cuda_backward_head_dim(parse_target(self.target)[0])
+        return max(self.padded_dims) <= largest
 
     @property
     def q_shape(self) -> tuple[int, int, int]:

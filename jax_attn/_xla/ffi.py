@@ -314,6 +314,35 @@ def grouped_product(
     return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
 
 
+def quantized_groups(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array,
+    group_rows: jax.Array,
+    *,
+    format: int,
+    group_size: int,
+) -> jax.Array:
+    """`grouped_product` with quantized matrices (csrc/cpu/quantized_groups.h), on CPUs only.
+
+    x: [n, in] f32. codes: [groups, ..., out], i8, or u8 of `format`. scales: f32, or exponents u8.
+    zeros: as scales, or an array without elements. format: WeightFormat.
+
+    Returns [n, out] f32; zeros in rows beyond those of all groups.
+    """
+    results = [jax.ShapeDtypeStruct((len(x), codes.shape[2]), jnp.float32)]
+    operands = x, codes, scales, zeros, group_rows
+    return _call(
+        "jax_attn_quantized_groups",
+        results,
+        operands,
+        format=np.int64(format),
+        group_size=np.int64(group_size),
+        poison=_environment.poison,
+    )[0]
+
+
 def linear_attention(
     q: jax.Array,
     k: jax.Array,

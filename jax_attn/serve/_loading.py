@@ -82,11 +82,18 @@ def _read(directory: Path, args: argparse.Namespace, load: Callable[..., Any]) -
     """load: models.load, or a function of its arguments."""
     with _loading(directory) as show:
         # Weights that devices share are copied to each device from host memory.
-        is_alone = num_devices(args) * args.data_parallel == 1 and args.devices is None
-        host = None if is_alone else jax.local_devices(backend="cpu")[0]
-        in_panels = is_alone and jax.default_backend() == "cpu"
+        host = None if _is_alone(args) else jax.local_devices(backend="cpu")[0]
         with jax.default_device(host):
-            return load(directory, args.dtype, show, in_panels=in_panels)
+            return load(directory, args.dtype, show, in_panels=_wants_panels(args))
+
+
+def _is_alone(args: argparse.Namespace) -> bool:
+    """Whether one device serves."""
+    return num_devices(args) * args.data_parallel == 1 and args.devices is None
+
+
+def _wants_panels(args: argparse.Namespace) -> bool:
+    return _is_alone(args) and jax.default_backend() == "cpu"
 
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
@@ -99,7 +106,7 @@ def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel
     if serves_texts_only or not models.has_vision(directory):
         return None
     with _loading(directory) as show:
-        return models.load_vision(directory, args.dtype, show)
+        return models.load_vision(directory, args.dtype, show, in_panels=_wants_panels(args))
 
 
 def load_draft_model(
@@ -155,7 +162,8 @@ def load_embedding(
 ) -> tuple[models.EmbeddingModel, Embedder]:
     """Loads the embedding model, if there is one. Raises ModelDirectoryError."""
     with _loading(directory) as show:
-        model = models.load_embedding(directory, args.dtype, show)
+        in_panels = _wants_panels(args)
+        model = models.load_embedding(directory, args.dtype, show, in_panels=in_panels)
     return model, Embedder(model, name)
 
 

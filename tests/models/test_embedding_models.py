@@ -36,9 +36,11 @@ def load(directory: Path, name: str) -> models.EmbeddingModel:
     return models.load_embedding(embedding_cases.write(directory, name), "float32")
 
 
+@pytest.mark.parametrize("in_panels", [False, True])
 @every_model
-def test_agrees_with_transformers(name, tmp_path):
-    model = load(tmp_path, name)
+def test_agrees_with_transformers(name, in_panels, tmp_path):
+    directory = embedding_cases.write(tmp_path, name)
+    model = models.load_embedding(directory, "float32", in_panels=in_panels)
     recorded = np.load(embedding_cases.RECORDED)[name]
     vectors = embed(model, embedding_cases.sequences())
     assert largest_difference(vectors, recorded) < TOLERANCE

@@ -99,6 +99,37 @@ def test_group_sizes_that_are_refused(sizes):
         jax.block_until_ready(stack.grouped_product(jnp.ones((6, 8)), np.array(sizes, np.int32)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "has_zeros"),
+    [("int8", False), ("int8", True), ("int4", False), ("int4", True), ("e4m3", False)]
+    + [("e2m1", False)],
+)
+def test_each_row_meets_the_codes_of_its_group(kind, has_zeros, dtype):
+    """Columns that fill no panel, a last group of scales that is not full, groups without rows."""
+    rng = np.random.default_rng(0)
+    depth, columns, each, sizes = 40, 37, 16, [3, 0, 70, 1]
+    rows = depth // quantized.codes_per_byte(kind)
+    codes = rng.integers(0, 256, (4, rows, columns)).astype(np.uint8)
+    if kind == "e4m3":
+        codes[(codes & 127) == 127] = 0  # NaN
+    scales = rng.uniform(0.5, 1, (4, 3, columns)).astype(np.float32)
+    if kind == "e2m1":
+        scales = rng.integers(120, 130, scales.shape).astype(np.uint8)
+    zeros = rng.integers(0, 16, scales.shape).astype(np.uint8) if has_zeros else None
+    codes = codes.view(np.int8) if kind == "int8" else codes
+    weights = quantized.Quantized(codes, scales, zeros, None, kind, each)
+    weights = jax.tree.map(jnp.asarray, weights)
+    x = jnp.asarray(rng.normal(size=(sum(sizes) + 2, depth)), dtype)
+    got = jax.jit(experts.grouped_matmul)(x, weights, np.array(sizes, np.int32))
+    assert got.dtype == x.dtype and not np.asarray(got[sum(sizes) :], np.float32).any()
+    wide = np.asarray(quantized.widen(weights, jnp.float32))
+    of_rows = np.repeat(np.arange(4), sizes)
+    expected = np.einsum("ni,nio->no", np.asarray(x, np.float32)[: sum(sizes)], wide[of_rows])
+    tolerance = (1e-5 if dtype == "float32" else 4e-3) * abs(expected).max()
+    np.testing.assert_allclose(np.asarray(got[: sum(sizes)], np.float32), expected, atol=tolerance)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_groups_are_gathered_for_few_rows(kind):
     """What a GPU computes with fewer rows than groups, beside the CPU's loop."""

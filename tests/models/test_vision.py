@@ -12,6 +12,7 @@ import pytest
 
 from helpers import picture_cases
 from jax_attn import models
+from jax_attn.models._products.panels import Panels
 from jax_attn.models._vision import pixels
 from jax_attn.models._vision.layers import PatchBatch
 
@@ -66,6 +67,13 @@ def test_tower_and_logits_agree_with_transformers(case):
         config, params, rows, tokens, spans, picture_cases.chunks(raw), vision.config.row_gap
     )
     assert difference(logits[::3], recorded(name, "logits")) < TOLERANCE
+
+
+def test_a_tower_in_panels(case):
+    name, directory = case
+    vision = models.load_vision(directory, "float32", in_panels=True)
+    assert isinstance(vision.params["layers"][0]["o"], Panels)
+    assert difference(features(vision, name), recorded(name, "features")) < TOLERANCE
 
 
 def test_live(case):

@@ -116,7 +116,8 @@ def test_case(case, backend):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_a_kernel(dtype, monkeypatch):
-    """In jnp, as on CUDA beyond 256 columns; cotangents of padding rows are NaN there, too."""
+    """In jnp, as beyond 256 columns where shared memory has 100 KB; cotangents of padding rows are
+    NaN there, too."""
     monkeypatch.setattr(ja.AttentionSpec, "has_backward_kernel", False)
     jax.clear_caches()
     case = next(case for case in CASES if case.name.startswith("head_dim_320_512"))
@@ -140,6 +141,31 @@ def test_ragged(dtype, head_dims, heads, mask, backend):
             *heads, dim_qk, dim_vo, dtype=dtype, page_size=None, **MASKS[mask], contents=(content,),
         )  # fmt: skip
         check(case, [backend])
+
+
+@on_every_platform
+@pytest.mark.parametrize("mask", ["causal", "full", "both_long", "cap_full_window"])
+@pytest.mark.parametrize(
+    ("head_dims", "page_size"),
+    [((512, 512), 16), ((512, 512), None), ((264, 40), 5), ((64, 408), None)],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_more_than_256_columns(dtype, head_dims, page_size, mask, backend):
+    """On CUDA two warps have the same rows, or gradients are in jnp where memory is short."""
+    dim_qk, dim_vo = head_dims
+    case = Case(
+        f"beyond_256_{mask}", (70, 0, 33, 1, 3), (90, 16, 150, 1, 0), 4, 2, dim_qk, dim_vo,
+        dtype=dtype, page_size=page_size, **MASKS[mask], contents=("normal",),
+    )  # fmt: skip
+    check(case, [backend])
+
+
+@pytest.mark.parametrize(
+    ("target", "has_kernel"), [("sm_80", True), ("sm_90", True), ("sm_120", False)]
+)
+def test_which_gpus_have_a_kernel_beyond_256_columns(target, has_kernel):
+    spec = ja.AttentionSpec(4, 2, 512, page_size=16, max_kv_pages=8, target=target)
+    assert spec.has_backward_kernel == has_kernel
 
 
 @on_every_platform

@@ -122,10 +122,10 @@ def test_what_is_refused():
 
 
 def test_gradients_without_a_kernel_are_those_of_the_kernel(monkeypatch):
-    """On CUDA, heads of more than 256 columns have gradients in jnp."""
+    """GPUs with little shared memory compute those of heads of more than 256 columns in jnp."""
     spec = ja.AttentionSpec(4, 2, 264, page_size=None, dtype="float32", max_qo_tokens=6,
                             max_kv_tokens=6, max_batch=2, target="cpu")  # fmt: skip
-    assert not dataclasses.replace(spec, dtype="bfloat16", target="sm_90").has_backward_kernel
+    assert not dataclasses.replace(spec, dtype="bfloat16", target="sm_120").has_backward_kernel
     plan = ja.plan(spec, np.array([0, 4, 6]), np.array([4, 2]))
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.normal(size=(6, h, 264)), jnp.float32) for h in (4, 2, 2))

@@ -278,7 +278,7 @@ def test_models_whose_keys_cannot_move_are_refused(model, of_layer, of_model, re
 def test_a_model_with_a_vision_tower_reads_texts(monkeypatch):
     """The tower is not loaded, as the engine refuses it with a kv policy."""
     monkeypatch.setattr(models, "has_vision", lambda directory: True)
-    monkeypatch.setattr(models, "load_vision", lambda *_: "a tower")
+    monkeypatch.setattr(models, "load_vision", lambda *_, **__: "a tower")
     args = _options.from_keywords({"kv_policy": "streaming:window=40"})
     assert _loading.load_vision(Path("model"), args) is None
     args = _options.from_keywords({})

@@ -96,6 +96,7 @@ class OperandsPass : public BackwardPass<Traits, false, true> {
 
   // Adds the terms of a step. Each lane has a row, or half of the keys of one.
   __device__ __forceinline__ void AddTerms(int slot, int begin, Runs& runs) {
+    if (this->IsSecondOfRows()) return;  // each term counts once
     Stream& stream = shared_.stream[slot];
     Tile products;
     this->template Dot<L1>(shared_.own1, stream.rows1, products);

@@ -33,17 +33,28 @@ struct BackwardShapes {
   static constexpr bool kHasElements = Traits::Variant::kNumElements > 0;
   using Qk = OperandLayout<kBytes, Traits::kHeadDimQk>;
   using Vo = OperandLayout<kBytes, Traits::kHeadDimVo>;
+  // Beyond 256 columns, two warps have the same rows. Each computes the logits, and sums half of
+  // the columns.
+  static constexpr int kColumnWarps = Max(Qk::kPadded, Vo::kPadded) > 256 ? 2 : 1;
+  // Columns that a warp sums. The last warp may have fewer.
+  template <class Layout>
+  static constexpr int kSumColumns = CeilDiv(Layout::kPadded, 16 * kColumnWarps) * 16;
+  static constexpr int kSums1 = kSumColumns<Qk>, kSums2 = kSumColumns<Vo>;
   // Beyond 128 registers of sums a thread, dk and dv are computed in two passes.
-  static constexpr bool kSeparate = Qk::kPadded + Vo::kPadded > 256;
+  static constexpr bool kSeparate = kSums1 + kSums2 > 256;
 
   // Columns of the sums of a 16-row tile.
   static constexpr int Columns(bool of_keys) {
-    if (!of_keys) return Qk::kPadded;
-    return kSeparate ? Max(Qk::kPadded, Vo::kPadded) : Qk::kPadded + Vo::kPadded;
+    if (!of_keys) return kSums1;
+    return kSeparate ? Max(kSums1, kSums2) : kSums1 + kSums2;
   }
+  // Of a CTA whose warps own `warps` different stretches of rows.
   static constexpr int Bytes(int warps, BackwardShape shape, bool of_operands) {
     const int owned = 16 * warps * shape.m_tiles;
-    const int products = (of_operands ? 2 : kIsF32 ? 1 : 0) * owned * (shape.step + 1) * 4;
+    const int products = (of_operands ? 2
+                          : kIsF32    ? kColumnWarps
+                                      : 0) *
+                         owned * (shape.step + 1) * 4;
     return (owned + 2 * shape.step) * (Qk::kPitch + Vo::kPitch) + products + 40 * owned +
            24 * shape.step + 256;
   }
@@ -68,8 +79,9 @@ struct BackwardShapes {
     if (kHasElements && Best(false, warps, budget, true).step == 0) return false;
     return Best(false, warps, budget).step > 0 && Best(true, warps, budget).step > 0;
   }
-  static constexpr int kWarps = Fit(4, 1) ? 4 : Fit(2, 1) ? 2 : 1;
-  static constexpr int kCtas = Fit(kWarps, 2) ? 2 : 1;
+  static constexpr int kRowWarps = Fit(4, 1) ? 4 : Fit(2, 1) ? 2 : 1;
+  static constexpr int kWarps = kRowWarps * kColumnWarps;
+  static constexpr int kCtas = kWarps <= 4 && Fit(kRowWarps, 2) ? 2 : 1;  // 255 registers a thread
   static constexpr int kBudget = CtaSmemBudget(Traits::kArch, kCtas);
 };
 
@@ -169,11 +181,11 @@ class BackwardPass {
   using L1 = typename Shapes::Qk;  // of q and k
   using L2 = typename Shapes::Vo;  // of d_o and v
   static constexpr BackwardShape kShape =
-      Shapes::Best(kOfKeys, Shapes::kWarps, Shapes::kBudget, kOfOperands);
+      Shapes::Best(kOfKeys, Shapes::kRowWarps, Shapes::kBudget, kOfOperands);
   static constexpr bool kIsF32 = Shapes::kIsF32;
   static constexpr int kWarps = Shapes::kWarps, kThreads = kWarps * kWarpSize;
   static constexpr int kMTiles = kShape.m_tiles, kWarpRows = 16 * kMTiles;
-  static constexpr int kOwned = kWarps * kWarpRows;  // rows of a unit
+  static constexpr int kOwned = Shapes::kRowWarps * kWarpRows;  // rows of a unit
   static constexpr int kStep = kShape.step, kSTiles = kStep / 8;
   static constexpr int kGroup = Traits::kGroupSize, kPage = Traits::kPageSize;
   static_assert(kOwned <= kThreads && kStep <= kThreads, "a thread for each row");
@@ -184,7 +196,7 @@ class BackwardPass {
   };
   struct NoProducts {};
   struct Products {
-    float x[kOwned][kStep + 1];
+    float x[kWarps * kWarpRows][kStep + 1];  // a warp's own
   };
   // Rows of the stream that some of the rows see, and rows that all of them see.
   struct Bounds {
@@ -245,13 +257,29 @@ class BackwardPass {
   enum Kind : unsigned char { kCountsNot, kCounts, kIsNotFinite };
   using Tile = float[kMTiles][kSTiles][4];  // logits, laid out as accumulators of mma.sync
   template <class Layout>
-  using Sums = float[kMTiles][Layout::kPadded / 8][4];
+  using Sums = float[kMTiles][Shapes::template kSumColumns<Layout> / 8][4];
   __device__ static u32 Least(u32 a, u32 b) { return a < b ? a : b; }
   __device__ static u32 Most(u32 a, u32 b) { return a > b ? a : b; }
   __device__ int Thread() const { return thread_; }
   __device__ int Lane() const { return Thread() % kWarpSize; }
   __device__ int Warp() const { return Thread() / kWarpSize; }
-  __device__ int FirstRow() const { return Warp() * kWarpRows; }
+  __device__ int FirstRow() const { return Warp() % Shapes::kRowWarps * kWarpRows; }
+  // Whether a warp before this one computes the same logits.
+  __device__ bool IsSecondOfRows() const {
+    return Shapes::kColumnWarps > 1 && Warp() >= Shapes::kRowWarps;
+  }
+  // The first of the columns that the warp sums.
+  template <class Layout>
+  __device__ int FirstColumn() const {
+    if constexpr (Shapes::kColumnWarps == 1) return 0;
+    return Warp() / Shapes::kRowWarps * Shapes::template kSumColumns<Layout>;
+  }
+  // Whether column 8 j of the warp's sums is in rows of kColumns columns.
+  template <class Layout, int kColumns>
+  __device__ bool HasColumns(int first, int j) const {
+    return kColumns == Shapes::kColumnWarps * Shapes::template kSumColumns<Layout> ||
+           first + 8 * j < kColumns;
+  }
   // Ends the life of values derived from the thread index, mainly addresses: the main loop has few
   // registers.
   __device__ __forceinline__ void ForgetThread() { thread_ = Opaque(thread_); }
@@ -288,12 +316,12 @@ class BackwardPass {
       bool is_finite = true;
       if constexpr (kWants1) {
         const i64 layer = LayerOffset(Traits::kHeadDimQk);
-        is_finite &= Write<Traits::kHeadDimQk>(kOfKeys ? p_.d_k : p_.d_q, layer, f_.sm_scale,
-                                               careful_, sums1);
+        is_finite &= Write<L1, Traits::kHeadDimQk>(kOfKeys ? p_.d_k : p_.d_q, layer, f_.sm_scale,
+                                                   careful_, sums1);
       }
       if constexpr (kWants2) {
-        is_finite &= Write<Traits::kHeadDimVo>(p_.d_v, LayerOffset(Traits::kHeadDimVo), 1.0f,
-                                               careful_, sums2);
+        is_finite &= Write<L2, Traits::kHeadDimVo>(p_.d_v, LayerOffset(Traits::kHeadDimVo), 1.0f,
+                                                   careful_, sums2);
       }
       if (__syncthreads_or(!is_finite) == 0 || careful_) break;
       careful_ = true;
@@ -1048,7 +1076,7 @@ class BackwardPass {
   __device__ __forceinline__ void Put(Operand& operand, int mt, int h, int j, float left,
                                       float right) const {
     if constexpr (kIsF32) {
-      float* row = shared_.products.x[FirstRow() + h * 8 + Lane() / 4] + 8 * j + 2 * (Lane() % 4);
+      float* row = OwnProducts()[h * 8 + Lane() / 4] + 8 * j + 2 * (Lane() % 4);
       row[0] = left;
       row[1] = right;
     } else {
@@ -1056,20 +1084,25 @@ class BackwardPass {
     }
   }
 
-  // sums += operand times rows of the stream.
+  __device__ auto* OwnProducts() const { return shared_.products.x + Warp() * kWarpRows; }
+
+  // sums += operand times the warp's columns of the stream.
   template <class Layout>
   __device__ __forceinline__ void Add(const Operand& operand, const unsigned char* stream,
                                       Sums<Layout>& sums) const {
+    const int column = FirstColumn<Layout>();
+    constexpr int kTiles = Shapes::template kSumColumns<Layout> / 8;
     if constexpr (kIsF32) {
       __syncwarp();
-      const unsigned char* b = stream + 2 * (Lane() % 4) * 4;
+      const unsigned char* b = stream + (column + 2 * (Lane() % 4)) * 4;
 #pragma unroll 1
       for (int k = 0; k < kStep; ++k) {
         float x[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) x[h] = shared_.products.x[FirstRow() + h * 8 + Lane() / 4][k];
+        for (int h = 0; h < 2; ++h) x[h] = OwnProducts()[h * 8 + Lane() / 4][k];
 #pragma unroll
-        for (int j = 0; j < Layout::kPadded / 8; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
+          if (!HasColumns<Layout, Layout::kPadded>(column, j)) break;
           const float2 y = *reinterpret_cast<const float2*>(b + k * Layout::kPitch + j * 32);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -1080,11 +1113,13 @@ class BackwardPass {
       }
       __syncwarp();
     } else {
-      const u32 b_at = SharedAddress(stream) + Lane() % 16 * Layout::kPitch + Lane() / 16 * 16;
+      const u32 b_at =
+          SharedAddress(stream) + Lane() % 16 * Layout::kPitch + Lane() / 16 * 16 + column * 2;
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
-        for (int j = 0; j < Layout::kPadded / 8; j += 2) {
+        for (int j = 0; j < kTiles; j += 2) {
+          if (!HasColumns<Layout, Layout::kPadded>(column, j)) break;
           u32 b[4];
           LoadMatrix4Transposed(b, b_at + k * 16 * Layout::kPitch + j * 16);
 #pragma unroll
@@ -1188,9 +1223,11 @@ class BackwardPass {
   // --- finish ---
 
   // Whether all of a result is finite.
-  template <int kHeadDim, class S>
+  template <class Layout, int kHeadDim>
   __device__ __forceinline__ bool Write(void* result, i64 offset, float scale, bool careful,
-                                        const S& sums) const {
+                                        const Sums<Layout>& sums) const {
+    constexpr int kTiles = Min(Shapes::template kSumColumns<Layout>, kHeadDim) / 8;
+    const int column = FirstColumn<Layout>();
     bool is_finite = true;
 #pragma unroll
     for (int mt = 0; mt < kMTiles; ++mt) {
@@ -1200,9 +1237,10 @@ class BackwardPass {
         const i64 at = shared_.own_at[row];
         if (at < 0) continue;
         const bool is_nan = careful && shared_.own_is_nan[row] != 0;
-        const i64 first = offset + at * kHeadDim + 2 * (Lane() % 4);
+        const i64 first = offset + at * kHeadDim + column + 2 * (Lane() % 4);
 #pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
+          if (!HasColumns<Layout, kHeadDim>(column, j)) break;
           float left = sums[mt][j][2 * h] * scale, right = sums[mt][j][2 * h + 1] * scale;
           is_finite &= left - left == 0.0f && right - right == 0.0f;
           if (is_nan) left = right = __uint_as_float(kFullWarp);

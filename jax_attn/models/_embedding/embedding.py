@@ -96,6 +96,8 @@ def load_embedding(
     directory: str | Path,
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
+    *,
+    in_panels: bool = False,
 ) -> EmbeddingModel:
     """Loads a directory of sentence-transformers, or of an encoder alone.
 
@@ -103,7 +105,7 @@ def load_embedding(
     whose `architectures` is of sequence classification has its head, and makes scores. So does
     Qwen3-Reranker: a qwen3 model without pooling, whose score is that of "yes" as its next token.
 
-    Args: see `load`.
+    Args: see `load`. in_panels is for encoders; other models' weights stay as they are.
 
     Raises:
       ModelDirectoryError: a file, key or tensor is missing or does not fit; names it.
@@ -113,10 +115,10 @@ def load_embedding(
     keys = Keys(read_json(path), path)
     config = parse_config(keys)
     if scoring.is_scoring(keys):
-        return _load_scoring(directory, keys, config, dtype, progress)
+        return _load_scoring(directory, keys, config, dtype, progress, in_panels)
     tokenizer = loading.load_tokenizer(directory)
     if not isinstance(config, ModelConfig):
-        params = _load_params(directory, config, dtype, progress, None)
+        params = _load_params(directory, config, dtype, progress, None, in_panels)
     elif (answers := scoring.answers(directory, keys, tokenizer)) is not None:
         return _load_of_answers(directory, keys, tokenizer, answers, dtype, progress)
     else:
@@ -162,6 +164,7 @@ def _load_scoring(
     config: Config,
     dtype: jax.typing.DTypeLike,
     progress: Callable[[int, int], None] | None,
+    in_panels: bool,
 ) -> EmbeddingModel:
     if isinstance(config, ModelConfig):
         raise keys.error(
@@ -172,7 +175,7 @@ def _load_scoring(
     head = scoring.head_tensors(config, len(means.labels))
     return EmbeddingModel(
         config=config,
-        params=_load_params(directory, config, dtype, progress, head),
+        params=_load_params(directory, config, dtype, progress, head, in_panels),
         tokenizer=loading.load_tokenizer(directory),
         pooling=Pooling("mean" if _head_reads_mean(config) else "cls"),
         max_tokens=_max_tokens(directory, config, "sequence-classification"),
@@ -191,6 +194,7 @@ def _load_params(
     dtype: jax.typing.DTypeLike,
     progress: Callable[[int, int], None] | None,
     head: dict[str, Parts] | None,
+    in_panels: bool,
 ) -> Params:
     if isinstance(config, ModernBertConfig):
         tree, is_other = modernbert.tensors(config), modernbert.is_other
@@ -198,7 +202,9 @@ def _load_params(
         tree, is_other = encoder.tensors(config), encoder.is_other
     if head is not None:
         tree["head"] = {name: Weight(parts) for name, parts in head.items()}
-    return float_weights.load_tree(directory, config, tree, is_other, dtype, progress)
+    return float_weights.load_tree(
+        directory, config, tree, is_other, dtype, progress, in_panels=in_panels
+    )
 
 
 ENCODERS: dict[str, Callable[[Keys], EncoderConfig | ModernBertConfig]] = {

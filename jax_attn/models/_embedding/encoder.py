@@ -16,6 +16,7 @@ import numpy as np
 import jax_attn as ja
 from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
+from jax_attn.models._products.quantized import product
 from jax_attn.models._weights.float_weights import Weight, WeightTree, table
 from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
@@ -185,16 +186,16 @@ def project(
     x: jax.Array, weights: Params, config: EncoderConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q, k, v: [n, num_heads, head_dim] from x [n, hidden] and the weights of a layer."""
-    qkv = (x @ weights["qkv"] + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
+    qkv = (product(x, weights["qkv"]) + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
     return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) -> jax.Array:
     """Finishes a layer: x [n, hidden] and attention's o [n, num_heads, head_dim] -> x."""
-    h = o.reshape(len(x), -1) @ weights["o"] + weights["o_bias"]
+    h = product(o.reshape(len(x), -1), weights["o"]) + weights["o_bias"]
     x = _layer_norm(x + h, weights, "attention_norm", config)
-    h = ACTIVATIONS[config.activation](x @ weights["up"] + weights["up_bias"])
-    h = h @ weights["down"] + weights["down_bias"]
+    h = ACTIVATIONS[config.activation](product(x, weights["up"]) + weights["up_bias"])
+    h = product(h, weights["down"]) + weights["down_bias"]
     return _layer_norm(x + h, weights, "mlp_norm", config)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax_attn as ja
 from jax_attn.models._config.activations import ACTIVATIONS, activation_name
 from jax_attn.models._config.keys import Keys, refuse_changes_of_any_family
+from jax_attn.models._products.quantized import product
 from jax_attn.models._weights.float_weights import Weight, WeightTree, table
 from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
@@ -182,7 +183,7 @@ def project(
     """Returns rotated q and k, and v: [n, num_heads, head_dim] from x [n, hidden]."""
     if layer.has_norm:
         x = layer_norm(x, weights["attention_norm"], config.norm_eps)
-    qkv = (x @ weights["qkv"]).reshape(len(x), 3, -1, config.head_dim)
+    qkv = product(x, weights["qkv"]).reshape(len(x), 3, -1, config.head_dim)
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = positions[:, None].astype(jnp.float32) * (1 / layer.theta**exponents)
     cos, sin = (each(angles)[:, None] for each in (jnp.cos, jnp.sin))
@@ -196,10 +197,10 @@ def project(
 
 def finish(x: jax.Array, o: jax.Array, weights: Params, config: ModernBertConfig) -> jax.Array:
     """Finishes a layer: x [n, hidden] and attention's o [n, num_heads, head_dim] -> x."""
-    x = x + o.reshape(len(x), -1) @ weights["o"]
+    x = x + product(o.reshape(len(x), -1), weights["o"])
     h = layer_norm(x, weights["mlp_norm"], config.norm_eps)
-    up, gate = jnp.split(h @ weights["gate_up"], 2, axis=-1)
-    return x + (ACTIVATIONS[config.activation](up) * gate) @ weights["down"]
+    up, gate = jnp.split(product(h, weights["gate_up"]), 2, axis=-1)
+    return x + product(ACTIVATIONS[config.activation](up) * gate, weights["down"])
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -18,6 +18,7 @@ import jax_attn as ja
 from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._config.rope import rotate
+from jax_attn.models._products.quantized import product as product_of
 from jax_attn.models._weights.float_weights import Weight
 from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
@@ -287,7 +288,7 @@ def product(x: jax.Array, weights: Params, name: str) -> jax.Array:
     clip = weights.get(f"{name}_clip")
     if clip is not None:
         x = jnp.clip(x, *clip[:2].astype(x.dtype))
-    y = x @ weights[name]
+    y = product_of(x, weights[name])
     if f"{name}_bias" in weights:
         y += weights[f"{name}_bias"]
     return y if clip is None else jnp.clip(y, *clip[2:].astype(y.dtype))

@@ -55,6 +55,7 @@ def load_params(
     config: VisionConfig,
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
+    in_panels: bool = False,
 ) -> Params:
     """Reads the weights, as weights.load_params does.
 
@@ -62,7 +63,9 @@ def load_params(
     weight_tree says.
     """
     tree = FAMILIES[config.family].weight_tree(config)
-    return float_weights.load_tree(directory, config, tree, _is_other, dtype, progress, _ALIASES)
+    return float_weights.load_tree(
+        directory, config, tree, _is_other, dtype, progress, _ALIASES, in_panels
+    )
 
 
 def _is_other(name: str) -> bool:

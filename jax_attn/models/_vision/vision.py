@@ -61,6 +61,8 @@ def load_vision(
     directory: str | Path,
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
+    *,
+    in_panels: bool = False,
 ) -> VisionModel:
     """Loads the vision tower of a directory whose text model `load` reads.
 
@@ -80,7 +82,7 @@ def load_vision(
     config = tower.parse(keys, text)
     return VisionModel(
         config,
-        tower.load_params(directory, config, dtype, progress),
+        tower.load_params(directory, config, dtype, progress, in_panels),
         pixels.load_config(directory, config),
     )
 

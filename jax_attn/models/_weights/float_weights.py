@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._weights.protocols import CheckpointConfig
 from jax_attn.models._weights.tensors import Parts, Shape
 from jax_attn.models._weights.weight_files import Expected, FileTensors, open_tensors, weights_dtype
@@ -53,23 +54,27 @@ def load_tree(
     dtype: jax.typing.DTypeLike = "bfloat16",
     progress: Callable[[int, int], None] | None = None,
     aliases: tuple[tuple[str, str], ...] = (),
+    in_panels: bool = False,
 ) -> Params:
     """Reads the weights of a tree, as weights.load_params does.
 
     is_other: whether a tensor that is no weight, by its name in the tree's terms, may be there.
     aliases: see ModelConfig.
+    in_panels: matrices of layers, which `product` multiplies, are Panels.
     """
     dtype = weights_dtype(dtype)
     with contextlib.ExitStack() as stack:
         expected = _Expected(config, tree_shapes(tree), is_other, aliases)
         files = open_tensors(stack, directory, expected, progress)
 
-        def read(weight: Weight) -> jax.Array:
-            whole = weight.change(_joined(files, weight.parts))
+        def read(path: tuple[Any, ...], weight: Weight) -> jax.Array | Panels:
+            whole = jnp.asarray(weight.change(_joined(files, weight.parts)), dtype)
+            if in_panels and path[0].key == "layers" and whole.ndim == 2:
+                return to_panels(whole)
             # Wait: the source of a running copy stays in memory.
-            return jax.block_until_ready(jnp.asarray(whole, dtype))
+            return jax.block_until_ready(whole)
 
-        params: Params = jax.tree.map(read, tree, is_leaf=_is_weight)
+        params: Params = jax.tree.map_with_path(read, tree, is_leaf=_is_weight)
         return params
 
 

@@ -54,6 +54,7 @@ int RunAll() {
   const std::vector<Request> group = {{96, 96}, {20, 116}, {33, 129}, {40, 136}, {20, 110}};
   // Tables of more than one block have the first one's pages.
   const std::vector<Request> scattered = {{70, 170}, {20, 116}, {33, 129}, {9, 90}, {40, 64}};
+  const std::vector<Request> long_ones = {{70, 400}, {150, 300}, {2, 500}, {0, 9}, {1, 300}};
   using Ragged64 = Kernel<ShapeOf<64, 64, 4, 0, false, true, false>, 90>::Traits;
   using Ragged128 = Kernel<ShapeOf<128, 128, 2, 0, false, true, false>, 90>::Traits;
   using Page16 = Kernel<ShapeOf<64, 64, 2, 16, false, true, false>, 90>::Traits;
@@ -110,12 +111,31 @@ int RunAll() {
     RunBackward<Wide>({.name = "not finite, d256", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1},
                       65 + poison, poison);
   }
+  // Two warps have the same rows: Gemma 4's heads on devices with 228 and 164 KB, and dims whose
+  // second half is no whole one, or whose dk and dv fit one iteration.
+  using Far = Kernel<ShapeOf<512, 512, 2, 16, false, true, false>, 90>::Traits;
+  using FarOf80 = Kernel<ShapeOf<512, 512, 8, 0, false, true, false>, 80>::Traits;
+  using FarF32 = Kernel<ShapeOf<512, 512, 1, 16, false, true, false>, 90, kElementF32>::Traits;
+  using OddFarShape = ShapeOf<264, 40, 5, 5, true, true, true>;
+  using OddFar = Kernel<OddFarShape, 90>::Traits;
+  using OddFarF32 = Kernel<OddFarShape, 80, kElementF32>::Traits;
+  using FarValues = Kernel<Listed<ShapeOf<64, 408, 3, 0, false, true, false>>, 80>::Traits;
+  RunBackward<Far>(
+      {.name = "a prompt's pages, d512", .requests = group, .kv_heads = 1, .prefix = 96}, 90);
+  RunBackward<FarOf80>({.name = "d512, 164 KB", .requests = {{9, 40}, {1, 70}}, .kv_heads = 1}, 91);
+  RunBackward<FarF32>({.name = "d512, f32", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1}, 92);
+  RunBackward<OddFar>(odd, 93);
+  RunBackward<OddFarF32>(odd_pages, 94, kNone, kScattered);
+  RunBackward<FarValues>({.name = "lists, d64x408", .requests = long_ones, .kv_heads = 1}, 95);
+  for (const Poison poison : {kInfiniteQ, kInfiniteDo, kNanLse, kNanD, kNanK, kInfiniteV}) {
+    const Case c = {.name = "not finite, d512", .requests = {{40, 90}, {20, 20}}, .kv_heads = 1};
+    RunBackward<Far>(c, 95 + poison, poison);
+  }
   // Step lists whose steps are no blocks of keys and whose tiles are no blocks of rows.
   using Lists = Kernel<Listed<ShapeOf<64, 64, 4, 0, false, true, false>>, 90>::Traits;
   using ListsOfPages = Kernel<Listed<ShapeOf<128, 128, 2, 16, false, false, false>>, 90>::Traits;
   using OddLists = Kernel<Listed<OddShape>, 90>::Traits;
   using OddListsF32 = Kernel<Listed<OddShape>, 120, kElementF32>::Traits;
-  const std::vector<Request> long_ones = {{70, 400}, {150, 300}, {2, 500}, {0, 9}, {1, 300}};
   RunBackward<Lists>({.name = "lists", .requests = long_ones, .sinks = true}, 70);
   RunBackward<Lists>({.name = "lists, split", .requests = long_ones, .kv_split = 64}, 71);
   RunBackward<ListsOfPages>({.name = "lists, pages", .requests = long_ones, .window_right = -1},
