@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn._xla import ffi
 from jax_attn.models._config.config import ExpertGroups, Experts
 from jax_attn.models._products import grouped_cuda
 from jax_attn.models._products.activations import rounded
@@ -15,11 +14,11 @@ from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import (
     Matrix,
     Quantized,
+    grouped_product,
     tiled_product,
     widen,
     without_activations,
 )
-from jax_attn.models._products.quantized_cuda import FORMATS
 
 _TILE = 32  # rows of one matmul of the CPU's loop
 
@@ -105,23 +104,8 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
 
 def _grouped(x: jax.Array, weights: Matrix, group_sizes: jax.Array) -> jax.Array:
     has_kernel = isinstance(weights, Quantized) and not weights.is_transposed
-    on_cpu = _kernel_of_codes if has_kernel else _loop_over_groups
+    on_cpu = grouped_product if has_kernel else _loop_over_groups
     return jax.lax.platform_dependent(x, weights, group_sizes, cpu=on_cpu, default=_on_gpu)
-
-
-def _kernel_of_codes(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
-    """Widens matrices in the processor's cache, to f32."""
-    zeros = jnp.zeros(0, jnp.uint8) if weights.zeros is None else weights.zeros
-    y = ffi.quantized_groups(
-        x.astype(jnp.float32),
-        weights.codes,
-        weights.scales,
-        zeros,
-        group_sizes,
-        format=FORMATS.get(weights.kind, 0),
-        group_size=weights.group_size,
-    )
-    return y.astype(x.dtype)
 
 
 # The CPU's loop has as many steps as there are tiles, which JAX cannot run backward.

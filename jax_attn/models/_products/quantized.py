@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn._spec.target import gpu_target
+from jax_attn._xla import ffi
 from jax_attn.models._products import quantized_cuda
 from jax_attn.models._products.activations import Activations, Rounded, rounded
 from jax_attn.models._products.lora import Adapted
@@ -202,6 +203,24 @@ def tiled_product(
 
     y = jnp.zeros((len(x), columns), dtype or x.dtype)
     return jax.lax.fori_loop(0, -(-columns // _TILE), add_tile, y)
+
+
+def grouped_product(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
+    """`experts.grouped_matmul` on CPUs: widens matrices in the processor's cache, to f32.
+
+    weights: [groups, in, out], not transposed, with rows in x's order.
+    """
+    zeros = jnp.zeros(0, jnp.uint8) if weights.zeros is None else weights.zeros
+    y = ffi.quantized_groups(
+        x.astype(jnp.float32),
+        weights.codes,
+        weights.scales,
+        zeros,
+        group_sizes,
+        format=quantized_cuda.FORMATS.get(weights.kind, 0),
+        group_size=weights.group_size,
+    )
+    return y.astype(x.dtype)
 
 
 def _columns(weight: Quantized, first: jax.Array, count: int) -> Quantized:
