@@ -157,6 +157,67 @@ def test_it_serves_while_it_compiles(model, compiled, monkeypatch):
     asyncio.run(main())
 
 
+def test_compiling_waits_for_a_moment_without_requests(model, compiled, monkeypatch):
+    """Otherwise a stream goes at half its speed in the first seconds of a server."""
+    engine = AsyncEngine(model, SIZES)
+    engine.seconds_beside_steps = 3600
+    reuse(engine._engine.device, compiled, monkeypatch)
+    left = []  # shapes, after each step
+    engine.on_stats = lambda stats: left.append(stats["buckets_left"])
+
+    async def main():
+        engine.start()
+        try:
+            [_ async for _ in engine.generate([sequence(max_tokens=20)])]
+            assert len(left) >= 20 and set(left[:20]) == {1}
+            await asyncio.to_thread(engine._compiling.join, 240)
+            assert engine._engine.device.num_buckets_left == 0
+        finally:
+            await engine.stop(drain=True)
+
+    asyncio.run(main())
+
+
+def test_compiling_does_not_wait_for_ever(model, compiled, monkeypatch):
+    engine = AsyncEngine(model, SIZES)
+    engine.seconds_beside_steps = 0.01
+    reuse(engine._engine.device, compiled, monkeypatch)
+    left = []  # shapes, after each step
+
+    def on_stats(stats):
+        if stats["running"]:
+            engine._compiling.join(240)  # this thread takes no step meanwhile, and is not at rest
+            left.append(engine._engine.device.num_buckets_left)
+
+    engine.on_stats = on_stats
+
+    async def main():
+        engine.start()
+        try:
+            [_ async for _ in engine.generate([sequence(max_tokens=3)])]
+        finally:
+            await engine.stop(drain=True)
+
+    asyncio.run(main())
+    assert left and set(left) == {0}
+
+
+def test_a_stop_does_not_wait_for_a_turn_to_compile(model, compiled, monkeypatch):
+    engine = AsyncEngine(model, SIZES)
+    engine.seconds_beside_steps = 3600
+    reuse(engine._engine.device, compiled, monkeypatch)
+
+    async def main():
+        engine.start()
+        events = engine.generate([sequence(max_tokens=40)])
+        await anext(events)
+        await engine.stop(drain=False)
+        await events.aclose()
+
+    asyncio.run(main())
+    assert not engine._compiling.is_alive()
+
+
 def test_all_shapes_may_come_first(model, compiled, monkeypatch):
     """As `jax_attn.LLM` has it."""
     engine = AsyncEngine(model, SIZES)

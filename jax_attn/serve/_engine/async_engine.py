@@ -37,6 +37,10 @@ log = logging.getLogger("jax_attn.serve")
 # Consecutive steps that raise before the engine gives up: no single request is the cause.
 _MAX_FAILURES = 3
 
+# Seconds between two executables that are compiled while requests run. Compiling one takes both of
+# two processors for 0.3 to 1 s, in which a stream goes at half its speed.
+_SECONDS_BESIDE_STEPS = 5.0
+
 
 Result = TypeVar("Result")
 
@@ -88,6 +92,7 @@ class AsyncEngine:
         # False: all shapes are compiled before the first step, so that runs of a program do not
         # differ by when a shape was there.
         self.serves_early = True
+        self.seconds_beside_steps = _SECONDS_BESIDE_STEPS
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -110,6 +115,7 @@ class AsyncEngine:
         self._num_failures = 0
         self._is_warm = self._has_ended = False
         self._is_at_rest = False  # the thread waits; guarded by _wake
+        self._is_calm = threading.Event()  # set while it does, and when it has ended
         self._stats, self._snapshot = self._engine.stats(), self._engine.snapshot()
         self._wants_snapshot = False
 
@@ -515,6 +521,7 @@ class AsyncEngine:
             self.failure = error
         with self._wake:
             self._accepts = False
+        self._is_calm.set()
         self._end()
         if self._compiling.is_alive():
             self._compiling.join()
@@ -522,12 +529,15 @@ class AsyncEngine:
             self.on_failure()
 
     def _compile_later(self) -> None:
-        """Compiles the shapes that are left, while steps run in others."""
+        """Compiles the shapes that are left: at once while there are no requests, else now and then.
+
+        A step that needs one of them is padded to a larger shape until then.
+        """
         device = self._engine.device
         if not device.num_buckets_left:
             return
         try:
-            device.compile_later(self._check_end)
+            device.compile_later(self._await_turn)
         except _Stopped:
             pass
         except Exception:
@@ -539,7 +549,9 @@ class AsyncEngine:
             log.info("compiled the shapes that were left")
         self._command(lambda: None, must=False)  # so that `stats` of an idle engine are new
 
-    def _check_end(self) -> None:
+    def _await_turn(self) -> None:
+        """Called before each executable. Raises _Stopped."""
+        self._is_calm.wait(self.seconds_beside_steps)
         if self._stopping or self.failure is not None:
             raise _Stopped
 
@@ -555,8 +567,10 @@ class AsyncEngine:
                 self._publish()
                 self._engine.device.rest()
                 self._is_at_rest = True
+                self._is_calm.set()
                 self._wake.wait()
             self._is_at_rest = False
+            self._is_calm.clear()
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
