@@ -69,8 +69,8 @@ JAX_ATTN_EMULATION_INLINE To EmulationBits(From from) {
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
-inline float __uint_as_float(unsigned x) { return EmulationBits<float>(x); }
-inline unsigned __float_as_uint(float x) { return EmulationBits<unsigned>(x); }
+JAX_ATTN_EMULATION_INLINE float __uint_as_float(unsigned x) { return EmulationBits<float>(x); }
+JAX_ATTN_EMULATION_INLINE unsigned __float_as_uint(float x) { return EmulationBits<unsigned>(x); }
 // PRMT: bytes of x (0 to 3) and y (4 to 7) by the digits of `selector`; each digit is below 8.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
@@ -177,7 +177,7 @@ class Closure {
 
 struct alignas(64) Fiber {
   // The fields that the scheduler reads from every thread.
-  bool begun, done;
+  bool begun = false, done;
   Waits waits;
   Closure<bool> happened;  // the event it waits for
 
@@ -214,7 +214,7 @@ struct Sleeper {
   bool eager;
   int drawer;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<std::unique_ptr<InFlight>> in_flight;
+  std::vector<InFlight*> in_flight;
   std::vector<unsigned char> smem, async_smem;
 };
 
@@ -243,9 +243,11 @@ class Machine {
     }
   }
 
-  Fiber& current() { return *current_; }
-  Fiber& thread(int i) { return *fibers_[i]; }
-  Fiber& lane(int i) { return *fibers_[current_->thread.x / 32 * 32 + i]; }
+  JAX_ATTN_EMULATION_INLINE Fiber& current() { return *current_; }
+  JAX_ATTN_EMULATION_INLINE Fiber& thread(int i) { return *threads_[i]; }
+  JAX_ATTN_EMULATION_INLINE Fiber& lane(int i) {
+    return *threads_[current_->thread.x / 32 * 32 + i];
+  }
 
   void Wait(Waits waits, const char* where) {
     current_->waits = waits;
@@ -277,8 +279,8 @@ class Machine {
   // `finish` runs when no warp can run without it, and in every other CTA at random earlier times.
   // in_order: after this thread's earlier work.
   void Later(bool in_order, std::function<void()> finish) {
-    in_flight_.push_back(std::make_unique<InFlight>(
-        InFlight{in_order ? current_->thread.x : --num_unordered_, std::move(finish)}));
+    in_flight_.push_back(
+        new InFlight{in_order ? current_->thread.x : --num_unordered_, std::move(finish)});
   }
 
   // Shared memory as the asynchronous proxy sees it.
@@ -313,14 +315,16 @@ class Machine {
     std::memset(async_smem, 0xff, sizeof(async_smem));
     for (Unit* unit : units) unit->BeginCta(block_dim.x);
     while (fibers_.size() < static_cast<size_t>(block_dim.x)) fibers_.emplace_back(new Fiber);
+    SetThreads();
     for (int i = 0; i < block_dim.x; ++i) {
-      Fiber& f = *fibers_[i];
+      Fiber& f = *threads_[i];
       f.thread = {i};
-      f.begun = f.done = false;
+      f.done = false;
       f.waits = Waits::kNot;
       f.groups.clear();
       f.open_group.clear();
-      if (!f.stack) f.stack.reset(new char[kStackBytes]);
+      if (f.begun) continue;  // it waits in Entry
+      f.stack.reset(new char[kStackBytes]);
       getcontext(&f.start);
       f.start.uc_stack.ss_sp = f.stack.get();
       f.start.uc_stack.ss_size = kStackBytes;
@@ -338,7 +342,7 @@ class Machine {
              ReleaseCta() || FinishSomething());
     if (is_sleepy_) return PutToSleep();
     for (int i = 0; i < block_dim.x; ++i) {
-      if (!fibers_[i]->done) FailStuck();
+      if (!threads_[i]->done) FailStuck();
     }
     if (!in_flight_.empty()) Fail("the CTA ends before its copies arrive");
     for (Unit* unit : units) unit->EndCta();
@@ -369,7 +373,12 @@ class Machine {
     for (Unit* unit : units) unit->Exchange(s.drawer);
     spare_fibers_.push_back(std::move(fibers_));
     fibers_ = std::move(s.fibers);
+    SetThreads();
     in_flight_ = std::move(s.in_flight);
+  }
+
+  void SetThreads() {
+    for (size_t i = 0; i < fibers_.size(); ++i) threads_[i] = fibers_[i].get();
   }
 
   void PublishNow() {
@@ -385,9 +394,8 @@ class Machine {
   // False if there is none.
   JAX_ATTN_EMULATION_HOT bool RunSomeWarp(bool slow) {
     int* end = ready_;
-    const std::unique_ptr<Fiber>* const fibers = &fibers_[0];
     for (int i = 0; i < block_dim.x; ++i) {
-      if ((i / 128 == slow_) == slow && CanRun(*fibers[i])) *end++ = i;
+      if ((i / 128 == slow_) == slow && CanRun(*threads_[i])) *end++ = i;
     }
     if (end == ready_) return false;
     const int warp = ready_[random_() % (end - ready_)] / 32;
@@ -398,7 +406,7 @@ class Machine {
     std::shuffle(first, last, random_);
     publisher_ = nullptr;
     for (int* lane = first; lane != last; ++lane) {
-      current_ = fibers[*lane].get();
+      current_ = threads_[*lane];
       current_->waits = Waits::kNot;
       is_last_lane_ = lane + 1 == last;
       if (current_->begun) {
@@ -413,11 +421,11 @@ class Machine {
     return true;
   }
 
-  void ReleaseWarp(int warp) {
+  JAX_ATTN_EMULATION_HOT void ReleaseWarp(int warp) {
     const Fiber* last = nullptr;
     int num_waiting = 0, num_on_their_way = 0;
     for (int i = 0; i < 32; ++i) {
-      const Fiber& f = *fibers_[warp * 32 + i];
+      const Fiber& f = *threads_[warp * 32 + i];
       num_on_their_way += !f.done && f.waits == Waits::kForEvent;
       if (f.done || f.waits != Waits::kForWarp) continue;
       ++num_waiting;
@@ -426,7 +434,7 @@ class Machine {
     if (num_waiting == 0 || num_on_their_way > 0) return;
     if (num_waiting != 32) Fail(Text("part of a warp reaches a collective (%s)", last->where));
     for (int i = 0; i < 32; ++i) {
-      Fiber& f = *fibers_[warp * 32 + i];
+      Fiber& f = *threads_[warp * 32 + i];
       if (f.where != last->where) {
         Fail(Text("lanes of a warp meet at different collectives: %s, %s", f.where, last->where));
       }
@@ -437,11 +445,11 @@ class Machine {
   // Lets all threads continue if all of them wait for each other.
   bool ReleaseCta() {
     for (int i = 0; i < block_dim.x; ++i) {
-      if (fibers_[i]->done || fibers_[i]->waits != Waits::kForCta) return false;
+      if (threads_[i]->done || threads_[i]->waits != Waits::kForCta) return false;
     }
     for (int i = 0; i < block_dim.x; ++i) {
-      if (fibers_[i]->where != fibers_[0]->where) Fail("threads of a CTA at different barriers");
-      fibers_[i]->waits = Waits::kNot;
+      if (threads_[i]->where != threads_[0]->where) Fail("threads of a CTA at different barriers");
+      threads_[i]->waits = Waits::kNot;
     }
     return true;
   }
@@ -450,10 +458,10 @@ class Machine {
   bool FinishSomething() {
     if (in_flight_.empty()) return false;
     const int sequence = in_flight_[random_() % in_flight_.size()]->sequence;
-    const auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(),
-                                     [&](const auto& x) { return x->sequence == sequence; });
-    const std::unique_ptr<InFlight> first = std::move(*oldest);
-    in_flight_.erase(oldest);
+    InFlight** oldest = in_flight_.data();
+    while ((*oldest)->sequence != sequence) ++oldest;
+    const std::unique_ptr<InFlight> first(*oldest);
+    in_flight_.erase(in_flight_.begin() + (oldest - in_flight_.data()));
     first->finish();
     return true;
   }
@@ -473,15 +481,16 @@ class Machine {
   }
 
   std::string StateOf(int thread) const {
-    const Fiber& f = *fibers_[thread];
+    const Fiber& f = *threads_[thread];
     if (f.done) return "done";
     if (f.waits == Waits::kForEvent) return "waits for " + f.event();
     return Text("waits for the %s at %s", f.waits == Waits::kForWarp ? "warp" : "CTA", f.where);
   }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  int ready_[1024];  // threads that can run
-  std::vector<std::unique_ptr<InFlight>> in_flight_;
+  Fiber* threads_[1024];  // fibers_, without the calls that an element of a vector takes at -O0
+  int ready_[1024];       // threads that can run
+  std::vector<InFlight*> in_flight_;
   std::vector<Sleeper> sleepers_;
   std::vector<std::vector<std::unique_ptr<Fiber>>> spare_fibers_;
   bool eager_ = false, is_sleepy_ = false;
@@ -503,15 +512,18 @@ inline Machine machine;
 // Counts over all threads: a measure of work without a clock.
 inline int64_t num_exponentials = 0, num_loads = 0;  // loads: LoadConstant16
 
+// Threads of later CTAs go on here: to start a context, the system is asked for the signal mask.
 inline void Machine::Entry() {
-  machine.kernel_();
-  Fiber& f = *machine.current_;
-  for (const std::vector<Copy>& group : f.groups) {
-    if (!group.empty()) Fail("a thread ends before its copies arrive");
+  for (;;) {
+    machine.kernel_();
+    Fiber& f = *machine.current_;
+    for (const std::vector<Copy>& group : f.groups) {
+      if (!group.empty()) Fail("a thread ends before its copies arrive");
+    }
+    if (!f.open_group.empty()) Fail("a thread ends before its copies arrive");
+    f.done = true;
+    f.place.SwitchTo(&machine.scheduler_);
   }
-  if (!f.open_group.empty()) Fail("a thread ends before its copies arrive");
-  f.done = true;
-  machine.scheduler_.GoOn();
 }
 
 inline void WarpBarrier(const char* where) { machine.Wait(Waits::kForWarp, where); }
@@ -693,7 +705,7 @@ inline void LoadMatrix4(u32 (&r)[4], u32 shared, bool transposed) {
 inline void LoadMatrix4(u32 (&r)[4], u32 shared) { LoadMatrix4(r, shared, false); }
 inline void LoadMatrix4Transposed(u32 (&r)[4], u32 shared) { LoadMatrix4(r, shared, true); }
 
-inline float Bf16ToFloat(u32 bits) { return __uint_as_float(bits << 16); }
+JAX_ATTN_EMULATION_INLINE float Bf16ToFloat(u32 bits) { return __uint_as_float(bits << 16); }
 inline u32 FloatToBf16(float x) {
   const u32 bits = EmulationBits<u32>(x);
   if (std::isnan(x)) return 0x7fff;
