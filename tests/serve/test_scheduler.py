@@ -501,7 +501,7 @@ def test_who_waited_behind_a_starved_sequence_enters_when_that_is_aborted():
 
 def test_stats_of_a_new_scheduler():
     stats = dataclasses.asdict(Scheduler(config()).stats())
-    for name in ("states", "host", "host_states", "num_dropped_pages"):
+    for name in ("states", "host", "host_states", "num_dropped_pages", "files"):
         assert stats.pop(name) is None, name
     assert stats.pop("num_free_pages") == 100 and set(stats.values()) == {0}
 
