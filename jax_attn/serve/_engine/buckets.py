@@ -21,6 +21,30 @@ from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
 
+class Needs(NamedTuple):
+    """What a step needs of its bucket.
+
+    longest: tokens of the sequence that has the most.
+    """
+
+    num_tokens: int
+    num_rows: int
+    longest: int
+    num_checkpoints: int
+    has_pictures: bool
+
+    @classmethod
+    def of(cls, entries: Seq[ScheduledSequence]) -> Needs:
+        lengths = [entry.num_tokens for entry in entries]
+        return cls(
+            num_tokens=sum(lengths),
+            num_rows=len(entries) + sum([entry.num_more_rows for entry in entries]),
+            longest=max(lengths, default=0),
+            num_checkpoints=len(_checkpoints(entries)),
+            has_pictures=any([e.seq.pictures and e.pictures for e in entries]),
+        )
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Capacities of one compiled forward pass."""
@@ -36,22 +60,17 @@ class Bucket:
     # [number, hidden]: the shape of what a token of a picture has; None: no token may be of one.
     picture_shape: tuple[int, int] | None = None
 
-    def holds(self, entries: Seq[ScheduledSequence]) -> bool:
-        """Whether a step of these entries fits."""
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
-        if self.picture_shape is None and any(entry.pictures for entry in entries):
+    def holds(self, needs: Needs) -> bool:
+        """Whether a step that needs so much fits."""
+        if self.picture_shape is None and needs.has_pictures:
             return False
-        if num_tokens > self.num_tokens or num_rows > self.num_rows:
+        if needs.num_tokens > self.num_tokens or needs.num_rows > self.num_rows:
             return False
         if self.state_spec is None:
             return True
         most = self.state_spec.max_qo_len
         assert most is not None
-        num_checkpoints = len(_checkpoints(entries))
-        return num_checkpoints <= self.state_spec.max_checkpoints and all(
-            entry.num_tokens <= most for entry in entries
-        )
+        return needs.num_checkpoints <= self.state_spec.max_checkpoints and needs.longest <= most
 
     @property
     def name(self) -> str:
