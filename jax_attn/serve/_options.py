@@ -203,6 +203,9 @@ def parse(
     add("--max-step-tokens", type=_positive, help="tokens of a step (512; on a GPU 2048)")
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
+    bursts = """steps of decodes launched at once, at most, while no request could enter (1; on a
+        GPU up to 4, as their time allows)"""
+    add("--burst-steps", type=_positive, metavar="N", help=bursts)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
     starved = """that a request waits, at most, while later ones enter because more of their
         prompts is cached (%(default)g)"""
@@ -439,6 +442,7 @@ def engine_config(
         kv_policy=_limited_kv_policy(args),
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
+        burst_steps=args.burst_steps,
         batch_invariant=args.batch_invariant,
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank or LORA_RANK,

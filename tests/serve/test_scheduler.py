@@ -131,14 +131,22 @@ SYSTEMS = {
         num_host_states=5,
     ),
     "states, no prefix cache": config(num_pages=40, prefix_cache=False, num_states=16),
+    "bursts": config(num_pages=50, burst_steps=3),
+    "bursts, host, tight": config(
+        num_pages=26, max_step_tokens=12, prefill_chunk=5, num_host_pages=7, burst_steps=4
+    ),
+    "bursts, page size 1": config(
+        page_size=1, num_pages=120, max_kv_pages_step=150, burst_steps=5
+    ),
 }
 
 
 def simulate(system: str, depth: int, forces: bool, seeds) -> None:
-    totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
+    totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "bursts": 0, "reasons": set()}
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
-        _, seqs = Traffic(seed).run(scheduler, depth, forces)
+        engine, seqs = Traffic(seed).run(scheduler, depth, forces)
+        totals["bursts"] += engine.num_bursts
         for seq in seqs:
             expected, reason = reference_output(seq, forces)
             output = seq.tokens[seq.num_prompt :]
@@ -159,6 +167,7 @@ def simulate(system: str, depth: int, forces: bool, seeds) -> None:
     assert (totals["cached"] > 0) == ("no prefix cache" not in system)
     assert (totals["dropped"] > 0) == ("streaming" in system)
     assert (totals["returned"] > 0) == ("host" in system)
+    assert (totals["bursts"] > 0) == ("bursts" in system)
 
 
 @pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,9 @@ class EngineConfig:
     # Drafts of each sequence that a step verifies. They come from the sequence's own text, or from
     # a draft model if there is one.
     max_drafts: int = 0
+    # The most steps of decodes that are scheduled and launched at once, see StepPlan. None: as many
+    # as the time of a step allows, measured on GPUs; 1 on CPUs, and with what cannot have more.
+    burst_steps: int | None = 1
     max_grammars: int = 128  # compiled grammars kept
     max_loras: int = 0  # LoRA adapters at a time
     max_lora_rank: int = 16  # the largest
@@ -79,6 +83,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig: max_lora_rank: expected 1 to {models.MAX_LORA_RANK}, got"
                 f" {self.max_lora_rank}."
+            )
+        if (self.burst_steps or 1) > 1 and (self.max_drafts or self.expert_group is not None):
+            raise ValueError(
+                "EngineConfig: burst_steps: expected 1 with max_drafts or an expert_group, got"
+                f" {self.burst_steps}."
             )
         if self.num_host_pages and not self.prefix_cache:
             raise ValueError(
@@ -154,7 +163,22 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         num_host_states=num_host_states,
         checkpoint_tokens=config.checkpoint_tokens,
         whole_pictures=model.sees_pictures,
+        burst_steps=1 if config.burst_steps is None else config.burst_steps,
     )
+
+
+_BURST_SECONDS = 0.010  # that a burst takes at most: what arrives waits for two of them
+_MOST_BURST_STEPS = 4  # of which the host's part of a step is little more than its launch
+
+
+def measured_burst_steps(
+    config: EngineConfig, model: models.ModelConfig, step_seconds: Callable[[], float]
+) -> int:
+    """The steps of a burst where the config leaves them open."""
+    never = config.max_drafts or config.expert_group is not None or config.kv_policy is not None
+    if never or model.recurrent is not None or jax.default_backend() == "cpu":
+        return 1
+    return max(1, min(_MOST_BURST_STEPS, int(_BURST_SECONDS / step_seconds())))
 
 
 def device_config(

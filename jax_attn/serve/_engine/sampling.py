@@ -67,6 +67,18 @@ class Sampled(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
+def joined(steps: Sequence[Sampled]) -> Sampled:
+    """The results of several steps of one kind, of the host: the rows of each follow the last."""
+    if len(steps) == 1:
+        return steps[0]
+    return Sampled(
+        *(
+            None if parts[0] is None else np.concatenate(parts)
+            for parts in zip(*steps, strict=True)
+        )
+    )
+
+
 def init_state(max_running: int, vocab_size: int) -> SamplerState:
     return SamplerState(
         last_tokens=jnp.zeros(max_running, jnp.int32),
@@ -214,6 +226,10 @@ class SlotParams:
         fields["slot"] = fields["state_slot"] = self.max_running
         fields["given"] = tokens
 
+    def void(self, rows: np.ndarray) -> None:
+        """Makes rows void. rows: [num_rows, ROW_WORDS] i32."""
+        rows[:] = self._rows[self.max_running]
+
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
         """Fills in rows: row i samples output token positions[i] of the sequence in slots[i].
 
@@ -225,7 +241,7 @@ class SlotParams:
         n = len(slots)
         rows[:n] = self._rows[slots]
         as_records(rows)["position"][:n] = positions
-        rows[n:] = self._rows[self.max_running]
+        self.void(rows[n:])
         return KINDS[int(self._kinds[slots].max(initial=0))]
 
 
