@@ -135,14 +135,19 @@ SYSTEMS = {
     "bursts, host, tight": config(
         num_pages=26, max_step_tokens=12, prefill_chunk=5, num_host_pages=7, burst_steps=4
     ),
-    "bursts, page size 1": config(
-        page_size=1, num_pages=120, max_kv_pages_step=150, burst_steps=5
-    ),
+    "bursts, page size 1": config(page_size=1, num_pages=120, max_kv_pages_step=150, burst_steps=5),
 }
 
 
 def simulate(system: str, depth: int, forces: bool, seeds) -> None:
-    totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "bursts": 0, "reasons": set()}
+    totals = {
+        "dropped": 0,
+        "preemptions": 0,
+        "cached": 0,
+        "returned": 0,
+        "bursts": 0,
+        "reasons": set(),
+    }
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
         engine, seqs = Traffic(seed).run(scheduler, depth, forces)

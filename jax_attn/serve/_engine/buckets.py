@@ -41,7 +41,7 @@ class Needs(NamedTuple):
             num_rows=len(entries) + sum([entry.num_more_rows for entry in entries]),
             longest=max(lengths, default=0),
             num_checkpoints=len(_checkpoints(entries)),
-            has_pictures=any([e.seq.pictures and e.pictures for e in entries]),
+            has_pictures=any(e.seq.pictures and e.pictures for e in entries),
         )
 
 
@@ -358,26 +358,23 @@ def make_batch(
     return Batch(bucket, words, kind, scored, drafted, features, batch)
 
 
-def later_batch(
-    first: Batch, entries: Seq[ScheduledSequence], slots: SlotParams, step: int
-) -> Batch:
+def later_batch(first: Batch, entries: Seq[ScheduledSequence], step: int) -> Batch:
     """A later step of a burst, which begins with `first`, the result of make_batch.
 
-    step: from 1 on. It has the first of the entries: those with more steps.
+    step: from 1 on. It has the first of the entries: those with more steps. The others have all
+    tokens of max_tokens, and nobody reads what is sampled in their rows.
     """
     n = sum(entry.num_steps > step for entry in entries)
     bucket, (qo_indptr, kv_lens, page_indptr, page_indices) = first.bucket, first.lengths
     words = np.empty_like(first.words)
     words[: bucket.plans_begin] = first.words[: bucket.plans_begin]
     arguments = bucket.unpack(words)
-    inputs, rows = arguments.inputs, arguments.rows
-    fields = as_records(rows)
+    inputs, fields = arguments.inputs, as_records(arguments.rows)
     inputs[0, :n] = ~fields["slot"][:n]
     inputs[1:, :n] += step
     fields["position"][:n] += step
-    slots.void(rows[n:])
-    page_indices = page_indices[: page_indptr[n]]
-    _plan_attention(arguments, (qo_indptr[: n + 1], kv_lens[:n] + step, page_indptr[: n + 1], page_indices))
+    of_pages = page_indptr[: n + 1], page_indices[: page_indptr[n]]
+    _plan_attention(arguments, (qo_indptr[: n + 1], kv_lens[:n] + step, *of_pages))
     return first._replace(words=words)
 
 

@@ -299,12 +299,6 @@ class Device:
         bucket = next(bucket for bucket in self._usable if bucket.holds(needs))
         return buckets.make_batch(bucket, entries, self._slots, rows_of)
 
-    def plan_later(
-        self, first: Batch, entries: Sequence[ScheduledSequence], step: int
-    ) -> Batch:
-        """Packs the arguments of a later step of a burst: see buckets.later_batch."""
-        return buckets.later_batch(first, entries, self._slots, step)
-
     @property
     def newest(self) -> jax.Array:
         """The newest sampled token of each slot: [max_running] i32."""

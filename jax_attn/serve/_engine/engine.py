@@ -65,7 +65,7 @@ from typing import Any
 import jax
 
 from jax_attn import models
-from jax_attn.serve._engine import sampling, snapshot
+from jax_attn.serve._engine import buckets, sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
 from jax_attn.serve._engine.counters import Counters
@@ -525,7 +525,7 @@ class Engine:
         del scores
         for step in range(1, max(entry.num_steps for entry in launched.entries)):
             with self._counters.phases["plan"]:
-                batch = self.device.plan_later(launched.batch, launched.entries, step)
+                batch = buckets.later_batch(launched.batch, launched.entries, step)
             with self._counters.phases["dispatch"]:
                 scores = self.device.forward(batch)
                 launched.sampled.append(self.device.sample(scores, batch.kind, None))
@@ -542,17 +542,17 @@ class Engine:
                 if scored.seq.status is not Status.FINISHED:
                     self._outputs.add_prompt_logprobs(scored, sampled)
             tokens, drafted = sampled.tokens.tolist(), launched.batch.drafted
-            num_rows, num_sampled = launched.batch.bucket.num_rows, 1
+            num_rows = launched.batch.bucket.num_rows
             for row, live in launched.samples:
                 if live.seq.status is Status.FINISHED:
                     continue
+                num_sampled = launched.entries[row].num_steps
                 if row in drafted:
-                    rows = drafted[row]
+                    rows: Seq[int] = drafted[row]
                     new = [tokens[each] for each in rows]
                     num_allowed = launched.num_masked.get(row, len(rows))
                     new = self._speculation.accept(live, new, launched.drafts[row], num_allowed)
                 else:
-                    num_sampled = launched.entries[row].num_steps
                     rows = range(row, num_sampled * num_rows, num_rows)
                     new = tokens[row : num_sampled * num_rows : num_rows]
                 new = self._outputs.add_samples(live, new, sampled, rows, num_sampled)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +71,8 @@ def joined(steps: Sequence[Sampled]) -> Sampled:
     """The results of several steps of one kind, of the host: the rows of each follow the last."""
     if len(steps) == 1:
         return steps[0]
-    return Sampled(
-        *(
-            None if parts[0] is None else np.concatenate(parts)
-            for parts in zip(*steps, strict=True)
-        )
-    )
+    parts: Any = zip(*steps, strict=True)
+    return Sampled(*(None if of[0] is None else np.concatenate(of) for of in parts))
 
 
 def init_state(max_running: int, vocab_size: int) -> SamplerState:
@@ -226,10 +222,6 @@ class SlotParams:
         fields["slot"] = fields["state_slot"] = self.max_running
         fields["given"] = tokens
 
-    def void(self, rows: np.ndarray) -> None:
-        """Makes rows void. rows: [num_rows, ROW_WORDS] i32."""
-        rows[:] = self._rows[self.max_running]
-
     def fill(self, rows: np.ndarray, slots: Sequence[int], positions: Sequence[int]) -> Kind:
         """Fills in rows: row i samples output token positions[i] of the sequence in slots[i].
 
@@ -241,7 +233,7 @@ class SlotParams:
         n = len(slots)
         rows[:n] = self._rows[slots]
         as_records(rows)["position"][:n] = positions
-        self.void(rows[n:])
+        rows[n:] = self._rows[self.max_running]
         return KINDS[int(self._kinds[slots].max(initial=0))]
 
 
