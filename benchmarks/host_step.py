@@ -33,7 +33,9 @@ from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 VOCAB = shapes.SHAPES["qwen3-0.6b"]["vocab_size"]
 
 
-def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
+def make_engine(
+    num_running: int, context: int, num_waiting: int = 0, burst_steps: int = 1
+) -> Engine:
     """Makes an engine that is decoding: a small model with the vocabulary of a large one.
 
     Waiting requests have free slots but no free pages: a prompt needs the pages that are reserved
@@ -51,6 +53,7 @@ def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
         max_running=num_running + bool(num_waiting),
         max_step_tokens=8192,
         max_waiting=num_running + num_waiting,
+        burst_steps=burst_steps,
     )
     engine = Engine(model, capacities)
     generator = np.random.default_rng(0)
@@ -72,15 +75,19 @@ def make_engine(num_running: int, context: int, num_waiting: int = 0) -> Engine:
     return engine
 
 
-def measure(engine: Engine, num_steps: int) -> dict[str, float]:
-    """Returns median microseconds of a decode step by phase; "step" is processor time."""
+def measure(engine: Engine, num_calls: int) -> dict[str, float]:
+    """Returns median microseconds of a decode step by phase; "step" is processor time.
+
+    num_calls: of Engine.step. One that launches a burst counts as the steps of it.
+    """
     phases: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "step")}
-    for _ in range(num_steps):
+    for _ in range(num_calls):
         begin = time.thread_time()
         engine.step()
-        seconds = engine.step_stats.seconds | {"step": time.thread_time() - begin}
+        stats = engine.step_stats
+        seconds = stats.seconds | {"step": time.thread_time() - begin}
         for phase, s in seconds.items():
-            phases[phase].append(1e6 * s)
+            phases[phase].append(1e6 * s / stats.num_steps)
     return {phase: round(statistics.median(us), 1) for phase, us in phases.items()}
 
 
@@ -100,16 +107,19 @@ def main() -> None:
     add("--context", type=int, default=512, help="tokens of each")
     add("--waiting", type=int, default=0, help="sequences that wait for pages")
     add("--steps", type=int, default=200)
+    add("--burst-steps", type=int, nargs="+", default=[1], help="see EngineConfig")
     add("--profile", action="store_true", help="say which functions, instead")
     arguments = parser.parse_args()
-    for num_running in arguments.running:
-        load = num_running, arguments.context, arguments.waiting
+    for num_running, burst in itertools.product(arguments.running, arguments.burst_steps):
+        load = num_running, arguments.context, arguments.waiting, burst
         engine = make_engine(*load)
+        num_calls = arguments.steps // burst
         if arguments.profile:
-            profile(engine, arguments.steps)
+            profile(engine, num_calls)
         else:
-            us = measure(engine, arguments.steps)
-            log(f"{num_running} x {arguments.context}, {arguments.waiting} wait: {us} us")
+            us = measure(engine, num_calls)
+            what = f"{num_running} x {arguments.context}, {arguments.waiting} wait, burst {burst}"
+            log(f"{what}: {us} us")
 
 
 if __name__ == "__main__":

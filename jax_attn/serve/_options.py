@@ -212,6 +212,10 @@ def parse(
     add("--max-step-tokens", type=_positive, help="tokens of a step (512; on a GPU 2048)")
     chunk = "of them, about, of prompts beside decodes (32; on a GPU 256)"
     add("--prefill-chunk", type=_positive, help=chunk)
+    bursts = (
+        "steps of decodes launched at once, at most, while no request could enter (%(default)s)"
+    )
+    add("--burst-steps", type=_positive, default=1, metavar="N", help=bursts)
     add("--max-waiting", type=_positive, default=1024, help="queue; then 429 (%(default)s)")
     starved = """that a request waits, at most, while later ones enter because more of their
         prompts is cached (%(default)g)"""
@@ -459,6 +463,7 @@ def engine_config(
         kv_policy=_limited_kv_policy(args),
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
+        burst_steps=args.burst_steps,
         batch_invariant=args.batch_invariant,
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank or LORA_RANK,

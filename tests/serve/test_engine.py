@@ -179,6 +179,8 @@ def alone(model, device, logits_of):
         {"prefill_chunk": 17, "starvation_seconds": 0},
         {"prefix_cache": False},
         {"max_kv_pages_step": 40, "prefill_chunk": 8},
+        {"burst_steps": 4},
+        {"burst_steps": 3, "prefill_chunk": 8},
     ],
     ids=str,
 )

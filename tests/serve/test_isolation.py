@@ -26,6 +26,8 @@ SYSTEMS = [
     config(num_pages=24, max_kv_pages_step=30, max_waiting=12),
     config(num_pages=30, max_step_tokens=12, prefill_chunk=5, num_states=16, checkpoint_tokens=8),
     config(page_size=1, num_pages=60, max_kv_pages_step=90, num_states=20, checkpoint_tokens=4),
+    config(num_pages=30, max_step_tokens=12, prefill_chunk=5, burst_steps=4),
+    config(page_size=1, num_pages=60, max_kv_pages_step=90, burst_steps=3),
 ]
 
 

@@ -143,16 +143,29 @@ SYSTEMS = {
         num_host_states=5,
     ),
     "states, no prefix cache": config(num_pages=40, prefix_cache=False, num_states=16),
+    "bursts": config(num_pages=50, burst_steps=3),
+    "bursts, host, tight": config(
+        num_pages=26, max_step_tokens=12, prefill_chunk=5, num_host_pages=7, burst_steps=4
+    ),
+    "bursts, page size 1": config(page_size=1, num_pages=120, max_kv_pages_step=150, burst_steps=5),
 }
 
 
 def simulate(system: str, depth: int, forces: bool, seeds, has_files: bool = False) -> None:
-    totals = {"dropped": 0, "preemptions": 0, "cached": 0, "returned": 0, "reasons": set()}
-    totals["read"] = 0
+    totals = {
+        "dropped": 0,
+        "preemptions": 0,
+        "cached": 0,
+        "returned": 0,
+        "read": 0,
+        "bursts": 0,
+        "reasons": set(),
+    }
     for seed in seeds:
         scheduler = Scheduler(SYSTEMS[system])
         files = FakeFiles(scheduler, seed) if has_files else None
-        _, seqs = Traffic(seed).run(scheduler, depth, forces, files)
+        engine, seqs = Traffic(seed).run(scheduler, depth, forces, files)
+        totals["bursts"] += engine.num_bursts
         for seq in seqs:
             expected, reason = reference_output(seq, forces)
             output = seq.tokens[seq.num_prompt :]
@@ -175,6 +188,7 @@ def simulate(system: str, depth: int, forces: bool, seeds, has_files: bool = Fal
     assert (totals["dropped"] > 0) == ("streaming" in system or "prompts" in system)
     assert (totals["returned"] > 0) == ("host" in system)
     assert (totals["read"] > 0) == has_files
+    assert (totals["bursts"] > 0) == ("bursts" in system)
 
 
 @pytest.mark.parametrize("depth, forces", [(0, False), (1, False), (1, True), (2, True)])

@@ -43,6 +43,7 @@ CONFIG = EngineConfig(
     num_pages=28, page_size=4, max_running=12, max_step_tokens=32, max_waiting=100
 )
 WITH_STATES = dataclasses.replace(CONFIG, num_states=30, checkpoint_tokens=8, max_drafts=2)
+WITH_BURSTS = dataclasses.replace(CONFIG, burst_steps=3)
 OVERLOADED = dataclasses.replace(CONFIG, max_waiting=10)
 NUM_CLIENTS = 32
 MAX_GROWTH = 24 << 20  # bytes of the process, server and clients, from a tenth of the soak on
@@ -316,6 +317,10 @@ def resident_bytes() -> int:
 )
 def test_soak(model, device, num_requests):
     check_soak(model, device, CONFIG, num_requests)
+
+
+def test_soak_with_bursts(model, device):
+    check_soak(model, device, WITH_BURSTS, 200)
 
 
 @pytest.mark.parametrize(

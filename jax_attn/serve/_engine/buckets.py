@@ -21,6 +21,30 @@ from jax_attn.serve._scheduling.request import Sequence
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 
 
+class Needs(NamedTuple):
+    """What a step needs of its bucket.
+
+    longest: tokens of the sequence that has the most.
+    """
+
+    num_tokens: int
+    num_rows: int
+    longest: int
+    num_checkpoints: int
+    has_pictures: bool
+
+    @classmethod
+    def of(cls, entries: Seq[ScheduledSequence]) -> Needs:
+        lengths = [entry.num_tokens for entry in entries]
+        return cls(
+            num_tokens=sum(lengths),
+            num_rows=len(entries) + sum([entry.num_more_rows for entry in entries]),
+            longest=max(lengths, default=0),
+            num_checkpoints=len(_checkpoints(entries)),
+            has_pictures=any(e.seq.pictures and e.pictures for e in entries),
+        )
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Capacities of one compiled forward pass."""
@@ -36,22 +60,17 @@ class Bucket:
     # [number, hidden]: the shape of what a token of a picture has; None: no token may be of one.
     picture_shape: tuple[int, int] | None = None
 
-    def holds(self, entries: Seq[ScheduledSequence]) -> bool:
-        """Whether a step of these entries fits."""
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        num_rows = len(entries) + sum(entry.num_more_rows for entry in entries)
-        if self.picture_shape is None and any(entry.pictures for entry in entries):
+    def holds(self, needs: Needs) -> bool:
+        """Whether a step that needs so much fits."""
+        if self.picture_shape is None and needs.has_pictures:
             return False
-        if num_tokens > self.num_tokens or num_rows > self.num_rows:
+        if needs.num_tokens > self.num_tokens or needs.num_rows > self.num_rows:
             return False
         if self.state_spec is None:
             return True
         most = self.state_spec.max_qo_len
         assert most is not None
-        num_checkpoints = len(_checkpoints(entries))
-        return num_checkpoints <= self.state_spec.max_checkpoints and all(
-            entry.num_tokens <= most for entry in entries
-        )
+        return needs.num_checkpoints <= self.state_spec.max_checkpoints and needs.longest <= most
 
     @property
     def name(self) -> str:
@@ -82,6 +101,11 @@ class Bucket:
     @property
     def num_words(self) -> int:
         return self._bounds[-1]
+
+    @property
+    def plans_begin(self) -> int:
+        """Where the attention plans begin in `words`, or the lengths that they are made of."""
+        return self._bounds[-1 - (4 if self.kv_shards else len(self.specs))]
 
     def unpack(self, words: Any) -> Arguments:
         """Views of `words` [num_words] i32, a numpy or a traced array."""
@@ -145,6 +169,9 @@ class Batch(NamedTuple):
     scored: list[ScoredRows]
     drafted: dict[int, list[int]]  # entry -> rows of the token before its drafts and of each draft
     features: np.ndarray | None = None
+    # Arguments of the plan: qo_indptr, kv_lens, page_indptr, page_indices. Pages are those of a
+    # whole burst.
+    lengths: tuple[np.ndarray, ...] = ()
 
 
 RowsOf: TypeAlias = Callable[[Sequence, Picture], np.ndarray]
@@ -284,7 +311,8 @@ def make_batch(
     begins = np.array([entry.begin for entry in entries], np.int32)
     # In the cache: without what a kv policy dropped.
     kv_lens = begins + qo_lens - np.array([seq.num_dropped for seq in seqs], np.int32)
-    num_pages = -(-kv_lens // page_size)
+    num_later = np.array([entry.num_steps - 1 for entry in entries], np.int32)
+    num_pages = -(-(kv_lens + num_later) // page_size)
     qo_indptr, page_indptr = (_indptr(lens) for lens in (qo_lens, num_pages))
     tables = [seq.pages[:num] for seq, num in zip(seqs, num_pages.tolist(), strict=True)]
     page_indices = np.frombuffer(b"".join(tables), np.int32)
@@ -303,7 +331,7 @@ def make_batch(
 
     words = np.zeros(bucket.num_words, np.int32)
     arguments = bucket.unpack(words)
-    inputs, logit_rows, rows, adapters, picture_ends, plans, lengths, state_plan = arguments
+    inputs, logit_rows, rows, adapters, picture_ends, _, _, state_plan = arguments
     if state_plan is not None:
         state_plan.buffer[:] = _plan_states(state_plan.spec, entries, qo_indptr).buffer
     inputs[0, : len(tokens)] = tokens
@@ -327,13 +355,39 @@ def make_batch(
         kind = "full"
     drafted = _draft(entries, qo_indptr, logit_rows, rows, slots.max_running)
     batch = qo_indptr, kv_lens, page_indptr, page_indices
-    for plan in plans:
+    _plan_attention(arguments, batch)
+    return Batch(bucket, words, kind, scored, drafted, features, batch)
+
+
+def later_batch(first: Batch, entries: Seq[ScheduledSequence], step: int) -> Batch:
+    """A later step of a burst, which begins with `first`, the result of make_batch.
+
+    step: from 1 on. It has the first of the entries: those with more steps. The others have all
+    tokens of max_tokens, and nobody reads what is sampled in their rows.
+    """
+    n = sum(entry.num_steps > step for entry in entries)
+    bucket, (qo_indptr, kv_lens, page_indptr, page_indices) = first.bucket, first.lengths
+    words = np.empty_like(first.words)
+    words[: bucket.plans_begin] = first.words[: bucket.plans_begin]
+    arguments = bucket.unpack(words)
+    inputs, fields = arguments.inputs, as_records(arguments.rows)
+    inputs[0, :n] = ~fields["slot"][:n]
+    inputs[1:, :n] += step
+    fields["position"][:n] += step
+    of_pages = page_indptr[: n + 1], page_indices[: page_indptr[n]]
+    _plan_attention(arguments, (qo_indptr[: n + 1], kv_lens[:n] + step, *of_pages))
+    return first._replace(words=words)
+
+
+def _plan_attention(arguments: Arguments, batch: tuple[np.ndarray, ...]) -> None:
+    """Fills in plans, or the lengths that devices make them of. batch: as Batch.lengths."""
+    for plan in arguments.plans:
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
+    qo_indptr, _, page_indptr, _ = batch
     ends = qo_indptr[-1], 0, page_indptr[-1], 0
     # 0 elements without KV shards
-    for room, array, rest in zip(lengths, batch, ends, strict=False):
+    for room, array, rest in zip(arguments.lengths, batch, ends, strict=False):
         room[: len(array)], room[len(array) :] = array, rest  # sequences without tokens
-    return Batch(bucket, words, kind, scored, drafted, features)
 
 
 def _place_pictures(

@@ -319,7 +319,8 @@ class Device:
 
         Runs on the host. rows_of: needed if the entries have pictures.
         """
-        bucket = next(bucket for bucket in self._usable if bucket.holds(entries))
+        needs = buckets.Needs.of(entries)
+        bucket = next(bucket for bucket in self._usable if bucket.holds(needs))
         return buckets.make_batch(bucket, entries, self._slots, rows_of)
 
     @property

@@ -28,6 +28,12 @@ n. The life of a step, and the two calls of `Engine.step` in which it is:
       wait        Device.read of step n <------------------ tokens of step n
       retire      Scheduler.append; or finish
 
+A step may be a burst: several steps of the same decodes, scheduled once. "plan" to "sample" are
+repeated for each, with lengths that are one larger, before the host waits for the burst before, all
+of whose tokens it retires together. `Scheduler.schedule` says when. Outputs are those of single
+steps; tokens after one that ends a sequence are dropped. What arrives meanwhile waits for the
+bursts in flight, at most two.
+
 Where a sequence of step n has a grammar, the mask of its sample depends on its token of step n - 1.
 Then the sampling of step n is dispatched after step n - 1 is retired and its masks are there, while
 the device computes forward n. Masks are made by other threads; `constrained_decoding` says
@@ -59,13 +65,17 @@ from typing import Any
 import jax
 
 from jax_attn import models
-from jax_attn.serve._engine import sampling, snapshot
+from jax_attn.serve._engine import buckets, sampling, snapshot
 from jax_attn.serve._engine.adapters import LoadedAdapters
 from jax_attn.serve._engine.constrained_decoding import ConstrainedDecoding
 from jax_attn.serve._engine.counters import Counters
 from jax_attn.serve._engine.device import Device, Progress
 from jax_attn.serve._engine.draft_model import DraftModel, have_same_tokens
-from jax_attn.serve._engine.engine_config import EngineConfig, capacities, device_config
+from jax_attn.serve._engine.engine_config import (
+    EngineConfig,
+    capacities,
+    device_config,
+)
 from jax_attn.serve._engine.expert_group import ExpertDevice
 from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._engine.leading_device import LeadingDevice
@@ -481,14 +491,14 @@ class Engine:
             scores = self.device.forward(batch)
         self.scheduler.launched(plan)
         lengths = [entry.num_tokens for entry in plan.entries]
-        stats.bucket = batch.bucket.name
+        stats.bucket, stats.num_steps = batch.bucket.name, plan.num_steps
         stats.num_tokens, stats.num_decodes = sum(lengths), lengths.count(1)
-        counters.totals["steps"] += 1
+        counters.totals["steps"] += plan.num_steps
         samples = [
             (row, all_live[entry.seq.id]) for row, entry in enumerate(plan.entries) if entry.samples
         ]
         drafts = {row: plan.entries[row].drafts for row in batch.drafted}
-        return LaunchedStep(batch, scores, samples, drafts)
+        return LaunchedStep(plan.entries, batch, scores, samples, drafts)
 
     def _run_moves(self) -> None:
         """Runs the scheduler's moves of pages and states, before the step that needs them.
@@ -515,7 +525,8 @@ class Engine:
         self._speculation.forget([page for move in moves for page in move.pages_written])
 
     def _sample(self, launched: LaunchedStep) -> None:
-        """Launches the sampling of a step, for all sequences that still need a token."""
+        """Launches the sampling of a step, for all sequences that still need a token, and the
+        further steps of a burst."""
         with self._counters.phases["retire"]:
             mask = self._constrained.mask_samples(launched)
             for _, live in launched.samples:
@@ -524,32 +535,44 @@ class Engine:
                     self.device.set_state(seq.slot, seq.params, seq.tokens, seq.num_prompt)
         # Released here, so that the next step can use the same memory.
         scores, launched.scores = launched.scores, None
-        if (launched.samples or launched.batch.scored) and scores is not None:
+        if scores is None or not (launched.samples or launched.batch.scored):
+            return
+        with self._counters.phases["dispatch"]:
+            launched.sampled.append(self.device.sample(scores, launched.batch.kind, mask))
+        del scores
+        for step in range(1, max(entry.num_steps for entry in launched.entries)):
+            with self._counters.phases["plan"]:
+                batch = buckets.later_batch(launched.batch, launched.entries, step)
             with self._counters.phases["dispatch"]:
-                launched.sampled = self.device.sample(scores, launched.batch.kind, mask)
+                scores = self.device.forward(batch)
+                launched.sampled.append(self.device.sample(scores, batch.kind, None))
+                del scores
 
     def _retire(self, launched: LaunchedStep) -> None:
-        """Waits for the tokens of a step and appends them to their sequences."""
-        if launched.sampled is None:
+        """Waits for the tokens of a step, or of a burst, and appends them to their sequences."""
+        if not launched.sampled:
             return
         with self._counters.phases["wait"]:
-            sampled = self.device.read(launched.sampled)
+            sampled = sampling.joined([self.device.read(each) for each in launched.sampled])
         with self._counters.phases["retire"]:
             for scored in launched.batch.scored:
                 if scored.seq.status is not Status.FINISHED:
                     self._outputs.add_prompt_logprobs(scored, sampled)
             tokens, drafted = sampled.tokens.tolist(), launched.batch.drafted
+            num_rows = launched.batch.bucket.num_rows
             for row, live in launched.samples:
                 if live.seq.status is Status.FINISHED:
                     continue
+                num_sampled = launched.entries[row].num_steps
                 if row in drafted:
-                    rows = drafted[row]
+                    rows: Seq[int] = drafted[row]
                     new = [tokens[each] for each in rows]
                     num_allowed = launched.num_masked.get(row, len(rows))
                     new = self._speculation.accept(live, new, launched.drafts[row], num_allowed)
                 else:
-                    rows, new = [row], [tokens[row]]
-                new = self._outputs.add_samples(live, new, sampled, rows)
+                    rows = range(row, num_sampled * num_rows, num_rows)
+                    new = tokens[row : num_sampled * num_rows : num_rows]
+                new = self._outputs.add_samples(live, new, sampled, rows, num_sampled)
                 if live.grammar is not None and live.seq.finish_reason is None:
                     self._constrained.advance(live, new)
 

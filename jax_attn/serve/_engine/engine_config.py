@@ -60,6 +60,8 @@ class EngineConfig:
     # Drafts of each sequence that a step verifies. They come from the sequence's own text, or from
     # a draft model if there is one.
     max_drafts: int = 0
+    # The most steps of decodes that are scheduled and launched at once, see StepPlan.
+    burst_steps: int = 1
     max_grammars: int = 128  # compiled grammars kept
     max_loras: int = 0  # LoRA adapters at a time
     max_lora_rank: int = 16  # the largest
@@ -83,6 +85,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig: max_lora_rank: expected 1 to {models.MAX_LORA_RANK}, got"
                 f" {self.max_lora_rank}."
+            )
+        if self.burst_steps > 1 and (self.max_drafts or self.expert_group is not None):
+            raise ValueError(
+                "EngineConfig: burst_steps: expected 1 with max_drafts or an expert_group, got"
+                f" {self.burst_steps}."
             )
         if self.num_host_pages and not self.prefix_cache:
             raise ValueError(
@@ -164,6 +171,7 @@ def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConf
         num_host_states=num_host_states,
         checkpoint_tokens=config.checkpoint_tokens,
         whole_pictures=model.sees_pictures,
+        burst_steps=config.burst_steps,
     )
 
 

@@ -108,8 +108,8 @@ class ExpertGroup:
             )
             if meeting.bucket is None:
                 usable = self._device(number).buckets
-                steps = meeting.entries.values()
-                meeting.bucket = next(x for x in usable if all(x.holds(step) for step in steps))
+                needs = [buckets.Needs.of(entries) for entries in meeting.entries.values()]
+                meeting.bucket = next(x for x in usable if all(map(x.holds, needs)))
                 self._expected = {*meeting.entries}
                 self._changed.notify_all()
             return meeting.bucket

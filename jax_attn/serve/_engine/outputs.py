@@ -6,6 +6,7 @@ string or a stop token may end the text yet.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 
 from jax_attn.serve._engine.buckets import ScoredRows
@@ -67,19 +68,29 @@ class Outputs:
                 known.append(_logprob(sampled, row, num_top))
 
     def add_samples(
-        self, live: LiveSequence, tokens: list[int], sampled: Sampled, rows: Seq[int]
+        self,
+        live: LiveSequence,
+        tokens: list[int],
+        sampled: Sampled,
+        rows: Seq[int],
+        num_sampled: int = 1,
     ) -> list[int]:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended.
 
         Finishes the sequence, unless its grammar must decide whether it ends at max_tokens: then
         `live.at_length` is set.
 
-        tokens: accepted drafts, then a sample, which is negative if the logits hold NaN.
+        tokens: accepted drafts, then samples, which are negative from where the logits hold NaN.
         rows: of `sampled`, one for each token or more.
+        num_sampled: how many are samples; without drafts more than one of a burst.
         """
         seq = live.seq
-        if tokens[-1] < 0:
-            self.fail(seq, _NOT_NUMBERS)
+        if min(tokens) < 0:
+            right = list(itertools.takewhile(lambda token: token >= 0, tokens))
+            if right and num_sampled > 1:
+                self.add_samples(live, right, sampled, rows, len(right))
+            if seq.status is not Status.FINISHED:
+                self.fail(seq, _NOT_NUMBERS)
             return []
         if live.prompt_logprobs:
             self.event(seq).logprobs, live.prompt_logprobs = live.prompt_logprobs, []
@@ -89,7 +100,11 @@ class Outputs:
             self.finish(seq, FinishReason.LENGTH)
             return []
         taken, reason = self._push_all(live, tokens)
-        self._scheduler.append(seq, taken, 1, len(taken) - 1)
+        if num_sampled == 1:
+            self._scheduler.append(seq, taken, 1, len(taken) - 1)
+        else:
+            for token in taken:
+                self._scheduler.append(seq, [token])
         if (num_top := seq.params.logprobs) is not None:
             event = self.event(seq)
             found = [_logprob(sampled, row, num_top) for row in rows[: len(taken)]]

@@ -10,6 +10,7 @@ from jax_attn.serve._engine.device import Scores
 from jax_attn.serve._grammar.token_masks import SequenceGrammar
 from jax_attn.serve._scheduling.events import TokenLogprob
 from jax_attn.serve._scheduling.request import Sequence
+from jax_attn.serve._scheduling.step_plan import ScheduledSequence
 from jax_attn.serve._text.detokenizer import Detokenizer
 
 
@@ -28,8 +29,12 @@ class LiveSequence:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose forward pass is queued on the device, and later its sampling too."""
+    """A step whose forward pass is queued on the device, and later its sampling too.
 
+    A burst is all its steps. `batch`, `scores` and the rows are those of the first.
+    """
+
+    entries: list[ScheduledSequence]
     batch: Batch
     scores: Scores | None  # until sampling is dispatched
     samples: list[tuple[int, LiveSequence]]  # sequences that sample, with their row of the scores
@@ -37,4 +42,4 @@ class LaunchedStep:
     # By row, for sequences with a grammar: how many of its samples have a mask. The first sample is
     # the one before the drafts.
     num_masked: dict[int, int] = field(default_factory=dict)
-    sampled: sampling.Sampled | None = None
+    sampled: list[sampling.Sampled] = field(default_factory=list)  # of each step

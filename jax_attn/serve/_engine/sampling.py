@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,15 @@ class Sampled(NamedTuple):
     logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
     top_logprobs: jax.Array | None = None
+
+
+def joined(steps: Sequence[Sampled]) -> Sampled:
+    """The results of several steps of one kind, of the host: the rows of each follow the last."""
+    if len(steps) == 1:
+        return steps[0]
+    parts: Any = zip(*steps, strict=True)
+    whole: list[Any] = [None if of[0] is None else np.concatenate(of) for of in parts]
+    return Sampled(*whole)
 
 
 def init_state(max_running: int, vocab_size: int) -> SamplerState:

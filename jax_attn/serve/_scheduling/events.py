@@ -73,5 +73,6 @@ class StepStats:
     index: int
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     bucket: str = ""  # "": nothing was launched
-    num_tokens: int = 0  # query tokens launched
+    num_steps: int = 1  # more: a burst, see StepPlan
+    num_tokens: int = 0  # query tokens launched, in the first step of a burst
     num_decodes: int = 0  # sequences with one token

@@ -233,6 +233,11 @@ class Sequence:
         # The last token is never fed back.
         return (num_tokens if num_tokens < self._last else self._last) - self.num_computed
 
+    @property
+    def num_left(self) -> int:
+        """Samples of a decode that max_tokens allows, without those in flight."""
+        return self._last - self.num_computed
+
     def key(self, num_tokens: int) -> bytes:
         """The first num_tokens tokens in the prefix cache's format: 4 bytes each.
 

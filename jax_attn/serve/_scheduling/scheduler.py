@@ -257,6 +257,8 @@ class Scheduler:
         num_left, reading = self._schedule_decodes(step)
         if not self._schedule_prompts(step, num_left, reading, now):
             self._add_drafts(step)
+            if self.config.burst_steps > 1 and not reading:
+                self._make_burst(step)
         if self.memory.states is not None:
             num_left = self.config.step_checkpoints
             for entry in step.entries:
@@ -272,10 +274,10 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # aborted since; its pages are not reused yet
             was_prompt = seq.num_computed < seq.num_prompt
-            seq.num_computed += entry.num_certain - entry.num_again
+            seq.num_computed += entry.num_launched - len(entry.drafts) - entry.num_again
             seq.num_behind -= entry.num_again
             seq.is_drafting = bool(entry.drafts)
-            seq.num_in_flight += entry.samples
+            seq.num_in_flight += entry.samples * entry.num_steps
             if self.memory.states is not None:
                 self.memory.states.launched(entry)
             if was_prompt:
@@ -283,7 +285,7 @@ class Scheduler:
                 num_final = seq.num_prompt - seq.may_retract
                 self.memory.share(seq, min(seq.num_computed, num_final) // self.config.page_size)
         self._tenants.charge(
-            ((entry.seq, entry.num_tokens) for entry in step.entries), self.config.max_step_tokens
+            ((entry.seq, entry.num_launched) for entry in step.entries), self.config.max_step_tokens
         )
 
     def _expire(self, now: float, step: StepPlan) -> None:
@@ -378,6 +380,39 @@ class Scheduler:
             entry.num_more_rows = len(entry.drafts)
             step.num_more_rows += len(entry.drafts)
             num_left -= len(entry.drafts)
+
+    def _make_burst(self, step: StepPlan) -> None:
+        """Makes a step of decodes a burst, if each can go on without the host, and has the pages.
+
+        A sequence that waits may enter before the next burst, so while any could, or could after
+        an end that is known, there is no longer one.
+        """
+        entries, page_size = step.entries, self.config.page_size
+        if self.admission.may_admit or not all(map(_goes_on_alone, entries)):
+            return
+        if any(seq.is_held for seq in self.running):
+            return  # it goes on once its mask is there
+        lefts = [entry.seq.num_left for entry in entries]
+        num_steps = min(self.config.burst_steps, max(lefts, default=1))
+        if self.admission.num_waiting:
+            num_steps = min(num_steps, *lefts)
+        if num_steps == 1:
+            return
+        growing = []
+        for entry, num_left in zip(entries, lefts, strict=True):
+            seq = entry.seq
+            end = seq.num_computed + min(num_steps, num_left)
+            if (num_new := -(-end // page_size) - len(seq.pages)) > 0:
+                growing.append((seq, num_new))
+        num_new = sum(num for _, num in growing)
+        if num_new and not self.memory.has_room(num_new, num_new):
+            return
+        for seq, num in growing:
+            self.memory.grow(seq, num)
+        step.num_steps = num_steps
+        for entry, num_left in zip(entries, lefts, strict=True):
+            entry.num_steps = min(num_steps, num_left)
+        entries.sort(key=lambda entry: -entry.num_steps)
 
     def _schedule_prompts(
         self, step: StepPlan, num_left: int, reading: list[Sequence], now: float
@@ -546,3 +581,17 @@ class Scheduler:
         assert all(seq.status is Status.RUNNING for seq in running)
         assert all(self._seqs[seq.id] is seq for seq in (*running, *waiting))
         assert len(self._seqs) == len(waiting) + len(running)
+
+
+def _goes_on_alone(entry: ScheduledSequence) -> bool:
+    """Whether a sequence needs nothing of the host between two samples.
+
+    That is a mask, of a grammar or as it may not end yet, drafts, or a token not sampled before.
+    """
+    seq = entry.seq
+    return (
+        entry.num_tokens == 1
+        and entry.samples
+        and seq.params.grammar is None
+        and seq.num_known - seq.num_prompt >= seq.params.min_tokens
+    )

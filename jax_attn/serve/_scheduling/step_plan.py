@@ -48,11 +48,12 @@ class SchedulerConfig:
     step_checkpoints: int = 16  # checkpoints that a step writes; others are left out
     tenant_limits: TenantLimits = TenantLimits()  # of each tenant
     kv_policy: KvPolicy | None = None  # None: a sequence keeps all its pages; not with states
+    burst_steps: int = 1  # the most steps that are scheduled at once, see StepPlan.num_steps
 
     def __post_init__(self) -> None:
         for name in (
             "page_size", "num_pages", "max_running", "max_step_tokens", "prefill_chunk",
-            "max_waiting", "max_kv_pages_step",
+            "max_waiting", "max_kv_pages_step", "burst_steps",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -69,6 +70,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"num_states: expected at least 2 for each of max_running {self.max_running} "
                 f"sequences, got {self.num_states}"
+            )
+        if self.burst_steps > 1 and (self.num_states or self.kv_policy is not None):
+            raise ValueError(
+                "burst_steps: expected 1 with recurrent states or a kv_policy, got"
+                f" {self.burst_steps}"
             )
         if self.kv_policy is not None:
             self._check_kv_policy()
@@ -124,6 +130,7 @@ class ScheduledSequence:
     # The tokens that go through the model are so many behind those of the positions: 1 for
     # multi-token prediction.
     num_ahead: int = 0
+    num_steps: int = 1  # of a burst in which it takes part: the first ones
     # Slots of recurrent states: the one to begin with (-1: zeros), the one that gets the states
     # after the last token, and those of checkpoints by their number of tokens. One of them may be
     # the one that is written anyway.
@@ -137,6 +144,11 @@ class ScheduledSequence:
         return self.num_tokens - len(self.drafts)
 
     @property
+    def num_launched(self) -> int:
+        """Tokens that go through the model: in a burst one more in each further step."""
+        return self.num_tokens + self.num_steps - 1
+
+    @property
     def pictures(self) -> list[Picture]:
         """The pictures that some of the tokens show."""
         end = self.begin + self.num_tokens
@@ -145,10 +157,16 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
+    """A step, or a burst: several steps of the same decodes, scheduled and launched at once.
+
+    Each later step has the samples of the one before. Entries with fewer steps are last.
+    """
+
     entries: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # entries with new slots
     # Sequences that lost their slots and pages.
     preempted: list[Sequence] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)  # finished: 'deadline'
     num_more_rows: int = 0  # of all entries
+    num_steps: int = 1  # more: a burst
     is_closed: bool = False  # no more admissions: a sequence that may not be overtaken has no room

@@ -235,8 +235,9 @@ class FakeDevice:
             self.writers[target] = self.writers[source]
         self.num_prompts_cut += 1
 
-    def run(self, step: StepPlan) -> list[tuple[Sequence, int | None, int]]:
-        """Returns (sequence, sampled token or None, digest of its context) for each entry."""
+    def run(self, step: StepPlan) -> list[list[tuple[Sequence, int | None, int]]]:
+        """Returns (sequence, sampled token or None, digest of its context) for each entry of each
+        step of a burst."""
         self._move()
         self._check(step)
         for seq in step.preempted:
@@ -249,21 +250,27 @@ class FakeDevice:
         on_device = (node for node in nodes(self.scheduler.cache) if not node.on_host)
         cached = {page for node in on_device for page in node.pages}
         written: dict[int, str] = {}
-        results = [self._run_entry(entry, cached, written) for entry in step.entries]
+        steps = []
+        for i in range(step.num_steps):
+            entries = [entry for entry in step.entries if entry.num_steps > i]
+            assert entries == step.entries[: len(entries)], "entries with fewer steps are not last"
+            steps.append([self._run_entry(entry, cached, written, i) for entry in entries])
+            for seq, token, _ in steps[-1]:
+                if token is not None:
+                    self.last_tokens[seq.slot] = token
         if self.scheduler.config.num_states:
             self._run_states(step)
-        for seq, token, _ in results:
-            if token is not None:
-                self.last_tokens[seq.slot] = token
-        return results
+        return steps
 
     def _run_entry(
-        self, entry: ScheduledSequence, cached: set[int], written: dict[int, str]
+        self, entry: ScheduledSequence, cached: set[int], written: dict[int, str], step: int
     ) -> tuple[Sequence, int | None, int]:
+        """step: of a burst."""
         seq, page_size = entry.seq, self.page_size
-        assert self.num_computed[seq.id] == seq.num_computed, "computed twice, or skipped"
+        num_computed, num_in_flight = seq.num_computed + step, seq.num_in_flight + step
+        assert self.num_computed[seq.id] == num_computed, "computed twice, or skipped"
         assert self.owners[seq.slot] is seq
-        begin, end = seq.num_computed, seq.num_computed + entry.num_tokens
+        begin, end = num_computed, num_computed + entry.num_tokens
         self.num_computed[seq.id] = end
         self.num_tokens_run += entry.num_tokens
         assert end <= seq.num_dropped + len(seq.pages) * page_size
@@ -294,7 +301,7 @@ class FakeDevice:
             if position < len(seq.tokens):
                 token = seq.tokens[position]
             else:
-                assert position == len(seq.tokens) + seq.num_in_flight - 1
+                assert position == len(seq.tokens) + num_in_flight - 1
                 token = self.last_tokens[seq.slot]
             context = digest(context, token)
             page = seq.pages[(position - seq.num_dropped) // page_size]
@@ -302,7 +309,7 @@ class FakeDevice:
             assert written.setdefault(page, seq.id) == seq.id, "a page is written by two"
             assert self.writers.setdefault(page, seq.namespace) == seq.namespace, "a foreign page"
             self.slots[page, (position - seq.num_dropped) % page_size] = context
-        complete = end == len(seq.tokens) + seq.num_in_flight
+        complete = end == len(seq.tokens) + num_in_flight
         assert entry.samples == complete
         return seq, next_token(context) if entry.samples else None, context
 
@@ -348,6 +355,12 @@ class FakeDevice:
         assert all(entry.num_tokens > 0 for entry in step.entries)
         assert sum(entry.num_tokens for entry in step.entries) <= config.max_step_tokens
         assert len(seqs) + step.num_more_rows <= config.max_running
+        steps = [entry.num_steps for entry in step.entries]
+        assert step.num_steps == max(steps, default=1) <= config.burst_steps
+        if step.num_steps > 1:
+            assert not (step.admitted or self.scheduler.admission.may_admit), "one could enter"
+            alone = (e.num_tokens == 1 and e.seq.params.grammar is None for e in step.entries)
+            assert all(alone), "the host is needed between the steps"
         assert step.num_more_rows == sum(entry.num_more_rows for entry in step.entries)
         for seq, entry in zip(seqs, step.entries, strict=True):
             end = min(seq.num_computed + entry.num_tokens, seq.num_prompt - 1)
@@ -383,10 +396,11 @@ class FakeEngine:
         self.device.files = files
         self.depth = depth
         self.forces = forces
-        self.flying: deque[list[tuple[Sequence, int | None, int]]] = deque()
+        self.flying: deque[list[list[tuple[Sequence, int | None, int]]]] = deque()
         self.voided: set[tuple[int, str]] = set()  # (index of the step, sequence)
-        self.num_launched = 0
+        self.num_launched = 0  # steps; a burst is several
         self.num_retired = 0
+        self.num_bursts = 0
         self.log: list[tuple] = []
 
     @property
@@ -405,9 +419,11 @@ class FakeEngine:
             )
             self.flying.append(self.device.run(plan))
             self.scheduler.launched(plan)
-            self.num_launched += 1
+            self.num_launched += plan.num_steps
+            self.num_bursts += plan.num_steps > 1
         while self.flying and (len(self.flying) > self.depth or plan is None):
-            self._retire(self.flying.popleft())
+            for results in self.flying.popleft():
+                self._retire(results)
         return plan
 
     def _retire(self, results: list[tuple[Sequence, int | None, int]]) -> None:
