@@ -66,7 +66,7 @@ class Clients:
     def run(self, num_clients: int, seconds: float) -> str:
         engine = self.engine
         self.send(num_clients)
-        while self.sent or engine.scheduler.waiting:
+        while len(self.first) < num_clients:
             self.step()
         self.first.clear()
         before, begin, processor = engine.stats(), time.perf_counter(), time.thread_time()

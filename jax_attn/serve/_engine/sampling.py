@@ -72,7 +72,8 @@ def joined(steps: Sequence[Sampled]) -> Sampled:
     if len(steps) == 1:
         return steps[0]
     parts: Any = zip(*steps, strict=True)
-    return Sampled(*(None if of[0] is None else np.concatenate(of) for of in parts))
+    arrays: Any = (None if of[0] is None else np.concatenate(of) for of in parts)
+    return Sampled(*arrays)
 
 
 def init_state(max_running: int, vocab_size: int) -> SamplerState:
