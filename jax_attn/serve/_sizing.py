@@ -109,6 +109,7 @@ def make_replicas(
             f" {len(devices)} devices, got {num}"
         )
     engines: list[AsyncEngine] = []
+    model = with_hidden(model, draft_model)  # so that files say what their pages hold
     store = None if args.file_cache is None else _file_store(model, args)
     group = ExpertGroup(model, devices[:num]) if shares_experts(args) else None
     for i in range(num):

@@ -19,7 +19,7 @@ from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._scheduling.events import FIRST_VERSION
-from jax_attn.serve._scheduling.file_tier import has_pictures, names
+from jax_attn.serve._scheduling.file_tier import Values, has_pictures, names
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
 
 # The device holds one prompt and a half, the host one. One shape for all steps.
@@ -377,6 +377,17 @@ def test_what_waits_for_the_disk_has_a_limit(made, monkeypatch):
     gate.set()
     counts = flushed(engine)
     assert counts["left_out"] and counts["stored"] == counts["cached"] >= 3
+
+
+def test_reads_that_have_begun_end_after_close(made, monkeypatch):
+    engine, gate, read = made(), threading.Event(), FileStore.read
+    monkeypatch.setattr(FileStore, "read", lambda *args: gate.wait(60) and read(*args))
+    copies = engine.scheduler.memory.files._files
+    reads = [copies.read([f"{i:064x}.page"] * 6, None) for i in range(3)]
+    engine.close(keep=False)
+    engine.scheduler.memory.cache.files = None
+    gate.set()
+    assert [each.result(60) for each in reads] == [Values([])] * 3
 
 
 def test_files_are_private(made, tmp_path):

@@ -53,8 +53,7 @@ class FileCopies:
         self._read_ended = threading.Event()
         # One thread writes, one goes through the reads in their order, the others read a file each.
         self._writes, self._reads, self._files = _Jobs(), _Jobs(), _Jobs()
-        self._threads = [self._writes, self._reads] + [self._files] * _READERS
-        for i, jobs in enumerate(self._threads):
+        for i, jobs in enumerate([self._writes, self._reads] + [self._files] * _READERS):
             name = f"jax_attn files {i}"
             threading.Thread(target=_run, args=(jobs,), name=name, daemon=True).start()
 
@@ -73,9 +72,15 @@ class FileCopies:
     def close(self) -> None:
         """See file_tier.Files."""
         self._can_write = False
-        for jobs in self._threads:
-            jobs.put(None)
+        self._writes.put(None)
+        self._reads.put(self._end_readers)
+        self._reads.put(None)
         self._store.leave()
+
+    def _end_readers(self) -> None:
+        """Behind all reads, each of which waits for them."""
+        for _ in range(_READERS):
+            self._files.put(None)
 
     # ---- to files ----
 

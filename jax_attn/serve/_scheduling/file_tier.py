@@ -5,8 +5,8 @@ An entry is a page, or the states after one. Its name is a digest of the owner a
 to its end, so it is found again after a restart, and by no other owner. What a process alone can
 name stays out: prefixes of LoRA adapters, of weights loaded later, and with pictures.
 
-A thread writes entries and another reads them. A sequence whose next pages are in files waits while
-they are read, and others run. Then the pages are the host's, and the tree has them.
+Threads write entries and read them. A sequence whose next pages are in files waits while they are
+read, and others run. Then the pages are the host's, and the tree has them.
 """
 
 from __future__ import annotations

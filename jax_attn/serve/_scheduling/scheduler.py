@@ -364,6 +364,8 @@ class Scheduler:
             if self.memory.streaming is not None:
                 end = self.memory.streaming.block_end(seq.num_computed)
                 most = min(most, end - seq.num_computed - 1)
+            if seq.num_computed < seq.num_prompt and self.memory.keeps_some(seq):
+                continue  # what follows the prompt is written beside the kept keys
             if most <= 0 or seq.drafter is None or seq.num_output < seq.params.min_tokens:
                 continue
             # Drafts use only pages that the sequence has, or that nobody else needs.
