@@ -97,6 +97,14 @@ def test_the_least_recently_used_make_room(open_store, tmp_path):
     }  # fmt: skip
 
 
+def test_an_entry_larger_than_all_room(open_store):
+    store = open_store(20_000)
+    store.write(name_of(0), arrays_of(0))
+    store.write(name_of(1), arrays_of(1, size=10_000))
+    assert name_of(0) in store and name_of(1) not in store
+    assert store.counts()["bytes"] <= 20_000
+
+
 def flip(path, at):
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0x10

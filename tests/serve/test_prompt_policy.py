@@ -257,14 +257,6 @@ def test_drafts_are_verified(model, make_engine):
     assert engine.stats()["draft_tokens_taken"] > 0
 
 
-def test_a_prompt_that_is_cached_has_no_drafts_before_it_is_cut(model, make_engine):
-    """Its last token alone is left, as of a decode."""
-    engine = make_engine(max_drafts=2)
-    tokens = 4 * prompt(model, 50, 15)
-    for _ in range(2):
-        check_all(model, engine, sequence(tokens, 40))
-
-
 def test_with_a_grammar(model, make_engine):
     """A sample may be void, and its token is computed again over the kept keys."""
     engine = make_engine()

@@ -162,7 +162,8 @@ class FileStore:
                 os.utime(self.directory / name)
 
     def write(self, name: str, arrays: Sequence[np.ndarray]) -> None:
-        """Writes an entry, in place of those that were not used for longest.
+        """Writes an entry, in place of those that were not used for longest. One that is larger
+        than all room is left out.
 
         Raises OSError.
         """
@@ -180,6 +181,8 @@ class FileStore:
         ).encode()
         head = MAGIC + _LENGTH.pack(len(header)) + header
         size = len(head) + sum(each.nbytes for each in raw)
+        if size > self.most_bytes:
+            return
         with self._lock:
             self._make_room(size)
         part = self.directory / f"{name}.{threading.get_ident()}.part"
