@@ -29,7 +29,7 @@ struct Case {
   std::vector<int64_t> ends;
 };
 
-// two: of no more threads than there are adapters.
+// threads: more than there are adapters. two: fewer.
 void Check(const std::string& isa, const Case& c, TaskPool& threads, TaskPool& two) {
   constexpr i64 kRows = 70, kAdapters = 3, kRank = 9;
   const i64 parts = static_cast<i64>(c.ends.size()), columns = c.ends.back();
@@ -79,7 +79,7 @@ void Check(const std::string& isa, const Case& c, TaskPool& threads, TaskPool& t
     if (!(std::fabs(all[i] - expected[i]) < 1e-4)) return fail("is not the sum", i);
   }
   InlinePool alone;
-  for (i64 rows : {0, 1, 2, 5, 8, 16, 33, 70}) {
+  for (i64 rows : {0, 1, 2, 5, 7, 9, 16, 33, 70}) {
     for (TaskPool* pool : {static_cast<TaskPool*>(&alone), &two}) {
       const std::vector<float> some = run(rows, *pool);
       if (std::memcmp(some.data(), all.data(), rows * columns * sizeof(float)) != 0) {
@@ -95,11 +95,11 @@ void Check(const std::string& isa, const Case& c, TaskPool& threads, TaskPool& t
 
 int main() {
   using namespace jax_attn;
-  ThreadPool threads(3), two(2);
+  ThreadPool threads(3), two(1);
   for (const std::string& isa : SupportedCpuIsas()) {
     SetCpuIsa(isa);
     for (const Case& c :
-         {Case{1, {1}}, Case{33, {40, 57, 91}}, Case{700, {1024, 1300}}, Case{3000, {7000}}}) {
+         {Case{1, {1}}, Case{33, {40, 57, 91}}, Case{700, {1024, 1300}}, Case{3000, {30000}}}) {
       Check(isa, c, threads, two);
     }
   }
