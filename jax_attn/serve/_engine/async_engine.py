@@ -529,7 +529,7 @@ class AsyncEngine:
             self.on_failure()
 
     def _compile_later(self) -> None:
-        """Compiles the shapes that are left: at once while there are no requests, else now and then.
+        """Compiles the shapes that are left, at once if there are no requests, else now and then.
 
         A step that needs one of them is padded to a larger shape until then.
         """
