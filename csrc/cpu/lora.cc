@@ -11,6 +11,9 @@
 namespace jax_attn {
 namespace {
 
+// Rows of an adapter up to which one task computes both of its products: no thread waits for others
+// in between, and a and b are read once. Of more rows, tasks share what is in their caches.
+constexpr i64 kFewRows = 4;
 constexpr i64 kTaskRanks = 8;      // of a part, in one task of the first product
 constexpr i64 kTaskColumns = 512;  // of y, in one task of the second; a multiple of all tiles
 // Multiplications of a call that are not worth waking a thread for.
@@ -40,25 +43,44 @@ void LoraCpu(int64_t dtype, LoraParams p, const int32_t* adapters, const int32_t
     groups.push_back({order.data() + begin, static_cast<i64>(end - begin), adapter,
                       ranks + adapter * p.num_parts});
   }
+  p.h = static_cast<float*>(ThreadScratch(p.num_rows * p.num_parts * p.max_rank * sizeof(float)));
+  const CpuLoraKernels& kernels = *ActiveKernels().lora[dtype];
+  const auto first_column = [&](i64 part) { return part == 0 ? 0 : ends[part - 1]; };
+
+  i64 products = 0, most = 0;
+  for (const LoraRows& group : groups) {
+    most = std::max(most, group.num);
+    for (i64 part = 0; part < p.num_parts; ++part) {
+      products += group.num * group.ranks[part] * (p.depth + ends[part] - first_column(part));
+    }
+  }
+  InlinePool alone;
+  TaskPool& threads = products < kAloneProducts ? alone : pool;
+  if (most <= kFewRows && static_cast<i64>(groups.size()) >= threads.num_threads()) {
+    ParallelFor(threads, static_cast<int64_t>(groups.size()), [&](int64_t i) {
+      const LoraRows& group = groups[i];
+      for (i64 part = 0; part < p.num_parts; ++part) {
+        if (group.ranks[part] == 0) continue;
+        kernels.shrink(p, group, part, 0, group.ranks[part]);
+        kernels.expand(p, group, part, first_column(part), ends[part]);
+      }
+    });
+    return;
+  }
+
   std::vector<Task> shrink, expand;
-  i64 products = 0;
   for (const LoraRows& group : groups) {
     for (i64 part = 0; part < p.num_parts; ++part) {
-      const i64 rank = group.ranks[part], first = part == 0 ? 0 : ends[part - 1];
+      const i64 rank = group.ranks[part];
       if (rank == 0) continue;
-      products += group.num * rank * (p.depth + ends[part] - first);
       for (i64 r = 0; r < rank; r += kTaskRanks) {
         shrink.push_back({&group, part, r, std::min(rank, r + kTaskRanks)});
       }
-      for (i64 j = first; j < ends[part]; j += kTaskColumns) {
+      for (i64 j = first_column(part); j < ends[part]; j += kTaskColumns) {
         expand.push_back({&group, part, j, std::min<i64>(ends[part], j + kTaskColumns)});
       }
     }
   }
-  p.h = static_cast<float*>(ThreadScratch(p.num_rows * p.num_parts * p.max_rank * sizeof(float)));
-  InlinePool alone;
-  TaskPool& threads = products < kAloneProducts ? alone : pool;
-  const CpuLoraKernels& kernels = *ActiveKernels().lora[dtype];
   const auto run = [&](const std::vector<Task>& tasks, decltype(kernels.shrink) kernel) {
     ParallelFor(threads, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
       const Task& task = tasks[i];

@@ -29,7 +29,8 @@ struct Case {
   std::vector<int64_t> ends;
 };
 
-void Check(const std::string& isa, const Case& c, TaskPool& threads) {
+// threads: more than there are adapters. two: fewer.
+void Check(const std::string& isa, const Case& c, TaskPool& threads, TaskPool& two) {
   constexpr i64 kRows = 70, kAdapters = 3, kRank = 9;
   const i64 parts = static_cast<i64>(c.ends.size()), columns = c.ends.back();
   Random random;
@@ -78,12 +79,14 @@ void Check(const std::string& isa, const Case& c, TaskPool& threads) {
     if (!(std::fabs(all[i] - expected[i]) < 1e-4)) return fail("is not the sum", i);
   }
   InlinePool alone;
-  for (i64 rows : {0, 1, 2, 5, 16, 33, 70}) {
-    const std::vector<float> some = run(rows, alone);
-    if (std::memcmp(some.data(), all.data(), rows * columns * sizeof(float)) != 0) {
-      return fail("other bits beside other rows", rows);
+  for (i64 rows : {0, 1, 2, 5, 7, 9, 16, 33, 70}) {
+    for (TaskPool* pool : {static_cast<TaskPool*>(&alone), &two}) {
+      const std::vector<float> some = run(rows, *pool);
+      if (std::memcmp(some.data(), all.data(), rows * columns * sizeof(float)) != 0) {
+        return fail("other bits beside other rows", rows);
+      }
+      if (some[rows * columns] != 7) return fail("wrote behind the last row", rows);
     }
-    if (some[rows * columns] != 7) return fail("wrote behind the last row", rows);
   }
 }
 
@@ -92,11 +95,12 @@ void Check(const std::string& isa, const Case& c, TaskPool& threads) {
 
 int main() {
   using namespace jax_attn;
-  ThreadPool threads(3);
+  ThreadPool threads(3), two(1);
   for (const std::string& isa : SupportedCpuIsas()) {
     SetCpuIsa(isa);
-    for (const Case& c : {Case{1, {1}}, Case{33, {40, 57, 91}}, Case{700, {1024, 1300}}}) {
-      Check(isa, c, threads);
+    for (const Case& c :
+         {Case{1, {1}}, Case{33, {40, 57, 91}}, Case{700, {1024, 1300}}, Case{3000, {30000}}}) {
+      Check(isa, c, threads, two);
     }
   }
   std::printf("lora_cpu_test: %s\n", g_failures ? "FAILED" : "ok");
