@@ -88,7 +88,7 @@ struct KernelConfig {
   int64_t num_ctas = 0;                   // queues of the plan = grid of the launch
   int64_t heads_per_unit = 1;  // kv heads of one tile that the planner keeps in one queue
   int64_t min_chunk = 0;       // shortest kv chunk worth a split, tokens
-  int64_t min_tall_chunk = 0;  // the same of tiles taller than tile_q[0]; 0: as of those
+  int64_t min_tall_chunk = 0;  // the same of tiles after the first; 0: min_chunk
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
   int64_t split_cost = 0;  // extra cost of an item that writes a partial state, in the same unit
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0]: 16
@@ -174,7 +174,7 @@ struct AttentionProblem {
   bool transforms_rows() const { return transforms[0].present() || transforms[1].present(); }
 };
 
-inline constexpr int64_t kProblemVersion = 8;
+inline constexpr int64_t kProblemVersion = 9;
 
 // The words of the FFI attribute "problem": the version, every field in the order of VisitFields,
 // the words of the transforms of k and v (variant/transform_words.h), each after their number, and

@@ -1,4 +1,4 @@
-// jax_attn_grouped_matmul: unpack, check, launch, return. CUDA only, Hopper only.
+// jax_attn_grouped_product: unpack, check, launch, return. CUDA only, Hopper only.
 #include <string>
 #include <utility>
 
@@ -137,7 +137,7 @@ XLA_FFI_DEFINE_HANDLER(kExecuteCuda,
 }  // namespace
 
 const std::vector<Target> kGroupedProductTargets = {
-    {"jax_attn_grouped_matmul", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
+    {"jax_attn_grouped_product", "CUDA", kInstantiateCuda, kInitializeCuda, kExecuteCuda},
 };
 
 }  // namespace jax_attn

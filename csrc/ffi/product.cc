@@ -112,7 +112,7 @@ XLA_FFI_DEFINE_HANDLER(
 
 const std::vector<Target> kProductTargets = {
     {"jax_attn_product", "cpu", nullptr, nullptr, kExecuteCpu},
-    {"jax_attn_grouped_product", "cpu", nullptr, nullptr, kExecuteGroupedCpu},
+    {"jax_attn_grouped_panels", "cpu", nullptr, nullptr, kExecuteGroupedCpu},
 };
 
 }  // namespace jax_attn

@@ -36,8 +36,8 @@ Status Unpack(Buffers& b, int64_t format, int64_t group_size, QuantizedGroupsPar
   p->num_groups = codes[0];
   p->columns = codes[2];
   p->group_size = group_size;
-  if (group_size <= 0 || group_size % each != 0 || p->depth % each != 0) {
-    return Status::Error("quantized_groups: expected a depth and groups of whole bytes, got " +
+  if (group_size <= 0 || group_size % each != 0 || p->depth <= 0 || p->depth % each != 0) {
+    return Status::Error("quantized_groups: expected a depth > 0 and groups of whole bytes, got " +
                          ShapeOf(b.x) + " in groups of " + std::to_string(group_size) + ".");
   }
   const int64_t scale_rows = (p->depth + group_size - 1) / group_size;

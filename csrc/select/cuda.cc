@@ -203,14 +203,14 @@ void SelectHopper(Choice& c, const VariantProgram* program) {
            : c.spec.quantized()      ? ", to which quantized values are converted in shared memory "
                                        "(sm90/quantized_producer.cuh)"
                                      : ""));
-  if (IsShort(c.spec, program)) return SelectHopperShort(c);
-  c.config.main_loop = kHopper;
-  const HopperTile& tile = FindHopperTile(c.spec);
   // No batch of the plan has more rows of a kv head, so no tile needs them, even with shared
   // prefixes.
   const bool only_decodes = !c.spec.quantized() && c.spec.schedule != kFixedSplit &&
                             c.spec.group_size() <= kHopperDecodeRows &&
                             c.spec.max_qo_tokens * c.spec.group_size() <= kHopperDecodeRows;
+  if (!only_decodes && IsShort(c.spec, program)) return SelectHopperShort(c);
+  c.config.main_loop = kHopper;
+  const HopperTile& tile = FindHopperTile(c.spec);
   c.config.num_warps = only_decodes ? 16 : 4 * (tile.producers + tile.consumers);
   c.config.tile_kv = tile.step_tokens(c.spec.head_dim_qk);
   c.Because("tile_kv", tile.why);
@@ -233,7 +233,8 @@ void SelectHopper(Choice& c, const VariantProgram* program) {
   }
   c.config.num_ctas = 1;
   c.Because("num_ctas", "its warpgroups fill a multiprocessor");
-  c.config.min_tall_chunk = c.Take("min_tall_chunk", kTallChunk);
+  // A single tile keeps min_chunk, also one of 128 rows for group_size > 64: it has the decodes.
+  if (c.config.num_tiles > 1) c.config.min_tall_chunk = c.Take("min_tall_chunk", kTallChunk);
 }
 
 constexpr const char* kMlaCtasWhy =

@@ -296,7 +296,7 @@ def product(
     return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
 
 
-def grouped_product(
+def grouped_panels(
     x: jax.Array,
     panels: jax.Array,
     group_rows: jax.Array,
@@ -311,7 +311,7 @@ def grouped_product(
     """
     results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
     operands = x, panels, group_rows
-    return _call("jax_attn_grouped_product", results, operands, poison=_environment.poison)[0]
+    return _call("jax_attn_grouped_panels", results, operands, poison=_environment.poison)[0]
 
 
 def quantized_groups(
@@ -324,7 +324,7 @@ def quantized_groups(
     format: int,
     group_size: int,
 ) -> jax.Array:
-    """`grouped_product` with quantized matrices (csrc/cpu/quantized_groups.h), on CPUs only.
+    """`grouped_panels` with quantized matrices (csrc/cpu/quantized_groups.h), on CPUs only.
 
     x: [n, in] f32. codes: [groups, ..., out], i8, or u8 of `format`. scales: f32, or exponents u8.
     zeros: as scales, or an array without elements. format: WeightFormat.
@@ -533,7 +533,7 @@ def quantized_product(
     )[0]
 
 
-def grouped_matmul(
+def grouped_product(
     x: jax.Array,
     weights: jax.Array,
     group_sizes: jax.Array,
@@ -551,7 +551,7 @@ def grouped_matmul(
     results = [jax.ShapeDtypeStruct((len(x), columns), x.dtype)]
     numbers: dict[str, Any] = {name: np.int64(value) for name, value in attributes.items()}
     numbers |= {"transposed": transposed, "poison": _environment.poison}
-    return _call("jax_attn_grouped_matmul", results, (x, weights, group_sizes), **numbers)[0]
+    return _call("jax_attn_grouped_product", results, (x, weights, group_sizes), **numbers)[0]
 
 
 def merge_states(

@@ -18,7 +18,7 @@ from jax_attn._xla import ffi
 from jax_attn.models._layers import experts
 from jax_attn.models._products import grouped_cuda
 
-NAME = "jax_attn_grouped_matmul"
+NAME = "jax_attn_grouped_product"
 
 
 def operands(sizes, num_rows, depth, columns, dtype="bfloat16", transposed=False):
@@ -69,7 +69,7 @@ def on_hopper(monkeypatch):
 
 @pytest.fixture
 def with_stand_in(monkeypatch, on_hopper):
-    monkeypatch.setattr(ffi, "grouped_matmul", stand_in)
+    monkeypatch.setattr(ffi, "grouped_product", stand_in)
 
 
 # ---- when the kernel is used -------------------------------------------------------------------
@@ -166,7 +166,7 @@ def check_mesh() -> None:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    ffi.grouped_matmul = stand_in
+    ffi.grouped_product = stand_in
     grouped_cuda.gpu_target = lambda: (90, 132)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     for transposed in (False, True):

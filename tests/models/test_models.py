@@ -130,6 +130,42 @@ def test_each_row_meets_the_codes_of_its_group(kind, has_zeros, dtype):
     np.testing.assert_allclose(np.asarray(got[: sum(sizes)], np.float32), expected, atol=tolerance)
 
 
+def test_quantized_groups_under_transformations():
+    """vmap, and derivatives in x forward and backward, against all matrices widened."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (4, 8, 5)).astype(np.uint8)
+    scales = rng.uniform(0.5, 1, (4, 2, 5)).astype(np.float32)
+    weights = jax.tree.map(jnp.asarray, quantized.Quantized(codes, scales, None, None, "int4", 8))
+    xs = jnp.asarray(rng.normal(size=(2, 6, 16)), jnp.float32)
+    sizes = jnp.array([[3, 0, 1, 2], [0, 6, 0, 0]])
+
+    def plain(x, sizes):
+        return jax.lax.ragged_dot(x, quantized.widen(weights, jnp.float32), sizes)
+
+    got = jax.vmap(lambda x, sizes: quantized.grouped_product(x, weights, sizes))(xs, sizes)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], plain(xs[i], sizes[i]), rtol=1e-5, atol=1e-4)
+
+    def derivatives(product):
+        x, of_x = xs[0], lambda x: product(x, sizes[0])
+        _, forward = jax.jvp(of_x, (x,), (x[::-1],))
+        return forward, jax.grad(lambda x: (of_x(x) ** 2).sum())(x)
+
+    ours = derivatives(lambda x, sizes: experts.grouped_matmul(x, weights, sizes))
+    for one, other in zip(ours, derivatives(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_quantized_groups_of_no_depth_are_refused():
+    weights = quantized.Quantized(
+        jnp.zeros((2, 0, 5), jnp.int8), jnp.ones((2, 0, 5)), None, None, "int8", 8
+    )
+    with pytest.raises(Exception, match="quantized_groups: expected a depth > 0"):
+        jax.block_until_ready(
+            quantized.grouped_product(jnp.ones((3, 0)), weights, jnp.array([1, 2]))
+        )
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_groups_are_gathered_for_few_rows(kind):
     """What a GPU computes with fewer rows than groups, beside the CPU's loop."""

@@ -65,6 +65,7 @@ def test_short_requests():
         {"page_size": 16, "max_kv_tokens": None, "max_kv_pages": 64},
         {"max_steps": 64},
         {"dtype": "float32"},
+        {"max_qo_tokens": 8},  # decodes
     ]
     for other in others:
         options = fields | other
@@ -72,6 +73,12 @@ def test_short_requests():
         assert _spec("sm_90", **options, typical_kv_len=64).kernel_config == expected, other
     with pytest.raises(ValueError, match="typical_kv_len"):
         _spec("sm_90", **fields, typical_kv_len=0)
+
+
+def test_chunks_of_tall_tiles():
+    """Only plans with several tiles have a larger min_chunk for those after the first."""
+    for options, expected in (({}, 256), ({"max_qo_tokens": 8}, 0), ({"num_qo_heads": 1024}, 0)):
+        assert _spec("sm_90", **options).kernel_config["min_tall_chunk"] == expected, options
 
 
 def test_loops_of_devices():

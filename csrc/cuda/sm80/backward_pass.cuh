@@ -48,7 +48,7 @@ struct BackwardShapes {
     if (!of_keys) return kSums1;
     return kSeparate ? Max(kSums1, kSums2) : kSums1 + kSums2;
   }
-  // Of a CTA whose warps own `warps` different stretches of rows.
+  // The bytes that a CTA needs, whose warps own `warps` different stretches of rows.
   static constexpr int Bytes(int warps, BackwardShape shape, bool of_operands) {
     const int owned = 16 * warps * shape.m_tiles;
     const int products = (of_operands ? 2

@@ -31,7 +31,8 @@ class GroupedProductBody {
                                  SwizzledTile<kColumns, kStep>>::Type;
   static constexpr int kStageBytes = X::kBytes + W::kBytes;
 
-  // Of each group, and of the rows behind all groups, which are one more; behind them the ends.
+  // Where each group begins. The rows behind all groups are one more group; the last number is the
+  // end.
   struct Borders {
     i32 rows[kMaxProductGroups + 2];
     i32 tiles[kMaxProductGroups + 2];  // of kRows rows

@@ -100,7 +100,7 @@ def _product(
     _, processors = gpu_target() or (90, _core.default_processors(90))
     columns = weights.shape[1 if transposed else 2]
     tiles = choose_tiles(len(x), len(weights), columns, processors)
-    return ffi.grouped_matmul(
+    return ffi.grouped_product(
         x,
         weights,
         group_sizes,
@@ -132,6 +132,9 @@ def _partition(transposed: bool, mesh: Any, arguments: Any, result: Any) -> Any:
     columns = columns if columns_length % (size(columns) * _VECTOR) == 0 else None
 
     def own(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        # The kernel reads sizes like that: negative ones are 0, and no row is behind the last.
+        ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0)), len(x))
+        group_sizes = jnp.diff(ends, prepend=0)
         if groups is None:
             y = _product(transposed, x, weights, group_sizes)
         else:

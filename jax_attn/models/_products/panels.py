@@ -59,7 +59,7 @@ class Panels:
 
         Reads the matrices of groups with rows only.
         """
-        return ffi.grouped_product(x, self.panels, group_sizes, self.shape[-1], x.dtype)
+        return ffi.grouped_panels(x, self.panels, group_sizes, self.shape[-1], x.dtype)
 
 
 def to_panels(matrix: jax.Array, *, transposed: bool = False) -> Panels:

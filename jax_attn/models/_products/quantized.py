@@ -208,19 +208,36 @@ def tiled_product(
 def grouped_product(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
     """`experts.grouped_matmul` on CPUs: widens matrices in the processor's cache, to f32.
 
-    weights: [groups, in, out], not transposed, with rows in x's order.
+    weights: [groups, in, out], not transposed, with rows in x's order. Derivatives are those of
+    ragged_dot with all matrices widened, vmap is a loop.
     """
-    zeros = jnp.zeros(0, jnp.uint8) if weights.zeros is None else weights.zeros
+    assert weights.order is None and not weights.is_transposed
+    call = jax.custom_jvp(jax.custom_batching.sequential_vmap(_quantized_groups))
+
+    @call.defjvp
+    def tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        return call(*primals), jax.jvp(_ragged_product, primals, tangents)[1]
+
+    y: jax.Array = call(x, weights, jnp.asarray(group_sizes, jnp.int32))
+    return y
+
+
+def _quantized_groups(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
     y = ffi.quantized_groups(
         x.astype(jnp.float32),
         weights.codes,
         weights.scales,
-        zeros,
+        jnp.zeros(0, jnp.uint8) if weights.zeros is None else weights.zeros,
         group_sizes,
-        format=quantized_cuda.FORMATS.get(weights.kind, 0),
+        # The kernel knows int8 by the dtype of the codes.
+        format=0 if weights.kind == "int8" else quantized_cuda.FORMATS[weights.kind],
         group_size=weights.group_size,
     )
     return y.astype(x.dtype)
+
+
+def _ragged_product(x: jax.Array, weights: Quantized, group_sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, widen(weights, x.dtype), group_sizes)
 
 
 def _columns(weight: Quantized, first: jax.Array, count: int) -> Quantized:

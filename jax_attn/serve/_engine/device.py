@@ -86,7 +86,7 @@ class Device:
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.streaming is not None
         params = self._place(params)
-        # Of what one device computes.
+        # The config of what one device computes.
         self.config = model.config if self._split is None else self._split.config
         # Flat: a step would otherwise flatten its hundreds of arrays, 25 us of the host.
         self._weights: list[Any]  # arrays

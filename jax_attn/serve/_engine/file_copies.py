@@ -113,7 +113,7 @@ class FileCopies:
             self._can_write = False
             log.error("--file-cache: nothing is written any more: %s", error)
         except Exception:
-            # Of a step that failed: its arrays raise what it did.
+            # Arrays of a step that failed raise its error.
             log.exception("entries of the file cache were not written")
         finally:
             values.clear()

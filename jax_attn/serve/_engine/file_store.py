@@ -51,7 +51,7 @@ class Damaged(Exception):
 
 
 class _Layout(NamedTuple):
-    """Of the arrays of a file: dtypes and shapes, and the checksum of their bytes."""
+    """What a file holds: dtypes and shapes of its arrays, and the checksum of their bytes."""
 
     arrays: list[tuple[np.dtype[Any], tuple[int, ...]]]
     checksum: int
@@ -61,7 +61,7 @@ class FileStore:
     """Entries by name, within a number of bytes; the least recently used go first. For any thread.
 
     The times of last use are the files' own, so they outlive the process. The directory is locked
-    until the last user has left.
+    until the last user has left; a thread that still reads or writes then changes no entry.
     """
 
     def __init__(
@@ -184,14 +184,18 @@ class FileStore:
         if size > self.most_bytes:
             return
         with self._lock:
+            if self._held.closed:
+                return
             self._make_room(size)
-        part = self.directory / f"{name}.{threading.get_ident()}.part"
+        part = self.directory / f"{name}.{os.getpid()}{threading.get_ident()}.part"
         try:
             with open(part, "wb", opener=_private) as file:
                 file.write(head)
                 for each in raw:
                     file.write(each)
             with self._lock:
+                if self._held.closed:
+                    return part.unlink(missing_ok=True)
                 part.rename(self.directory / name)
                 self._num_bytes += size - self._sizes.pop(name, 0)
                 self._sizes[name] = size
@@ -212,10 +216,7 @@ class FileStore:
             log.warning("cannot read %s of the file cache: %s", name, error)
             return None
         except Damaged as error:
-            self._forget(name)
-            self._num_damaged += 1
-            (self.directory / name).unlink(missing_ok=True)
-            log.warning("removed %s of the file cache: %s", name, error)
+            self._remove_damaged(name, error)
             return None
         self.touch([name])
         return arrays
@@ -262,6 +263,15 @@ class FileStore:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
+
+    def _remove_damaged(self, name: str, error: Damaged) -> None:
+        with self._lock:
+            if self._held.closed:
+                return
+            self._num_bytes -= self._sizes.pop(name, 0)
+            self._num_damaged += 1
+            (self.directory / name).unlink(missing_ok=True)
+        log.warning("removed %s of the file cache: %s", name, error)
 
     def _layout(self, name: str, file: BinaryIO) -> _Layout:
         """Reads and checks all before the arrays, and the length. Raises Damaged."""

@@ -12,7 +12,7 @@ KvPolicy: TypeAlias = Streaming | PromptPolicy
 
 EXAMPLES = ("streaming:sinks=4,window=2000", "snapkv:keep=1024,window=32", "h2o:keep=1024")
 
-# Of each policy: what makes it, the values that it takes, and those that it needs.
+# For each policy: what makes it, the values that it takes, and those that it needs.
 _MADE: dict[str, tuple[Callable[..., KvPolicy], set[str], set[str]]] = {
     "streaming": (Streaming, {"sinks", "window"}, set()),
     "snapkv": (PromptPolicy.snapkv, {"keep", "window"}, {"keep"}),
