@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
+from helpers.serve.small_engine import on_device
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
@@ -41,9 +42,8 @@ def device(model):
 @pytest.fixture
 def make_engine(model, device):
     def make(burst_steps: int = 4, **changes) -> Engine:
-        engine = Engine(model, dataclasses.replace(CONFIG, burst_steps=burst_steps, **changes))
-        engine.device = device
-        return engine
+        config = dataclasses.replace(CONFIG, burst_steps=burst_steps, **changes)
+        return on_device(model, device, config)
 
     return make
 
@@ -99,9 +99,7 @@ def check_drained(engine: Engine) -> None:
 @pytest.fixture(scope="module")
 def single(model, device):
     """What MIXED gets one step at a time."""
-    engine = Engine(model, CONFIG)
-    engine.device = device
-    results, launched = run(engine, mixed(model))
+    results, launched = run(on_device(model, device, CONFIG), mixed(model))
     assert set(launched) == {1}
     reasons = {reason for *_, reason, _ in results}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from helpers.paths import EXAMPLES
+from helpers.serve.small_engine import on_device
 from jax_attn import models
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.engine import Engine
@@ -52,9 +53,7 @@ def make_engine(model, device):
     """Engines of any policy on one compiled device."""
 
     def make(**changes) -> Engine:
-        engine = Engine(model, dataclasses.replace(CONFIG, **changes))
-        engine.device = device
-        return engine
+        return on_device(model, device, dataclasses.replace(CONFIG, **changes))
 
     return make
 

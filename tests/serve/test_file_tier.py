@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
+from helpers.serve import engine_runs
 from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
@@ -67,21 +68,9 @@ def made(model, tmp_path):
         engines.pop().close()
 
 
-def run(engine, *prompts, num_tokens=4, **fields):
+def run(engine, *prompts, **fields):
     """(tokens, logprobs, cached tokens, reason) of the last."""
-    params = SamplingParams(num_tokens, temperature=1.0, seed=3, ignore_eos=True, logprobs=1)
-    names = [str(next(ids)) for _ in prompts]
-    seqs = [Sequence(x, x, list(y), params, **fields) for x, y in zip(names, prompts, strict=True)]
-    found = {name: ([], [], None) for name in names}
-    engine.submit(seqs)
-    while engine.has_work:
-        for event in engine.step():
-            tokens, logprobs, _ = found[event.seq_id]
-            tokens += event.tokens
-            logprobs += event.logprobs or []
-            found[event.seq_id] = tokens, logprobs, event.finish_reason
-        engine.scheduler.check_integrity()
-    return (*found[names[-1]][:2], seqs[-1].num_cached, found[names[-1]][2])
+    return engine_runs.run(engine, *prompts, **fields)[-1]
 
 
 def flushed(engine):

@@ -1,7 +1,6 @@
 """Pages that leave the device for the host's memory and come back."""
 
 import dataclasses
-import itertools
 import random
 import types
 
@@ -12,6 +11,8 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
+from helpers.serve.engine_runs import run
+from helpers.serve.small_engine import on_device
 from jax_attn.serve import _options, _sizing
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
@@ -25,8 +26,6 @@ CONFIG = EngineConfig(
     num_pages=12, page_size=8, max_running=2, max_step_tokens=8, batch_invariant=True
 )
 PROMPTS = [[(7 * i * i + 31 * j) % 900 for i in range(60)] for j in range(4)]
-
-ids = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +47,7 @@ def engine(warm):
 @pytest.fixture(scope="module")
 def plain(model, warm):
     """Without a host tier, on a device of the same executables."""
-    engine = Engine(model, CONFIG)
-    engine.device = warm.device
-    return engine
-
-
-def run(engine, *prompts, num_tokens=4, **fields):
-    """(tokens, logprobs, cached tokens, reason) of each."""
-    params = SamplingParams(num_tokens, temperature=1.0, seed=3, ignore_eos=True, logprobs=1)
-    names = [str(next(ids)) for _ in prompts]
-    seqs = [
-        Sequence(name, name, list(x), params, **fields)
-        for name, x in zip(names, prompts, strict=True)
-    ]
-    found = {name: ([], [], None) for name in names}
-    engine.submit(seqs)
-    while engine.has_work:
-        for event in engine.step():
-            tokens, logprobs, _ = found[event.seq_id]
-            tokens += event.tokens
-            logprobs += event.logprobs or []
-            found[event.seq_id] = tokens, logprobs, event.finish_reason
-        engine.scheduler.check_integrity()
-    return [(*found[seq.id][:2], seq.num_cached, found[seq.id][2]) for seq in seqs]
+    return on_device(model, warm.device, CONFIG)
 
 
 def test_pages_come_back_with_their_bits(engine, plain):

@@ -13,6 +13,7 @@ from helpers import lora
 from helpers.mesh_checks import run_on_cpus
 from helpers.model_cases import shallow
 from helpers.paths import EXAMPLES
+from helpers.serve.small_engine import on_device
 from helpers.small_llm import SMALL
 from jax_attn import LLM, models, retention
 from jax_attn.models._config.config import Latent
@@ -49,10 +50,8 @@ def devices(model):
 def make_engine(model, devices):
     def make(name="snapkv", **changes) -> Engine:
         changes = {"kv_policy": POLICIES.get(name)} | changes
-        engine = Engine(model, dataclasses.replace(CONFIG, **changes))
-        engine.device = devices[name]
-        engine.device.reset()
-        return engine
+        devices[name].reset()
+        return on_device(model, devices[name], dataclasses.replace(CONFIG, **changes))
 
     return make
 

@@ -11,6 +11,7 @@ import pytest
 
 import jax_attn
 from helpers.paths import EXAMPLES
+from helpers.serve.small_engine import on_device
 from helpers.small_llm import SMALL
 from jax_attn import LLM, models
 from jax_attn.models._config.config import Latent, Temperature
@@ -44,10 +45,8 @@ def device(model):
 @pytest.fixture
 def make_engine(model, device):
     def make(**changes) -> Engine:
-        engine = Engine(model, dataclasses.replace(CONFIG, **changes))
-        engine.device = device
         device.reset()
-        return engine
+        return on_device(model, device, dataclasses.replace(CONFIG, **changes))
 
     return make
 

@@ -313,6 +313,17 @@ class ModelConfig:
         return tuple(dict.fromkeys(map(self.attention_kind, kinds)))
 
     @property
+    def why_not_all_keys(self) -> str | None:
+        """Why not every layer keeps the keys of all tokens; None: all do."""
+        if self.latent is not None:
+            return "latent attention"
+        if self.recurrent is not None:
+            return "recurrent layers"
+        if any(kind.window is not None for kind in self.layers):
+            return "layers with a sliding window"
+        return None
+
+    @property
     def page_groups(self) -> tuple[int, ...]:
         """The number of layers with keys and values of each group of pages.
 

@@ -22,12 +22,8 @@ KEYS_AT_ONCE = 512  # whose weights are in memory
 
 def why_not_kept(config: ModelConfig) -> str | None:
     """Why the heads of the model cannot keep some keys each; None: they can."""
-    if config.latent is not None:
-        return "latent attention"
-    if config.recurrent is not None:
-        return "recurrent layers"
-    if any(kind.window is not None for kind in config.layers):
-        return "layers with a sliding window"
+    if config.why_not_all_keys is not None:
+        return config.why_not_all_keys
     if len(config.attention_kinds) > 1 or any(kind.shares_kv for kind in config.layers):
         return "layers with different keys"
     return None

@@ -15,12 +15,8 @@ from jax_attn.models._layers.decoder import Pages
 
 def why_not_moved(config: ModelConfig) -> str | None:
     """Why keys of the model cannot be rotated from one position to another; None: they can."""
-    if config.latent is not None:
-        return "latent attention"
-    if config.recurrent is not None:
-        return "recurrent layers"
-    if any(kind.window is not None for kind in config.layers):
-        return "layers with a sliding window"
+    if config.why_not_all_keys is not None:
+        return config.why_not_all_keys
     if any(kind.temperature is not None for kind in config.layers):
         return "queries scaled by their position"
     if config.qk_norm_after_rope:

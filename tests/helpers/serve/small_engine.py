@@ -29,6 +29,13 @@ def make_engine(model, device, config: EngineConfig = CONFIG) -> AsyncEngine:
     return made
 
 
+def on_device(model, device, config: EngineConfig) -> Engine:
+    """An engine on a device that others had, with what that has compiled."""
+    engine = Engine(model, config)
+    engine.device = device
+    return engine
+
+
 def hold(
     monkeypatch, engine: AsyncEngine, when: Callable[[], bool], until: Callable[[], bool]
 ) -> None:
