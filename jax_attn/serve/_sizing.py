@@ -115,7 +115,6 @@ def make_replicas(
     for i in range(num):
         of_one = argparse.Namespace(**vars(args))
         of_one.devices = tuple(devices[i * size : (i + 1) * size])
-        of_one.host_cache_bytes = args.host_cache_bytes // num
         of_one.max_waiting = -(-args.max_waiting // num)
         of_one.expert_group = group
         of_one.file_store = store
@@ -157,10 +156,14 @@ def _host_capacities(config: models.ModelConfig, args: argparse.Namespace) -> di
         num_states = capacities(engine_config(1, args), config).num_states
         states["num_host_states"] = bytes_of_states(config, args) * num_devices(args) // num_states
     each = pages | states
-    fewest, total = len(each) * max(each.values()), args.host_cache_bytes
-    if 0 < total < fewest:
+    num, given = args.data_parallel, args.host_cache_bytes  # the engines share the bytes
+    fewest, total = len(each) * max(each.values()), given // num
+    if given and total < fewest:
         what = "twice the bytes of a slot of states or a page" if states else "the bytes of a page"
-        raise ValueError(f"--host-cache-bytes: expected at least {fewest}, {what}, got {total}")
+        what += f" for each of {num} engines" if num > 1 else ""
+        raise ValueError(
+            f"--host-cache-bytes: expected at least {num * fewest}, {what}, got {given}"
+        )
     return {name: int(total // len(each) // size) for name, size in each.items()}
 
 

@@ -340,6 +340,7 @@ def check_replicas(name: str, num_devices: int) -> None:
         assert (await answer(prompts[0]))[0] == expected[0]
         assert all(each.device.num_compiles_after_warm_up == 0 for each in engines)
         await check_a_failure()
+        await check_one_that_gives_up()
         await replicas.stop(drain=True)
 
     async def check_a_failure():
@@ -363,6 +364,31 @@ def check_replicas(name: str, num_devices: int) -> None:
         lost = [i for i, engine in enumerate(engines) if engine.device.has_lost_cache]
         assert lost == [i for i in range(num_devices) if i not in failed[0]]
         # An engine that has lost its cache computes prompts again. No request of its own ends.
+        answers = await asyncio.gather(*map(answer, prompts))
+        assert [tokens for tokens, _ in answers] == expected
+        group._launch = launch
+
+    async def check_one_that_gives_up():
+        """Its last step takes the caches with it, and it does not recover. Others go on."""
+        group = engines[0].config.expert_group
+        launch = group._launch
+
+        def fail(bucket, batches):
+            if 0 not in batches:
+                return launch(bucket, batches)
+            for device in group._of:
+                jax.tree.map(lambda x: x.delete(), device.cache)
+            raise RuntimeError("no")
+
+        group._launch = fail
+        first = replicas._engines[0]
+        for number in range(3):
+            events = [x async for x in first.generate([sequence(prompts[0])])]
+            assert "The engine failed" in events[-1].error
+            if number == 2:
+                await asyncio.to_thread(first.join)
+            events = [x async for x in replicas._engines[1].generate([sequence(prompts[1])])]
+            assert [token for event in events for token in event.tokens] == expected[1]
         answers = await asyncio.gather(*map(answer, prompts))
         assert [tokens for tokens, _ in answers] == expected
 

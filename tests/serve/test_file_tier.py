@@ -158,6 +158,30 @@ def test_others_run_while_files_are_read(made, expected, monkeypatch):
     assert waits.num_cached == 56 and waits.tokens[60:] == expected[0][0]
 
 
+class EndsWhenLookedAt:
+    """A read that ends between two looks of the engine's thread."""
+
+    def __init__(self, values):
+        self._values, self._num_looks = values, 0
+
+    def done(self):
+        self._num_looks += 1
+        return self._num_looks > 1
+
+    def result(self):
+        return self._values.result(60)
+
+
+def test_a_read_may_end_at_any_time(made, expected, monkeypatch):
+    fill(made())
+    engine = made()
+    copies = engine.scheduler.memory.files._files
+    read = copies.read
+    monkeypatch.setattr(copies, "read", lambda *args: EndsWhenLookedAt(read(*args)))
+    found = run(engine, PROMPTS[0])
+    assert found[:2] == expected[0] and found[2] == 56
+
+
 def test_two_prompts_share_a_read(made):
     fill(made())
     engine = made()

@@ -211,3 +211,13 @@ def test_refused(model, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         args = _options.from_keywords({"host_cache_bytes": 1 << 20} | options)
         _sizing.make_engine(model, args)
+
+
+def test_engines_share_the_bytes(model):
+    args = _options.parse(["--dtype", "float32", "--page-size", "8", "--data-parallel", "2"])
+    args.host_cache_bytes = 10 * (page := _sizing.bytes_of_page(model.config, args))
+    assert _sizing._host_capacities(model.config, args) == {"num_host_pages": 5}
+    sentence = f"expected at least {2 * page}, the bytes of a page for each of 2 engines, got"
+    for args.host_cache_bytes in (2 * page - 1, 1):
+        with pytest.raises(ValueError, match=f"{sentence} {args.host_cache_bytes}"):
+            _sizing._host_capacities(model.config, args)

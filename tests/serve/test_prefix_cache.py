@@ -378,6 +378,22 @@ def test_a_peek_is_no_access():
     assert cache.peek("", pack(2, 2)) == 1
 
 
+@pytest.mark.parametrize("num_pages", [2, 1])
+def test_other_threads_may_look_while_pages_are_evicted(monkeypatch, num_pages):
+    allocator = PageAllocator(2)
+    cache = RadixCache(allocator, 1, PageAllocator(1))
+    cache.insert("", pack(1, 2), allocator.allocate(2))
+    walk = cache._walk
+
+    def evicted(*args):
+        found = walk(*args)
+        cache.evict(2)
+        return found
+
+    monkeypatch.setattr(cache, "_walk", evicted)
+    assert cache.num_known_pages("", pack(1, 2, 3)[: 4 * num_pages]) == 0
+
+
 def test_a_lock_holds_the_node_itself_and_all_above_it():
     allocator, cache = make()
     put(cache, 1, 1, 2, 2, 3, 3)

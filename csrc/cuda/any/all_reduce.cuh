@@ -83,7 +83,8 @@ struct AllReduceBody {
   __device__ __forceinline__ void Claim() {
     AllReduceHead* head = Head();
     smem_.first_piece = AddRelaxed(&head->num_claimed[channel_], num_pieces_);
-    smem_.tag = (static_cast<u32>(p_.call) * 0x9e3779b1u ^ static_cast<u32>(head->run)) | 1;
+    // Odd, so never 0. The shift keeps the low bit: runs have numbers that follow each other.
+    smem_.tag = (static_cast<u32>(p_.call) * 0x9e3779b1u ^ static_cast<u32>(head->run)) << 1 | 1;
     const i32* done = &head->num_done[channel_];
     const i32 first = static_cast<i32>(smem_.first_piece);
     Waiting waiting;

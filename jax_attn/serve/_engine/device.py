@@ -481,6 +481,9 @@ class Device:
     def rest(self) -> None:
         """Called when there is no work. Devices of several engines need not wait for this one."""
 
+    def close(self) -> None:
+        """Called after the engine's last step."""
+
     # ---- compilation ---------------------------------------------------------------------------
 
     def warm_up(self, progress: Progress | None = None) -> list[str]:

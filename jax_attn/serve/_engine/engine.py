@@ -659,16 +659,19 @@ class Engine:
 
         keep: all that is cached goes to files, if there are any, as far as _CLOSE_SECONDS allow.
         """
-        if (files := self.scheduler.memory.files) is None:
-            return
+        if (files := self.scheduler.memory.files) is not None:
+            try:
+                if keep:
+                    self.settle()
+                    self._run_moves()
+                    self._keep_all(files)
+            except Exception:
+                log.exception("the prefix cache is not kept")
+            files.close()
         try:
-            if keep:
-                self.settle()
-                self._run_moves()
-                self._keep_all(files)
+            self.device.close()
         except Exception:
-            log.exception("the prefix cache is not kept")
-        files.close()
+            log.exception("the device is of no use to other engines")
 
     def _keep_all(self, files: FileTier) -> None:
         until, page_bytes = time.monotonic() + _CLOSE_SECONDS, 4 * self.config.page_size

@@ -276,10 +276,10 @@ class ExpertGroup:
 
     # ---- failures ------------------------------------------------------------------------------
 
-    def replace_lost_caches(self, number: int) -> None:
-        """Gives devices whose caches went with a failed step of device `number` new ones."""
+    def replace_lost_caches(self, but: int | None = None) -> None:
+        """Gives devices whose caches went with a failed step new ones, all but one."""
         for i, device in enumerate(self._of):
-            if device is not None and i != number and not device.has_cache:
+            if device is not None and i != but and not device.has_cache:
                 device.lose_cache()
 
 
@@ -360,6 +360,12 @@ class ExpertDevice(Device):
 
     def rest(self) -> None:
         self._group.rest(self._rank)
+
+    def close(self) -> None:
+        """An engine that gives up does not recover, but its device computes on for the others."""
+        with self._group.lock:
+            self._group.rest(self._rank)
+            self._group.replace_lost_caches()
 
     def reset(self) -> None:
         with self._group.lock:

@@ -220,10 +220,10 @@ class FileTier:
     def take(self, now: float) -> list[tuple[Read, Values]]:
         """The reads that have ended since the last call. now: on the clock of `schedule`."""
         self._now = now
-        done = [read for read in self._reads if read.values.done()]
-        self._reads = [read for read in self._reads if not read.values.done()]
-        for read in done:
-            read.is_over = True
+        for read in self._reads:
+            read.is_over = read.values.done()  # looked at once: it may end at any time
+        done = [read for read in self._reads if read.is_over]
+        self._reads = [read for read in self._reads if not read.is_over]
         if not self.is_open:
             return []
         return [(read, read.values.result()) for read in done]

@@ -566,15 +566,15 @@ class RadixCache:
     def _checkpoint(self, node: Node, num_in_node: int, on_device: bool) -> Node:
         """The deepest node with a checkpoint on the path of `_walk`.
 
-        on_device: on the device; else anywhere.
+        on_device: on the device; else anywhere. The root: there is none, or it was evicted while
+          another thread looks here.
         """
+        at: Node | None = node
         if num_in_node < len(node.pages):  # its state is that of its end
-            assert node.parent is not None
-            node = node.parent
-        while node.state < 0 and (on_device or node.host_state < 0) and node is not self._root:
-            assert node.parent is not None
-            node = node.parent
-        return node
+            at = node.parent
+        while at is not None and at.state < 0 and (on_device or at.host_state < 0):
+            at = at.parent
+        return self._root if at is None else at
 
     def walk(self) -> Iterator[NodeView]:
         """All nodes, parents first, for the live view."""

@@ -86,15 +86,17 @@ void TestOtherOrder() {
   }
 }
 
-// Two runs of one executable are different calls, too.
+// Two runs of one executable are different calls, too, also if nothing ran between them.
 void TestOtherRun() {
   using Traits = AllReduceTraits<kElementBf16, 2, 32, 1, false, kSum>;
-  Group group(2);
-  std::vector<Call<Traits>> calls;
-  calls.emplace_back(group, 1, 64, false, 1, 0);
-  group.head(0).run = 7, group.head(1).run = 8;
-  RunOnDevices<AllReduceBody<Traits>>(calls, {{0}, {0}}, 1, 1);
-  CHECK(calls[0].HasNan(0) && calls[0].HasNan(1), "runs were mixed");
+  for (int run = 0; run < 4; ++run) {
+    Group group(2);
+    std::vector<Call<Traits>> calls;
+    calls.emplace_back(group, 1, 64, false, 1, 0);
+    group.head(0).run = run, group.head(1).run = run + 1;
+    RunOnDevices<AllReduceBody<Traits>>(calls, {{0}, {0}}, 1, 1);
+    CHECK(calls[0].HasNan(0) && calls[0].HasNan(1), "runs %d and %d were mixed", run, run + 1);
+  }
 }
 
 }  // namespace
