@@ -207,6 +207,21 @@ def test_a_loop_of_calls_and_results(server):
     assert count == {"input_tokens": server.engine.submitted[-1].num_prompt}
 
 
+def test_a_message_of_the_system_between_others(server):
+    texts = [{"type": "text", "text": text} for text in ("Be", "brief.")]
+    for content in ("Be\nbrief.", texts):
+        messages = [*LOOP, {"role": "system", "content": content}]
+        assert server.post(MESSAGES, HELLO | {"messages": messages}).status == 200
+        assert prompt_of(server).endswith("user: And now?;system: Be\nbrief.;assistant:")
+
+
+def test_the_header_of_the_identifier_that_clients_read(server):
+    """Anthropic's clients name it in errors, and beside each answer."""
+    for answer in (server.post(MESSAGES, HELLO), server.post(COUNT, {})):
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert "request-id" not in server.get("/v1/models").headers
+
+
 def test_the_last_message_of_the_assistant_goes_on(server):
     messages = [*HELLO["messages"], {"role": "assistant", "content": "The answer is"}]
     assert server.post(MESSAGES, HELLO | {"messages": messages}).status == 200
@@ -262,6 +277,8 @@ INVALID = "invalid_request_error"
         ({"messages": [{"role": "user", "content": [RESULT]}]}, 400, INVALID, "'nobody'"),
         ({"messages": LOOP[1:2] + [{"role": "assistant", "content": [RESULT]}]}, 400,
          INVALID, "does not belong to role 'assistant'"),
+        ({"messages": [{"role": "system", "content": [RESULT]}]}, 400, INVALID,
+         "does not belong to role 'system'"),
         ({"messages": [{"role": "user", "content": []}]}, 400, INVALID, "no content"),
         ({"tool_choice": {"type": "any"}}, 400, INVALID, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, INVALID, "name"),

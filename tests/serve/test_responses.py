@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter  # noqa: E402
 
 from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
 from helpers.serve.live_server import KEYS, eventually, serving  # noqa: E402
+from jax_attn.serve._openai import responses_api  # noqa: E402
 from jax_attn.serve._openai.limits import KeyLimits  # noqa: E402
 from jax_attn.serve._openai.response_store import BoundedStore, StoredResponse  # noqa: E402
 
@@ -128,7 +129,7 @@ def test_items(server):
          "input", "pictures are not supported by this server"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
          "input[0].content[0].type", "'input_file'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "required"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
          "input[0].call_id", "no function_call has it"),
@@ -141,6 +142,8 @@ def test_items(server):
         ({"top_logprobs": 20, "max_output_tokens": 900}, "max_output_tokens", "are more than"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice.type",
+         "'file_search' is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema belongs to"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "none"}}}},
          "text.format", ""),
@@ -239,8 +242,29 @@ def test_demanded_calls_follow_the_schema(server, client):
     client.responses.create(model="tiny", input="a", tools=[TOOL], tool_choice="none")
     assert server.engine.submitted[-1].params.grammar is None
     other = {"type": "function", "name": "g"}
-    answer = server.post(PATH, HELLO | {"tools": [TOOL], "tool_choice": other})
-    assert answer.status == 400 and "'g' is none of the tools" in answer.error["message"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [other]}
+    for choice in (other, allowed):
+        answer = server.post(PATH, HELLO | {"tools": [TOOL], "tool_choice": choice})
+        assert answer.status == 400 and "'g' is none of the tools" in answer.error["message"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(server, client, mode):
+    names = {"f": {"type": "function", "name": "f"}, "h": {"type": "custom", "name": "h"}}
+    tools = [TOOL, TOOL | {"name": "g"}, names["h"]]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": list(names.values())}
+    server.engine.says = CALL
+    response = client.responses.create(model="tiny", input="a", tools=tools, tool_choice=choice)
+    is_valid(response)
+    assert response.output[0].name == "f" and response.tool_choice.mode == mode
+    grammar = server.engine.submitted[-1].params.grammar
+    assert [f'\\"{name}\\"' in grammar for name in "fgh"] == [True, False, True]
+
+
+def test_verbosity_is_a_hint(server):
+    for verbosity in ("low", "medium", "high"):
+        answer = server.post(PATH, HELLO | {"text": {"verbosity": verbosity}})
+        assert answer.status == 200, answer.body
 
 
 def test_parse(server, client):
@@ -477,6 +501,61 @@ def test_input_items_and_their_tokens(server, client):
     assert server.get(f"{PATH}/x/input_items").status == 404
 
 
+def test_references_to_items_of_earlier_outputs(server, client):
+    """They are the items: clients send them instead of items that are stored."""
+    server.engine.says = f"<think>\nHm.\n</think>\n\nSo: {CALL}"
+    asked = {"model": "tiny", "tools": [TOOL]}
+    first = client.responses.create(input="one", **asked)
+    thoughts, message, call = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    server.engine.says = "Yes."
+    second = client.responses.create(
+        input=[{"role": "user", "content": "one"}, *map(reference, first.output), result], **asked
+    )
+    wanted = 'user: one;assistant: <think>Hm.</think>So:[f {"x": 1}];tool: donef;'
+    assert prompt_of(server).startswith(wanted)
+    listed = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.id for item in listed[1:4]] == [thoughts.id, message.id, call.id]
+    assert listed[2].content[0].text == "So:"  # they are listed whole
+    third = [*map(reference, [*first.output[2:], *second.output]), {"role": "user", "content": "b"}]
+    counted = client.responses.input_tokens.count(model="tiny", input=third)
+    used = client.responses.create(model="tiny", input=third).usage
+    assert counted.input_tokens == used.input_tokens
+    assert prompt_of(server) == 'assistant: [f {"x": 1}];assistant: Yes.;user: b;'
+
+
+def reference(item) -> dict:
+    return {"type": "item_reference", "id": item.id}
+
+
+def test_references_that_lead_nowhere(server, client, monkeypatch):
+    first = client.responses.create(model="tiny", input="one")
+    asked = reference(first.output[0])
+    answer = server.post(PATH, {"input": [asked, asked]})
+    assert answer.status == 400 and "input[0] is the same item" in answer.error["message"]
+    kept = client.responses.create(model="tiny", input="one", store=False).output[0]
+    deleted = client.responses.create(model="tiny", input="one")
+    client.responses.delete(deleted.id)
+    other = asked["id"][:-1] + "1"
+    for id in ("msg_1", "", kept.id, deleted.output[0].id, other):
+        answer = server.post(PATH, {"input": [asked, {"type": "item_reference", "id": id}]})
+        assert answer.status == 404 and answer.error["code"] == "item_not_found", id
+        assert answer.error["param"] == "input[1].id"
+    conversation = server.post("/v1/conversations", {"items": [asked]})
+    assert conversation.status == 400 and "'item_reference'" in conversation.error["message"]
+    monkeypatch.setattr(responses_api, "_MAX_REFERRED_BYTES", 100)
+    answer = server.post(PATH, {"input": [asked]})
+    assert answer.status == 400 and "use previous_response_id" in answer.error["message"]
+
+
+def test_events_of_a_stored_response_are_refused(server, client):
+    """A client that waits for them would get none, and no error."""
+    first = client.responses.create(model="tiny", input="one")
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(first.id, stream=True)
+    assert client.responses.retrieve(first.id, stream=False) == first
+
+
 def test_in_the_background(server, client):
     server.engine.says, server.engine.holds_at = "", 3
     begun = client.responses.create(model="tiny", input="a", background=True, max_output_tokens=9)
@@ -581,6 +660,9 @@ def test_of_another_tenant():
         assert server.get(path).status == 401
         assert server.get(path, **key(1)).status == 404
         assert server.request("DELETE", path, **key(1)).status == 404
+        item = server.get(path, **key(0)).json["output"][0]["id"]
+        asked = {"input": [{"type": "item_reference", "id": item}]}
+        assert [server.post(PATH, asked, **key(i)).status for i in range(2)] == [200, 404]
         answer = server.post(PATH, HELLO | {"previous_response_id": mine}, **key(1))
         assert answer.status == 404 and answer.error["code"] == "previous_response_not_found"
         assert server.get(path, **key(0)).status == 200

@@ -92,7 +92,7 @@ Block: TypeAlias = Annotated[
 
 
 class MessageParam(RequestBody):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 

@@ -139,9 +139,9 @@ def _messages(given: list[ms.MessageParam]) -> list[dict[str, Any]]:
         for j, block in enumerate(message.content):
             assert block is not None  # blocks of other types have been refused
             where = f"messages[{i}].content[{j}]"
-            if not isinstance(block, ms.TextBlock) and (message.role == "user") != isinstance(
-                block, ms.ToolResultBlock | ms.PictureBlock
-            ):
+            is_users = isinstance(block, ms.ToolResultBlock | ms.PictureBlock)
+            owner = "user" if is_users else "assistant"
+            if not isinstance(block, ms.TextBlock) and message.role != owner:
                 raise bad_field(where, f"{block.type!r} does not belong to role {message.role!r}")
             if isinstance(block, ms.ToolResultBlock):
                 if block.tool_use_id not in names:
@@ -166,7 +166,7 @@ def _messages(given: list[ms.MessageParam]) -> list[dict[str, Any]]:
                 answer["content"] = _joined(answer["content"], block.text)
             else:
                 if not (messages and messages[-1] is answer):
-                    answer = {"role": "user", "content": ""}
+                    answer = {"role": message.role, "content": ""}
                     messages.append(answer)
                 _add(answer, block)
         if message.role == "assistant":

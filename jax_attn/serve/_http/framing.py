@@ -21,13 +21,16 @@ BUDGET_CHUNKS, BUDGET_CHUNKS_A_SECOND = 4096, 1024
 
 _LENGTH = re.compile(rb"^content-length[ \t]*:(.*)$", re.IGNORECASE | re.MULTILINE)
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
+# The line before a chunk's data, behind what is left of the last chunk's end. h11 reads past a CR.
+_LONE_CR = re.compile(rb"[\r\n]*[^\r\n]*\r[^\n]")
+_NO_CRLF = "a line end that is not CR LF"
 
 
 def _fault_of_lines(raw: bytes) -> str:
     """What is wrong with the lines of headers or trailers; "": nothing."""
     rest = raw.replace(b"\r\n", b"")
     if b"\r" in rest or b"\n" in rest:
-        return "a line end that is not CR LF"
+        return _NO_CRLF
     is_folded = b"\n " in raw or b"\n\t" in raw
     return "a header that is folded over several lines" if is_folded else ""
 
@@ -124,12 +127,15 @@ class _JoinedChunks:
         while True:
             before = bytes(buffer)
             event = self._reader(buffer)
+            taken = before[: len(before) - len(buffer)]
+            has_line = event.chunk_start if isinstance(event, h11.Data) else True
+            if has_line and _LONE_CR.match(taken):
+                self._refuse(_NO_CRLF)
             if isinstance(event, h11.Data):
                 data += event.data
                 self._count(event)
                 continue
             if isinstance(event, h11.EndOfMessage):
-                taken = before[: len(before) - len(buffer)]
                 if fault := _fault_of_lines(taken):
                     self._refuse(fault)
                 self._end = event

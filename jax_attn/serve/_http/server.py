@@ -849,6 +849,8 @@ class _TextServer(_Server):
         return make(self._engine, prepared, self._metrics, ticket, record)
 
     async def response(self, request: Request) -> StoredAnswer:
+        if request.query_params.get("stream", "false") != "false":
+            raise bad_field("stream", "the events of a stored response are not kept; leave it out")
         return self._responses.stored(_tenant(request), request.path_params["id"])
 
     async def delete_response(self, request: Request) -> Response:

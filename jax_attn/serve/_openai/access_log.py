@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger("jax_attn.serve.access")
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MESSAGES = re.compile("/v1/messages(/|$)")
 _PROBES = ("/health", "/metrics")  # asked every few seconds: they would hide the other lines
 _MAX_ROUTE_CHARS = 100
 _GONE = 499  # status in the log, as in other servers: the client left before there was an answer
@@ -110,6 +111,8 @@ class AccessLog:
                     headers["x-request-id"] = record.id
                 else:
                     record.id = headers["x-request-id"]
+                if _MESSAGES.match(scope["path"]):  # Anthropic's clients look for this one
+                    headers["request-id"] = record.id
             await send(message)
 
         try:

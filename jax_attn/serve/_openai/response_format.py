@@ -107,8 +107,8 @@ class ChatStyle:
     ) -> list[BaseModel]:
         answer = self._answers[index]
         reasoning, text = answer.push(text, finish, streams=True)
-        deltas = [_call_delta(part) for part in answer.continued]
-        calls = [_call_delta(part) for part in answer.begun]
+        deltas = [_call_delta(part) for part in answer.continued if part.has_news]
+        calls = [_call_delta(part) for part in answer.begun if part.has_news]
         if text or reasoning or not (deltas or calls):
             content = None if reasoning and not text else text
             deltas.append(schemas.Delta(content=content, reasoning_content=reasoning or None))
@@ -162,6 +162,11 @@ class CallPart(NamedTuple):
     is_first: bool = False
     arguments: str = ""
     is_last: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a stream that does not tell of the end of a call has something to tell."""
+        return self.is_first or bool(self.arguments)
 
 
 class SplitText:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,21 @@ _PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
+
+
+# An identifier of an output's item has that of the response in it, so that the item can be found.
+_OF_OUTPUT = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{2,}")
+
+
+def output_id(prefix: str, response_id: str, index: int) -> str:
+    """Makes the identifier of an item of a response's output."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}{index:02x}"
+
+
+def response_of(item_id: str) -> str:
+    """The response whose output may have the item; "": no output has it."""
+    found = _OF_OUTPUT.fullmatch(item_id)
+    return f"resp_{found[1]}" if found else ""
 
 
 def shown(given: str | list[Any]) -> list[dict[str, Any]]:

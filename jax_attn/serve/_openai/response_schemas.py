@@ -149,6 +149,18 @@ Item: TypeAlias = Annotated[
 ]
 
 
+class ItemReference(RequestBody):
+    """An item of the output of a response that is stored, in the item's place."""
+
+    type: Literal["item_reference"]
+    id: str = Field(max_length=256)
+
+
+def _kind_of_item(given: Any) -> str:
+    is_reference = isinstance(given, dict) and given.get("type") == "item_reference"
+    return "reference" if is_reference else "whole"
+
+
 def _kind_of_input(given: Any) -> str:
     return "items" if isinstance(given, list) else "text"
 
@@ -157,7 +169,12 @@ def _kind_of_input(given: Any) -> str:
 Input: TypeAlias = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[
-        list[Item],
+        list[
+            Annotated[
+                Annotated[ItemReference, Tag("reference")] | Annotated[Item, Tag("whole")],
+                Discriminator(_kind_of_item),
+            ]
+        ],
         Tag("items"),
         Field(fail_fast=True, min_length=1, max_length=schemas.MAX_MESSAGES),
     ],
@@ -178,6 +195,32 @@ class NamedFunctionTool(schemas.NamedFunction):
 
 class NamedCustomTool(schemas.NamedFunction):
     type: Literal["custom"]
+
+
+class AllowedTools(RequestBody):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[Annotated[NamedFunctionTool | NamedCustomTool, Field(discriminator="type")]],
+        Field(fail_fast=True, min_length=1, max_length=schemas.MAX_TOOLS),
+    ]
+
+
+def _kind_of_choice(given: Any) -> str:
+    if not isinstance(given, dict):
+        return "word"
+    kind = given.get("type")
+    return kind if kind in ("function", "custom", "allowed_tools") else "other"
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedFunctionTool, Tag("function")]
+    | Annotated[NamedCustomTool, Tag("custom")]
+    | Annotated[AllowedTools, Tag("allowed_tools")]
+    | Annotated[OtherType, Tag("other")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class CustomFormat(RequestBody):
@@ -228,7 +271,7 @@ class TextFormat(RequestBody):
 
 class TextConfig(RequestBody):
     format: TextFormat | SkipJsonSchema[None] = None
-    verbosity: Literal["medium"] | SkipJsonSchema[None] = None
+    verbosity: Ignored  # a hint
 
 
 class ReasoningConfig(RequestBody):
@@ -281,9 +324,10 @@ class ResponsesRequest(schemas.Generation):
         ],
         Field(fail_fast=True, max_length=schemas.MAX_TOOLS),
     ] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool = Field(
+    tool_choice: ToolChoice = Field(
         "auto",
-        description="required, or a function's name: the arguments follow the function's schema",
+        description="required, or a function's name: the arguments follow the function's schema; "
+        "allowed_tools: the model sees these alone",
     )
     parallel_tool_calls: bool = True
     text: TextConfig | SkipJsonSchema[None] = None

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -30,7 +29,7 @@ from jax_attn.serve._openai.errors import ApiError, bad_field, from_validation
 from jax_attn.serve._openai.logprobs import TokenJson
 from jax_attn.serve._openai.prepare import Caller, Prepared, Preparer
 from jax_attn.serve._openai.response_format import CallPart, SplitText, reasons_of
-from jax_attn.serve._openai.response_items import page, shown
+from jax_attn.serve._openai.response_items import output_id, page, response_of, shown
 from jax_attn.serve._openai.response_store import BoundedStore, StoredResponse
 from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 
@@ -50,6 +49,8 @@ _SHARED = frozenset(schemas.Generation.model_fields) - {
 
 # Tokens x (1 + top_logprobs) of a response, which is one JSON text, made at once in 30 ms.
 _MAX_SCORES = 1 << 14
+# Bytes of the responses that a request's references are looked for in, which takes 0.1 s.
+_MAX_REFERRED_BYTES = 16 << 20
 _LEAST_LOGPROB = -9999.0  # as OpenAI writes those that are infinite
 _CALLS = ("function_call", "custom_tool_call")
 _ITEMS = TypeAdapter(list[rs.Item])
@@ -73,17 +74,47 @@ class ResponsesApi:
 
         The factory takes GenerationAnswer's further arguments. Raises ApiError.
         """
-        messages = self._messages(body, caller.tenant)
+        given = self._whole(body.input, caller.tenant)
+        messages = self._messages(body, given, caller.tenant)
         prepared = self._prepared(body, messages, caller)
-        items = shown(body.input)
+        items = shown(given)
         put = partial(self._put, caller.tenant, body, json.dumps(messages).encode(), items)
         tokens = None if body.num_top is None else self._tokens
         return prepared, partial(
             ResponseAnswer, _outline(body, prepared), put, tokens, stream=body.stream
         )
 
-    def _messages(self, body: rs.ResponsesRequest, tenant: str) -> list[dict[str, Any]]:
-        """The chat so far, and the input. Raises ApiError."""
+    def _whole(self, given: str | list[Any], tenant: str) -> str | list[Any]:
+        """The input, with items in place of references to them. Raises ApiError."""
+        if isinstance(given, str):
+            return given
+        outputs: dict[str, dict[str, Any]] = {"": {}}  # items of responses, by their identifiers
+        places: dict[str, int] = {}  # of references, by the items' identifiers
+        num_bytes = 0
+        for i, item in enumerate(given):
+            if not isinstance(item, rs.ItemReference):
+                continue
+            response, where = response_of(item.id), f"input[{i}].id"
+            if response not in outputs:
+                stored = self._store.get(tenant, response)
+                body = stored.body if stored is not None else b'{"output": []}'
+                if (num_bytes := num_bytes + len(body)) > _MAX_REFERRED_BYTES:
+                    wrong = f"the responses referred to have more than {_MAX_REFERRED_BYTES} bytes"
+                    raise bad_field("input", f"{wrong}; use previous_response_id")
+                outputs[response] = {each["id"]: each for each in json.loads(body)["output"]}
+            if item.id not in outputs[response]:
+                raise _no_item(item.id, where)
+            if item.id in places:
+                raise bad_field(where, f"input[{places[item.id]}] is the same item")
+            places[item.id] = i
+        items = _ITEMS.validate_python([outputs[response_of(id)][id] for id in places])
+        whole = dict(enumerate(given)) | dict(zip(places.values(), items, strict=True))
+        return list(whole.values())
+
+    def _messages(
+        self, body: rs.ResponsesRequest, given: str | list[Any], tenant: str
+    ) -> list[dict[str, Any]]:
+        """The chat so far, and the input, whose items are whole. Raises ApiError."""
         history: list[dict[str, Any]] = []
         if (previous := body.previous_response_id) is not None:
             if self._runs.get(tenant, previous) is not None:
@@ -92,13 +123,13 @@ class ResponsesApi:
         if (id := body.conversation_id) is not None:
             found = self.conversations.get(tenant, id, "conversation")
             history = _messages(_ITEMS.validate_python(found.parsed()), {})
-        return history + _messages(body.input, _names_of_calls(history))
+        return history + _messages(given, _names_of_calls(history))
 
     def count(self, body: rs.InputTokensRequest, tenant: str) -> rs.InputTokens:
         """Counts the tokens of the prompt. Raises ApiError."""
         try:
             self._preparer.check_model(body.model)
-            chat = _chat(body, self._messages(body, tenant))
+            chat = _chat(body, self._messages(body, self._whole(body.input, tenant), tenant))
             tokens = self._preparer.chat_prompt(chat).tokens
         except ApiError as error:
             raise _renamed(error) from None
@@ -207,6 +238,16 @@ def _not_found(id: str, param: str | None = None) -> ApiError:
     )
 
 
+def _no_item(id: str, param: str) -> ApiError:
+    return ApiError(
+        404,
+        f"{param}: item {id[:64]!r} not found: it is in no output of a response that is yours and "
+        "stored; send the item itself",
+        param=param,
+        code="item_not_found",
+    )
+
+
 def _renamed(error: ApiError) -> ApiError:
     """Renames the error's field to that of the original request."""
     param, message = error.param or "", str(error)
@@ -255,10 +296,11 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
     if body.tools:
         fields["tools"] = [_chat_tool(tool) for tool in body.tools if tool is not None]
     choice = body.tool_choice
-    if isinstance(choice, rs.NamedFunctionTool):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif isinstance(choice, rs.NamedCustomTool):
-        fields["tool_choice"] = {"type": "custom", "custom": {"name": choice.name}}
+    if isinstance(choice, rs.AllowedTools):
+        allowed = {"mode": choice.mode, "tools": list(map(_named_tool, choice.tools))}
+        fields["tool_choice"] = {"type": choice.type, "allowed_tools": allowed}
+    elif isinstance(choice, rs.NamedFunctionTool | rs.NamedCustomTool):
+        fields["tool_choice"] = _named_tool(choice)
     else:
         fields["tool_choice"] = choice
     if body.text is not None and (format := body.text.format) is not None:
@@ -266,6 +308,10 @@ def _chat_fields(body: rs.ResponsesRequest) -> dict[str, Any]:
         if format.schema_ is not None:
             fields["response_format"]["json_schema"] = {"schema": format.schema_}
     return fields
+
+
+def _named_tool(tool: rs.NamedFunctionTool | rs.NamedCustomTool) -> dict[str, Any]:
+    return {"type": tool.type, tool.type: {"name": tool.name}}
 
 
 def _chat_tool(tool: rs.FunctionTool | rs.CustomTool) -> dict[str, Any]:
@@ -409,6 +455,7 @@ class Output:
     def __init__(self, prepared: Prepared, streams: bool):
         """streams: calls begin before they are complete, and may be cut."""
         self._split, self._streams = SplitText(prepared), streams
+        self._response_id = prepared.id
         # The last item, while it grows.
         self._open: rs.OutputItem | None = None
         self._texts: list[str] = []  # of it
@@ -477,7 +524,7 @@ class Output:
     ) -> Iterator[Event]:
         if not isinstance(self._open, kind):
             yield from self._close_for_another()
-            self._open, self._entries = kind(id=f"{prefix}_{secrets.token_hex(12)}"), []
+            self._open, self._entries = kind(id=self._new_id(prefix)), []
             self.items.append(self._open)
             yield self._item_event("response.output_item.added", self._open)
             yield self._part_event("response.content_part.added", part=self._part("").model_dump())
@@ -516,13 +563,12 @@ class Output:
     def _call(self, part: CallPart) -> Iterator[Event]:
         if part.is_first:
             yield from self._close_for_another()
-            id, call = secrets.token_hex(12), part.call
+            call = part.call
+            head = {"call_id": call.id, "name": call.name}
             self._open = (
-                rs.OutputFunctionCall(id=f"fc_{id}", call_id=call.id, name=call.name, arguments="")
+                rs.OutputFunctionCall(id=self._new_id("fc"), **head, arguments="")
                 if call.input is None
-                else rs.OutputCustomToolCall(
-                    id=f"ctc_{id}", call_id=call.id, name=call.name, input=""
-                )
+                else rs.OutputCustomToolCall(id=self._new_id("ctc"), **head, input="")
             )
             self._texts = []
             self.items.append(self._open)
@@ -532,6 +578,9 @@ class Output:
             yield self._arguments_event("delta", delta=part.arguments)
         if part.is_last:
             yield from self._close("completed")
+
+    def _new_id(self, prefix: str) -> str:
+        return output_id(prefix, self._response_id, len(self.items))
 
     def _arguments_event(self, kind: str, **fields: str) -> Event:
         assert self._open is not None
