@@ -88,3 +88,25 @@ def check_adapters() -> None:
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-4)
     assert abs(found[0][0] - found[0][1]).max() > 0.1
+
+
+def check_hand_over() -> None:
+    """A request goes on over another mesh, with its pages: from device to device, and as bytes."""
+    model, devices = shallow(models.load(models.BUNDLED, dtype="float32")), jax.devices()
+    options = SMALL | {"max_running": 2, "max_step_tokens": 8}
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with (
+        LLM(model, **options, devices=devices[:1]) as one,
+        LLM(model, **options, devices=devices[1:], tensor_parallel=2) as two,
+    ):
+        for i, (source, target, in_bytes) in enumerate(
+            [(one, two, False), (two, one, False), (one, two, True), (two, one, True)]
+        ):
+            prompt = [i, *range(300, 320)]  # that the target has not seen
+            [alone] = source.generate([prompt], params)
+            before = target.stats()["prefix_hit_tokens"]
+            handed = source.export_request(prompt, params, num_tokens=3)
+            told = target.import_request(handed.to_bytes() if in_bytes else handed)
+            assert told.tokens == alone.tokens, i
+            hits = target.stats()["prefix_hit_tokens"] - before
+            assert hits >= 16, (i, hits)  # of two pages

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
+from helpers.mesh_checks import run_on_cpus
 from helpers.paths import ROOT
 from helpers.small_llm import SMALL, check_at_rest
 from jax_attn import LLM, AsyncLLM, SamplingParams, models
@@ -47,6 +48,10 @@ def test_the_output_of_one_llm(llm, model):
 
     asyncio.run(main())
     check_at_rest(llm)
+
+
+def test_between_meshes():
+    run_on_cpus(3, "import mesh_llm_checks as m; m.check_hand_over()")
 
 
 def test_a_text_that_ends_before(llm):

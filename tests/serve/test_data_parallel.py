@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 
+from helpers.mesh_checks import run_on_cpus
 from helpers.serve.live_server import eventually
 from helpers.serve.small_engine import CONFIG, sequence
 from jax_attn.serve import _options, _sizing
@@ -172,6 +173,16 @@ def test_a_failure_is_of_one_replica(replicas, monkeypatch):
                 await answer(replicas, sequence(PROMPT))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices"),
+    [("--data-parallel 2", 2),
+     pytest.param("--data-parallel 2 --tensor-parallel 2", 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_engines_on_devices_of_their_own(options, num_devices):
+    check = f"check_devices({options!r}, {num_devices})"
+    run_on_cpus(num_devices, f"import mesh_replica_checks as m; m.{check}")
 
 
 def test_the_queue_of_all_is_full_when_each_is(replicas):
