@@ -91,7 +91,14 @@ const sdk = (provider, make) => async () => {
   const { generateText, jsonSchema, streamText, tool } = await load("ai");
   const ask = { model: make(await load(provider)), prompt: text, maxOutputTokens: max, maxRetries: 0 };
   return {
-    stream: async () => joined(streamText(ask).textStream, (x) => x),
+    stream: async () => {
+      const answer = streamText(ask);
+      await joined(answer.textStream, (x) => x);
+      const past = (await answer.response).messages;
+      const question = { role: "user", content: text };
+      const next = { ...ask, prompt: undefined, messages: [question, ...past, question] };
+      assert((await generateText(next)).text);
+    },
     tools: async () => {
       const weather = tool({ description: fn.description, inputSchema: jsonSchema(fn.parameters) });
       const answer = await generateText({ ...ask, tools: { weather }, toolChoice: "required" });

@@ -1,6 +1,8 @@
 """/v1/messages, Anthropic's Messages API: conversations, tools, thoughts, streams, errors."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -205,6 +207,90 @@ def test_a_loop_of_calls_and_results(server):
     count = server.post(COUNT, {k: body[k] for k in ("model", "messages", "system")}).json
     server.post(MESSAGES, body)
     assert count == {"input_tokens": server.engine.submitted[-1].num_prompt}
+
+
+def tool(name: str, **fields: str) -> dict:
+    schema = {"type": "object", "properties": {field: {"type": "string"} for field in fields}}
+    return {"name": name, "input_schema": schema}
+
+
+class Workshop:
+    """The tools of a coding agent, on files of a folder."""
+
+    TOOLS = (
+        tool("read", path="a file"),
+        tool("edit", path="a file", old="a text in it", new="what takes its place"),
+        tool("run", path="a program"),
+    )
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def read(self, path):
+        return (self._folder / path).read_text(), False
+
+    def edit(self, path, old, new):
+        file = self._folder / path
+        file.write_text(file.read_text().replace(old, new))
+        return "done", False
+
+    def run(self, path):
+        done = subprocess.run(
+            [sys.executable, path], cwd=self._folder, capture_output=True, text=True
+        )
+        return (done.stdout + done.stderr).splitlines()[-1], done.returncode != 0
+
+    def result(self, call) -> dict:
+        text, is_error = getattr(self, call.name)(**call.input)
+        content = [{"type": "text", "text": text}]
+        return {"type": "tool_result", "tool_use_id": call.id, "content": content,
+                "is_error": is_error}  # fmt: skip
+
+
+def says(text: str, name: str, **arguments: str) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<think>{text}</think><tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_coding_agent_reads_edits_and_runs(server, tmp_path, stream):
+    """With Anthropic's own client, which sends back what it has got."""
+    anthropic = pytest.importorskip("anthropic", reason="needs the extra `test`")
+    (tmp_path / "a.py").write_text("print(1 + One)\n")
+    workshop, messages = Workshop(tmp_path), [{"role": "user", "content": "Mend a.py."}]
+    script = [
+        says("Look.", "read", path="a.py"),
+        says("Try.", "run", path="a.py"),
+        says("So.", "edit", path="a.py", old="One", new='len("a\\n")'),
+        says("Again.", "run", path="a.py"),
+        "It is mended.",
+    ]
+    asked = {"model": "tiny", "max_tokens": 200, "tools": Workshop.TOOLS, "system": "Be brief."}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        for server.engine.says in script:
+            if stream:
+                with client.messages.stream(messages=messages, **asked) as events:
+                    message = events.get_final_message()
+            else:
+                message = client.messages.create(messages=messages, **asked)
+            messages.append({"role": "assistant", "content": message.content})
+            calls = [block for block in message.content if block.type == "tool_use"]
+            assert message.stop_reason == ("tool_use" if calls else "end_turn")
+            if calls:
+                messages.append({"role": "user", "content": list(map(workshop.result, calls))})
+    assert message.content[-1].text == "It is mended." and not calls
+    assert (tmp_path / "a.py").read_text() == 'print(1 + len("a\\n"))\n'
+    prompt = prompt_of(server)
+    past = [
+        "system: Be brief.;user: Mend a.py.;",
+        '<think>Look.</think>CALL read {"path": "a.py"};tool: print(1 + One)\n FOR read;',
+        "<think>Try.</think>CALL run",
+        "tool: NameError: name 'One' is not defined",
+        "<think>Again.</think>CALL run",
+        "tool: 3 FOR run;",
+    ]
+    assert [part for part in past if part not in prompt] == []
 
 
 def test_a_message_of_the_system_between_others(server):
