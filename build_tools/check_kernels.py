@@ -132,11 +132,6 @@ _CODE_ROWS = (
     "places of codes and of copies of a producer, which has 56 registers: up to 14 words that it"
     " reads in each step, 62 with head_dim 256",
 )
-_LINEAR_MAPS = (
-    144,
-    "rows of M and B, fragments of M and a product take 192 registers: two words on sm_80, 36 on"
-    " sm_120a; not looked into, no such GPU was at hand",
-)
 _LINEAR_GRADIENTS = (
     16,
     "dQ, dK and three products of them take 160 of 255 registers, products among tokens 32: two to"
@@ -163,8 +158,6 @@ SPILLS: dict[str, tuple[int, str]] = {
     "attention-bf16-d64-g1-ragged-q64-kv64-w8-s0-wgmma": _SHORT,
     "attention-bf16-d64-g4-ragged-q64-kv64-w8-s0-right-wgmma": _SHORT,
     "attention-bf16-d40-g5-ragged-q64-kv64-w8-s0-left-right-cap-wgmma": _SHORT,
-    "linear_attention-bf16-d128x128-head-delta-l2-sbf16-chunks-n128-maps": _LINEAR_MAPS,
-    "linear_attention-bf16-d128x128-head-delta-l2-sf32-chunks-n128-maps": _LINEAR_MAPS,
     "attention-bf16-d128-kve4m3-g8-ragged-q64_128-kv128-w12-s0-right-products8-wgmma": (
         _STEP_OF_CODES
     ),

@@ -749,8 +749,7 @@ struct LinearAttentionParams {
   float scale;
   i32 num_qk_heads, num_v_heads;
   // Chunked loops alone. A request of more chunks than segment_chunks is split into segments of so
-  // many; 0: requests are not split. The first num_zero_words words of the workspace are 0 before
-  // a launch.
+  // many; 0: requests are not split.
   i32 segment_chunks;
   void* workspace;  // [workspace_words], 32 bits each, 128-byte aligned
 };
@@ -767,6 +766,11 @@ enum LinearPhase : i32 {
   kLinearStateGradients,  // the gradients of the states behind chunks, and of the pool
   kLinearGradients        // the gradients of q, k, v, g and beta
 };
+// Whether a launch may begin while the one before it, of the same call, still runs. Its CTAs wait
+// for that one's results (common/linear_places.cuh).
+constexpr bool OverlapsLaunchBefore(i64 arch, i64 phase) {
+  return arch >= 90 && phase != kLinearTerms && phase != kLinearGradientTerms;
+}
 
 // A log of a decay below it makes the decay 0 in f32. Sums of larger ones keep their precision.
 inline constexpr float kLowestDecayLog = -88.0f;
@@ -811,7 +815,7 @@ struct LinearGradientTerms : LinearTerms {
   float sums[kLinearTokens];  // G in units of log2
 };
 
-// Segments of a call, in an order that does not matter.
+// Segments of a call, in the order of their chunks.
 struct LinearSegment {
   i32 begin;        // its first chunk
   i32 first;        // the first chunk of its request
@@ -820,7 +824,7 @@ struct LinearSegment {
 
 // Offsets, in bytes, in the workspace of a chunked loop. dims: padded to whole tiles.
 struct LinearWorkspace {
-  i64 num_segments;  // one word, 0 before the launch
+  i64 num_segments;  // one word; not written where a plan has no chunks
   i64 segments;      // LinearSegment[max_chunks]
   i64 terms;         // LinearTerms[max_chunks][num_v_heads]
   // A segment that another one follows is number begin / segment_chunks of these. It maps the state

@@ -11,6 +11,9 @@
 namespace jax_attn {
 namespace {
 
+// The first driver whose graphs have edges of launches that overlap.
+constexpr int kGraphsWithOverlap = 12030;
+
 struct Libraries {
   std::mutex mutex;
   std::vector<std::string> nvrtc_candidates;
@@ -93,6 +96,10 @@ Status OpenDriver(const std::vector<std::string>& candidates, CudaDriver* d) {
     if (!status.ok()) return status;
   }
   (void)Resolve(handle, "cuFuncLoad", d->cuFuncLoad);
+  int version = 0;
+  if (d->cuDriverGetVersion(&version) == CUDA_SUCCESS && version >= kGraphsWithOverlap) {
+    (void)Resolve(handle, "cuLaunchKernelEx", d->cuLaunchKernelEx);
+  }
   const CUresult error = d->cuInit(0);
   if (error == CUDA_SUCCESS) return Status::Ok();
   return Status::Error("CUDA kernels need a working NVIDIA GPU: " + d->Describe("cuInit", error));

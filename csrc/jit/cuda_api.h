@@ -42,6 +42,23 @@ inline constexpr int CU_MEMHOSTALLOC_DEVICEMAP = 2;
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
 
+inline constexpr int CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+
+struct CUlaunchAttribute {
+  int id;
+  alignas(8) int value;  // of this attribute; other ones fill the union
+  char rest_of_union[60];
+};
+struct CUlaunchConfig {
+  unsigned int gridDimX, gridDimY, gridDimZ;
+  unsigned int blockDimX, blockDimY, blockDimZ;
+  unsigned int sharedMemBytes;
+  CUstream hStream;
+  CUlaunchAttribute* attrs;
+  unsigned int numAttrs;
+};
+static_assert(sizeof(CUlaunchAttribute) == 72 && sizeof(CUlaunchConfig) == 56, "as in cuda.h");
+
 struct CudaDriver {
   CUresult (*cuInit)(unsigned int flags);
   CUresult (*cuDriverGetVersion)(int* version);
@@ -83,6 +100,8 @@ struct CudaDriver {
                              unsigned int grid_z, unsigned int block_x, unsigned int block_y,
                              unsigned int block_z, unsigned int shared_bytes, CUstream stream,
                              void** params, void** extra);
+  CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** params,
+                               void** extra);  // null before driver 12.3
 
   // "cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE (device kernel image is invalid)".
   std::string Describe(const char* call, CUresult error) const;

@@ -45,6 +45,8 @@ struct Launch {
   int64_t num_ctas = 0;
   i32* zero_words = nullptr;  // set to 0 on the stream before the kernel runs
   int64_t num_zero_words = 0;
+  // The kernel may begin while the one before it runs, and waits for it itself.
+  bool overlaps_before = false;
 };
 
 template <typename Params>
@@ -60,12 +62,21 @@ Status LaunchLoaded(const char* op, const LoadedKernel& kernel, const Launch& la
     }
   }
   void* arguments[] = {const_cast<Params*>(&params)};  // the driver copies it before it returns
-  if (CUresult r = d.cuLaunchKernel(kernel.function, static_cast<unsigned>(launch.num_ctas), 1, 1,
-                                    kernel.num_threads, 1, 1, kernel.smem_bytes, cu_stream,
-                                    arguments, nullptr)) {
-    return Status::Error(std::string(op) + ": " + d.Describe("cuLaunchKernel", r));
+  const auto num_ctas = static_cast<unsigned>(launch.num_ctas);
+  const bool overlaps = launch.overlaps_before && d.cuLaunchKernelEx != nullptr;
+  CUresult r;
+  if (overlaps) {
+    CUlaunchAttribute overlap = {CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1, {}};
+    const CUlaunchConfig config = {
+        num_ctas, 1, 1, kernel.num_threads, 1, 1, kernel.smem_bytes, cu_stream, &overlap, 1};
+    r = d.cuLaunchKernelEx(&config, kernel.function, arguments, nullptr);
+  } else {
+    r = d.cuLaunchKernel(kernel.function, num_ctas, 1, 1, kernel.num_threads, 1, 1,
+                         kernel.smem_bytes, cu_stream, arguments, nullptr);
   }
-  return Status::Ok();
+  if (r == CUDA_SUCCESS) return Status::Ok();
+  const char* const call = overlaps ? "cuLaunchKernelEx" : "cuLaunchKernel";
+  return Status::Error(std::string(op) + ": " + d.Describe(call, r));
 }
 
 int64_t TmaRows(const AttentionProblem& problem) {
@@ -496,10 +507,9 @@ namespace {
 template <class LaunchOne>
 Status LaunchLinearKernels(const LinearAttentionProblem& problem,
                            const std::vector<LinearAttentionKernel>& kernels,
-                           const LinearAttentionLaunch& size, void* workspace, int device_ordinal,
+                           const LinearAttentionLaunch& size, int device_ordinal,
                            const LaunchOne& launch_one) {
   constexpr char kOp[] = "linear_attention";
-  int64_t num_zero_words = size.num_zero_words;
   for (const LinearAttentionKernel& kernel : kernels) {
     const LoadedKernel* loaded;
     JAX_ATTN_RETURN_IF_ERROR(FindResolved(kOp, kernel, device_ordinal, &loaded));
@@ -512,9 +522,8 @@ Status LaunchLinearKernels(const LinearAttentionProblem& problem,
                            std::to_string(launch.num_ctas) +
                            "; make max_batch or max_tokens smaller.");
     }
-    launch.zero_words = static_cast<i32*>(workspace);
-    launch.num_zero_words = num_zero_words;
-    num_zero_words = 0;  // later launches read what the first one counted
+    launch.overlaps_before =
+        kernel.main_loop != kRecurrence && OverlapsLaunchBefore(kernel.arch, kernel.phase);
     JAX_ATTN_RETURN_IF_ERROR(launch_one(kernel, *loaded, launch));
   }
   return Status::Ok();
@@ -527,8 +536,7 @@ Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                              int device_ordinal) {
   linear_attention_launches.fetch_add(1, std::memory_order_relaxed);
   return LaunchLinearKernels(
-      problem, LinearAttentionKernels(problem), SizeLinearAttention(problem), params.workspace,
-      device_ordinal,
+      problem, LinearAttentionKernels(problem), SizeLinearAttention(problem), device_ordinal,
       [&](const LinearAttentionKernel&, const LoadedKernel& loaded, const Launch& launch) {
         return LaunchLoaded("linear_attention", loaded, launch, params, stream);
       });
@@ -552,8 +560,7 @@ Status LaunchLinearGradient(const LinearAttentionProblem& problem,
                             const LinearGradientParams& params, void* stream, int device_ordinal) {
   linear_gradient_launches.fetch_add(1, std::memory_order_relaxed);
   return LaunchLinearKernels(
-      problem, LinearGradientKernels(problem), SizeLinearGradient(problem),
-      params.forward.workspace, device_ordinal,
+      problem, LinearGradientKernels(problem), SizeLinearGradient(problem), device_ordinal,
       [&](const LinearAttentionKernel& kernel, const LoadedKernel& loaded, const Launch& launch) {
         return kernel.phase == kLinearGradientTerms
                    ? LaunchLoaded("linear_attention", loaded, launch, params.forward, stream)

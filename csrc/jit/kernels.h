@@ -86,7 +86,6 @@ Status LaunchAllReduce(const AllReduceKernel& kernel, const AllReduceParams& par
 Status PrepareLinearAttention(const LinearAttentionKernel& kernel, KernelInfo* info = nullptr);
 Status PrepareLinearAttention(const LinearAttentionProblem& problem);
 Status LoadLinearAttention(const LinearAttentionProblem& problem, int device_ordinal);
-// Zeroes the first words of the workspace (SizeLinearAttention) before the launch.
 Status LaunchLinearAttention(const LinearAttentionProblem& problem,
                              const LinearAttentionParams& params, void* stream, int device_ordinal);
 

@@ -125,7 +125,6 @@ LinearAttentionLaunch SizeLinearGradient(const LinearAttentionProblem& problem) 
       problem.max_chunks, problem.max_tokens, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
       RoundUp(kernel.head_dim_v, kernel.tile_columns), kernel.head_dim_v);
   LinearAttentionLaunch launch;
-  launch.num_zero_words = 1;
   launch.workspace_words = workspace.size / 4;
   return launch;
 }

@@ -44,7 +44,7 @@ std::vector<LinearAttentionKernel> LinearAttentionKernels(const LinearAttentionP
 struct LinearAttentionLaunch {
   int64_t num_ctas = 0;        // of the recurrence; for others see LinearChunkCtas
   int64_t segment_chunks = 0;  // see LinearAttentionParams
-  int64_t workspace_words = 0, num_zero_words = 0;
+  int64_t workspace_words = 0;
 };
 LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem);
 

@@ -103,7 +103,6 @@ LinearAttentionLaunch SizeLinearChunks(const LinearAttentionProblem& problem,
                                        const LinearAttentionKernel& kernel) {
   LinearAttentionLaunch launch;
   launch.segment_chunks = SegmentChunks(problem, kernel);
-  launch.num_zero_words = 1;
   const int64_t dim_k = RoundUp(kernel.head_dim_k, 64);
   const int64_t dim_v = RoundUp(kernel.head_dim_v, kernel.tile_columns);
   const int64_t bytes =
@@ -129,11 +128,12 @@ LinearAttentionKernel SelectLinearGradient(const LinearAttentionProblem& problem
 int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAttentionKernel& kernel,
                         int64_t num_processors) {
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
+  // One CTA of the terms lists segments.
   if (kernel.decay == kChannelDecay && kernel.phase == kLinearTerms) {
-    return chunks * problem.num_v_heads / ChannelHeads(problem);
+    return chunks * problem.num_v_heads / ChannelHeads(problem) + 1;
   }
   if (kernel.phase == kLinearTerms || kernel.phase == kLinearGradientTerms) {
-    return chunks * PartsOfChunk(problem, num_processors);
+    return chunks * PartsOfChunk(problem, num_processors) + 1;
   }
   if (kernel.phase == kLinearGradients) return chunks * problem.num_qk_heads;
   // One CTA on each multiprocessor takes items in turn.

@@ -28,8 +28,14 @@ class LinearPlaces {
                                                    : static_cast<i64>(sizeof(LinearTerms));
   using Terms = typename Conditional<kIsGradient, LinearGradientTerms, LinearTerms>::Type;
 
+  // The plan is older than all launches of a call, so the words of its header are on their way
+  // while a CTA waits. All CTAs wait, so that a launch ends behind all launches before it. Launches
+  // may begin while the workspace is written: it is never read as constant memory.
   __device__ __forceinline__ explicit LinearPlaces(const LinearAttentionParams& p)
-      : p_(p), plan_(p.plan) {}
+      : p_(p), plan_(p.plan) {
+    if constexpr (OverlapsLaunchBefore(Traits::kArch, Traits::kPhase)) WaitForLaunchBefore();
+    if constexpr (Traits::kArch >= 90) LetNextLaunchBegin();
+  }
 
   // Places are computed where they are used: sums leave no registers to keep them.
   __device__ __forceinline__ LinearWorkspace Offsets() const {
@@ -100,11 +106,56 @@ class LinearPlaces {
   }
 
   __device__ __forceinline__ int NumSegments() const {
-    return plan_.num_chunks == 0 ? 0 : LoadConstant(At<i32>(Offsets().num_segments));
+    return plan_.num_chunks == 0 ? 0 : *At<i32>(Offsets().num_segments);
   }
   __device__ __forceinline__ LinearSegment Segment(int number) const {
-    const i32* words = &At<LinearSegment>(Offsets().segments)[number].begin;
-    return {LoadConstant(words), LoadConstant(words + 1), LoadConstant(words + 2)};
+    return At<LinearSegment>(Offsets().segments)[number];
+  }
+  // Lists the segments, with the first warp of a CTA.
+  __device__ __forceinline__ void ListSegments() const {
+    if (threadIdx.x >= kWarpSize || plan_.num_chunks == 0) return;
+    constexpr int kAhead = 8;  // chunks that a lane looks at in one trip to memory
+    const int lane = static_cast<int>(threadIdx.x);
+    const u32 before = (1u << lane) - 1;  // lanes
+    const LinearWorkspace at = Offsets();
+    LinearSegment* const segments = At<LinearSegment>(at.segments);
+    const int length = p_.segment_chunks;
+    int number = 0, request = 0;  // segments so far, and the first chunk of the last request
+#pragma unroll 1
+    for (int begin = 0; begin < plan_.num_chunks; begin += kAhead * kWarpSize) {
+      bool is_first[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int chunk = begin + i * kWarpSize + lane;
+        is_first[i] = chunk < plan_.num_chunks && plan_.IsFirst(chunk);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int of_lane_0 = begin + i * kWarpSize, chunk = of_lane_0 + lane;
+        const u32 firsts = __ballot_sync(kFullWarp, is_first[i]);
+        const u32 up_to_here = firsts & (before | 1u << lane);
+        const int first = up_to_here != 0 ? of_lane_0 + Highest(up_to_here) : request;
+        const bool begins = chunk < plan_.num_chunks &&
+                            (length > 0 ? (chunk - first) % length == 0 : chunk == first);
+        const u32 found = __ballot_sync(kFullWarp, begins);
+        if (begins) {
+          const int own = number + __popc(found & before);
+          segments[own].begin = chunk;
+          segments[own].first = first;
+          if (own > 0) segments[own - 1].is_followed = chunk != first;
+        }
+        number += __popc(found);
+        if (firsts != 0) request = of_lane_0 + Highest(firsts);
+      }
+    }
+    if (lane != 0) return;
+    segments[number - 1].is_followed = 0;
+    *At<i32>(at.num_segments) = number;
+  }
+
+  // The position of the highest set bit.
+  __device__ __forceinline__ static int Highest(u32 bits) {
+    return 31 - __clz(static_cast<int>(bits));
   }
 
   // Number of the map of a segment for a head.

@@ -24,8 +24,9 @@
 
 namespace jax_attn {
 
-// Shapes of both phases. kRows: rows that the warps have in registers.
-template <class Traits, int kTheRows>
+// Shapes of both phases. kTheRows: rows that the warps have in registers. kHasQueries: not for
+// maps.
+template <class Traits, int kTheRows, bool kHasQueries = true>
 struct LinearScanShape : LinearDims<Traits> {
   using LinearDims<Traits>::kK;
   static constexpr int kColumns = Traits::kTileColumns;  // of v
@@ -39,11 +40,12 @@ struct LinearScanShape : LinearDims<Traits> {
 
   struct Stage {
     alignas(1024) unsigned char k[kK / 64 * kPartBytes];
-    alignas(1024) unsigned char q[kK / 64 * kPartBytes];  // not for maps
     alignas(1024) unsigned char v[kColumns / 64 * kPartBytes];
     alignas(1024) unsigned char solve[kPartBytes];
-    alignas(1024) unsigned char qk[kPartBytes];  // not for maps
-    alignas(1024) unsigned char k_until[kHasChannels ? kK / 64 * kPartBytes : 16];
+    alignas(kHasQueries ? 1024 : 16) unsigned char q[kHasQueries ? kK / 64 * kPartBytes : 16];
+    alignas(kHasQueries ? 1024 : 16) unsigned char qk[kHasQueries ? kPartBytes : 16];
+    alignas(kHasChannels ? 1024
+                         : 16) unsigned char k_until[kHasChannels ? kK / 64 * kPartBytes : 16];
     alignas(128) float since_k[kLinearTokens];
     float since_q[kLinearTokens];
     float until_k[kLinearTokens];
@@ -178,8 +180,8 @@ class LinearScan : protected LinearPlaces<Traits> {
 
 // The maps of segments that others follow; warps have rows of M and B.
 template <class Traits, class Products>
-class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Traits>::kK>> {
-  using Shape = LinearScanShape<Traits, LinearDims<Traits>::kK>;
+class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Traits>::kK, false>> {
+  using Shape = LinearScanShape<Traits, LinearDims<Traits>::kK, false>;
   using Base = LinearScan<Traits, Shape>;
   using Base::kDtype;
   using Base::p_, Base::plan_, Base::stages_, Base::warp_;
@@ -190,7 +192,11 @@ class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Tr
  public:
   using Params = LinearAttentionParams;
   static constexpr int kNumThreads = Shape::kNumThreads;
-  static constexpr int kSmemBytes = Shape::kStages * static_cast<int>(sizeof(Stage));
+  // All chunks of a short prompt's segments are on their way at once.
+  static constexpr int kStages =
+      Min(4, CtaSmemBudget(Traits::kArch, 1) / static_cast<int>(sizeof(Stage)));
+  static_assert(kStages >= 2, "copies while products run");
+  static constexpr int kSmemBytes = kStages * static_cast<int>(sizeof(Stage));
   static constexpr int kMinCtasPerSm = 1;
 
   __device__ __forceinline__ static void Run(const Params& p) {
@@ -207,16 +213,18 @@ class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Tr
     const int num_items = this->NumItems();
     for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
       const Item item = this->GetItem(i);
-      if (!item.segment.is_followed) continue;
-      if (item.segment.begin == item.segment.first) CopyState(item);
-      RunItem(item);
+      if (item.segment.is_followed) {
+        RunItem(item);
+      } else if (item.segment.begin != item.segment.first) {
+        CopyState(item);  // here, where there is no map to compute
+      }
     }
   }
 
   // Columns of the state before a request that is split.
   __device__ __forceinline__ void CopyState(const Item& item) {
-    const int slot = plan_.Chunk(item.segment.begin).read_slot;
-    float* const to = this->MapState(this->Map(item.segment.begin, item.head)) + item.column;
+    const int slot = plan_.Chunk(item.segment.first).read_slot;
+    float* const to = this->MapState(this->Map(item.segment.first, item.head)) + item.column;
     constexpr int kVectors = kColumns / 4;  // of a row
 #pragma unroll 8
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kDimK * kVectors; i += kNumThreads) {
@@ -238,36 +246,44 @@ class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Tr
   }
 
   __device__ __forceinline__ void RunItem(const Item& item) {
-    constexpr int kStages = Shape::kStages;
+    constexpr int kAhead = kStages - 1;  // chunks on their way before the first one is computed
+    const int last = item.segment.begin + p_.segment_chunks - 1;
+    // The chunk of a step, and its row of the plan.
+    const auto chunk_at = [&](int step) { return last - step; };
+    const auto row_at = [&](int step) {
+      return plan_.Chunk(Max(chunk_at(step), item.segment.begin));
+    };
+    const auto load = [&](int step, const StateChunk& rows) {
+      if (step < p_.segment_chunks) {
+        this->template LoadChunk<false>(stages_[step % kStages], chunk_at(step), rows, item.head,
+                                        item.column, p_.v);
+      }
+      CommitCopies();
+    };
+    {
+      StateChunk rows[kAhead];  // asked for at once
+#pragma unroll
+      for (int step = 0; step < kAhead; ++step) rows[step] = row_at(step);
+#pragma unroll
+      for (int step = 0; step < kAhead; ++step) load(step, rows[step]);
+    }
+    StateChunk next = row_at(kAhead);
     M m;
     float b[kColumns / 8][4];
     m.SetIdentity(16 * warp_);
     SetZero(b);
-    int chunk = item.segment.begin + p_.segment_chunks - 1;
-    StateChunk rows = plan_.Chunk(chunk);
-    const auto load = [&](int stage) {
-      if (chunk >= item.segment.begin) {
-        this->template LoadChunk<false>(stages_[stage], chunk, rows, item.head, item.column, p_.v);
-        rows = plan_.Chunk(Max(chunk - 1, 0));
-      }
-      CommitCopies();
-      --chunk;
-    };
     bool is_zero = false;
-    load(0);
     for (int step = 0; step < p_.segment_chunks; ++step) {
-      if constexpr (kStages == 1) {
-        if (step > 0) load(0);
-      }
-      WaitCopies<0>();
+      WaitCopies<kAhead - 1>();
       Products::FenceTiles();
       // All threads that wait here have computed the step before.
       is_zero = step > 0 && !__syncthreads_or(!is_zero);
       if (step == 0) __syncthreads();
       if (is_zero) break;
-      const Stage& stage = stages_[kStages == 2 ? step % 2 : 0];
+      const Stage& stage = stages_[step % kStages];
       const auto ahead = [&] {
-        if constexpr (kStages == 2) load((step + 1) % 2);
+        load(step + kAhead, next);
+        next = row_at(step + kStages);
       };
       if constexpr (Traits::kHasDeltaRule) {
         Step(stage, ahead, m.x, b);
@@ -276,8 +292,8 @@ class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Tr
         StepOfSums(stage, m.x[0], b);
       }
       is_zero = m.Flush();
-      if constexpr (kStages == 1) __syncthreads();
     }
+    WaitCopies<0>();
     is_zero = !__syncthreads_or(!is_zero);
     WriteMap(item, is_zero, m, b);
   }
@@ -408,23 +424,26 @@ class LinearMapsPhase : LinearScan<Traits, LinearScanShape<Traits, LinearDims<Tr
         *reinterpret_cast<float2*>(to) = make_float2(b[j][2 * half], b[j][2 * half + 1]);
       }
     }
-    if (item.column != 0) return;
-    if (threadIdx.x == 0) this->MapIsZero(map) = is_zero;
+    const bool is_one = item.column == 0 && threadIdx.x == 0;
+    if (is_one) this->MapIsZero(map) = is_zero;
     if (is_zero) return;
     unsigned char* const to_m = this->MapM(map);
     if constexpr (!Traits::kHasDeltaRule) {
-      if (threadIdx.x == 0) *reinterpret_cast<float*>(to_m) = m.x[0];
+      if (is_one) *reinterpret_cast<float*>(to_m) = m.x[0];
       return;
     } else {
-      WriteM(m.x, to_m);
+      WriteM(item.column / kColumns, m.x, to_m);
     }
   }
 
-  // As pairs of bf16, in tiles.
-  __device__ __forceinline__ void WriteM(const float (&m)[kK / 8][4], unsigned char* to_m) {
+  // As pairs of bf16, in tiles. CTAs of other columns of v have the same M, and each writes a part.
+  __device__ __forceinline__ void WriteM(int part, const float (&m)[kK / 8][4],
+                                         unsigned char* to_m) {
+    constexpr int kOfPart = CeilDiv(kK / 8, Shape::kColumnTiles);
     const int lane = Base::Lane(), row = 16 * warp_ + lane / 4;
 #pragma unroll
     for (int j = 0; j < kK / 8; ++j) {
+      if (j / kOfPart != part) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half;

@@ -104,6 +104,17 @@ __device__ __forceinline__ void MmaF16(float (&c)[4], const u32 (&a)[4], u32 b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// --- launches that overlap, from sm_90 on ---
+
+// Waits until the launch before has ended. What it wrote is visible then.
+__device__ __forceinline__ void WaitForLaunchBefore() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// The next launch may begin once all CTAs of this one have called it or have ended.
+__device__ __forceinline__ void LetNextLaunchBegin() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 // --- time ---
 
 // ns; the same clock on all multiprocessors. It ticks every 32 ns or more rarely.

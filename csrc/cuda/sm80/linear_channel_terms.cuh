@@ -59,16 +59,12 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
   }
 
   __device__ __forceinline__ void Run() {
-    // The grid has so many CTAs for each chunk of the plan.
-    const int parts = static_cast<int>(gridDim.x) / Max(p_.plan.max_chunks, 1);
-    const int number = static_cast<int>(blockIdx.x) / parts;
-    const int part = static_cast<int>(blockIdx.x) % parts;
+    if (blockIdx.x == 0) return this->ListSegments();
+    // Behind the first CTA the grid has so many for each chunk of the plan.
+    const int cta = static_cast<int>(blockIdx.x) - 1;
+    const int parts = (static_cast<int>(gridDim.x) - 1) / Max(p_.plan.max_chunks, 1);
+    const int number = cta / parts, part = cta % parts;
     if (number >= plan_.num_chunks || !BeginsChunk(number)) return;
-    if (part == 0 && threadIdx.x == 0 && plan_.IsFirst(number)) {
-      const LinearWorkspace at = this->Offsets();
-      const i32 segment = AddRelaxed(this->template At<i32>(at.num_segments), 1);
-      this->template At<LinearSegment>(at.segments)[segment] = {number, number, 0};
-    }
     const StateChunk rows = this->ChunkAt(number).rows;
     const int num_heads = p_.num_v_heads / parts;
 #pragma unroll 1

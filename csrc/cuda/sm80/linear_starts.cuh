@@ -21,8 +21,8 @@ class LinearStartsPhase : LinearPlaces<Traits> {
   using Params = LinearAttentionParams;
   static constexpr int kDimK = Places::Dims::kDimK, kK = Places::Dims::kK, kV = Places::Dims::kV;
   static constexpr int kColumns = 16;
-  static constexpr int kWarps = 4, kNumThreads = kWarps * kWarpSize;
-  static constexpr int kWarpRows = kK / kWarps;  // of the new S
+  static constexpr int kWarpRows = 16;  // of the new S
+  static constexpr int kWarps = kK / kWarpRows, kNumThreads = kWarps * kWarpSize;
   static constexpr int kHalfBytes = kK * kK * 2;
 
   // M and S^T as high and low.
@@ -81,9 +81,7 @@ class LinearStartsPhase : LinearPlaces<Traits> {
         plan_.template FirstRequest<kWarps>(begin + 1, shared_.maxima, [](int) { return true; });
     return CeilDiv(end - begin, p_.segment_chunks) - 1;
   }
-  __device__ __forceinline__ bool IsZero(i64 map) const {
-    return LoadConstant(&this->MapIsZero(map)) != 0;
-  }
+  __device__ __forceinline__ bool IsZero(i64 map) const { return this->MapIsZero(map) != 0; }
 
   // --- M is a matrix ---
 
@@ -152,23 +150,27 @@ class LinearStartsPhase : LinearPlaces<Traits> {
     WaitCopies<kBuffers - 1>();
     __syncthreads();  // M and S are there
     const u32 high_m = SharedAddress(m.parts[0]) + first_row / 64 * (kK / 64 * kPartBytes);
+    float rest[kWarpRows / 8][4];  // of small products: a chain of its own
+    SetZero(rest);
 #pragma unroll
     for (int k = 0; k < kK / 16; ++k) {
       u32 high[4], low[4];
       LoadA(high, SharedAddress(shared_.s.parts[0]), 0, 16 * k);
       LoadA(low, SharedAddress(shared_.s.parts[1]), 0, 16 * k);
+      u32 m_high[4], m_low[4];
+      LoadRowsB(m_high, high_m, first_row % 64, 16 * k);
+      LoadRowsB(m_low, high_m + kHalfBytes, first_row % 64, 16 * k);
 #pragma unroll
-      for (int j = 0; j < kWarpRows / 16; ++j) {
-        u32 m_high[4], m_low[4];
-        LoadRowsB(m_high, high_m, first_row % 64 + 16 * j, 16 * k);
-        LoadRowsB(m_low, high_m + kHalfBytes, first_row % 64 + 16 * j, 16 * k);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          MmaBf16(s[2 * j + i], low, m_high[2 * i], m_high[2 * i + 1]);
-          MmaBf16(s[2 * j + i], high, m_low[2 * i], m_low[2 * i + 1]);
-          MmaBf16(s[2 * j + i], high, m_high[2 * i], m_high[2 * i + 1]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        MmaBf16(rest[i], low, m_high[2 * i], m_high[2 * i + 1]);
+        MmaBf16(s[i], high, m_high[2 * i], m_high[2 * i + 1]);
+        MmaBf16(rest[i], high, m_low[2 * i], m_low[2 * i + 1]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kWarpRows / 8; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[i][c] += rest[i][c];
     }
     __syncthreads();  // S and M are read
     ForElements(s, [&](float& x, int row, int column) {

@@ -67,10 +67,11 @@ class LinearTermsPhase : LinearPlaces<Traits> {
   }
 
   __device__ __forceinline__ void Run() {
-    // The grid has so many CTAs for each chunk.
-    const int parts = static_cast<int>(gridDim.x) / Max(p_.plan.max_chunks, 1);
-    const int chunk = static_cast<int>(blockIdx.x) / parts;
-    const int part = static_cast<int>(blockIdx.x) % parts;
+    if (blockIdx.x == 0) return this->ListSegments();
+    // Behind the first CTA the grid has so many for each chunk.
+    const int cta = static_cast<int>(blockIdx.x) - 1;
+    const int parts = (static_cast<int>(gridDim.x) - 1) / Max(p_.plan.max_chunks, 1);
+    const int chunk = cta / parts, part = cta % parts;
     if (chunk >= plan_.num_chunks) return;
     const StateChunk rows = plan_.Chunk(chunk);
     const int num_heads = p_.num_v_heads / parts, head = part * num_heads;
@@ -81,7 +82,6 @@ class LinearTermsPhase : LinearPlaces<Traits> {
     LoadTile<kK, kNumThreads>(SharedAddress(shared_.tiles.q), p_.q, rows.begin, rows.length, pitch,
                               qk_head * kDimK, kDimK);
     CommitCopies();
-    if (part == 0) ListSegment(chunk);
     WaitCopies<0>();
     __syncthreads();
     FindNorms();
@@ -93,7 +93,7 @@ class LinearTermsPhase : LinearPlaces<Traits> {
       if (h > head) __syncthreads();  // blocks of the head before are read
       SumDecays(tokens);
       if (h + 1 < head + num_heads) tokens = HeadTokens(p_, rows, h + 1);
-      Terms& terms = this->TermsOf(chunk, h);
+      Terms& terms = this->TermsOf(Opaque(chunk), h);
       WriteFactors(terms);
       SplitProducts(terms);
       if constexpr (Traits::kHasDeltaRule) {
@@ -102,40 +102,6 @@ class LinearTermsPhase : LinearPlaces<Traits> {
         Inverse().template Substitute<!kIsGradient>(shared_.beta[warp_], terms.solve);
       }
     }
-  }
-
-  // --- segments ---
-
-  // Lists the segment that begins with this chunk, if one does.
-  __device__ __forceinline__ void ListSegment(int chunk) {
-    const int lane = Lane();
-    // The last chunk up to this one that begins a request.
-    int first = -1;
-    for (int end = chunk; end >= 0; end -= kNumThreads) {
-      const int i = end - static_cast<int>(threadIdx.x);
-      const bool is_first = i >= 0 && plan_.IsFirst(i);
-      const u32 found = WarpMax(is_first ? static_cast<u32>(i) + 1 : 0);
-      if (lane == 0) shared_.diagonal[warp_][0][0] = __uint_as_float(found);
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        first = Max(first, static_cast<int>(__float_as_uint(shared_.diagonal[w][0][0])) - 1);
-      }
-      __syncthreads();
-      if (first >= 0) break;
-    }
-    const int length = p_.segment_chunks;
-    if (length > 0 ? (chunk - first) % length != 0 : chunk != first) return;
-    // Another segment follows if no chunk up to there begins a request.
-    bool ends = length == 0;
-    for (int i = static_cast<int>(threadIdx.x) + 1; i <= length; i += kNumThreads) {
-      ends = ends || chunk + i >= plan_.num_chunks || plan_.IsFirst(chunk + i);
-    }
-    const bool is_followed = !__syncthreads_or(ends);
-    if (threadIdx.x != 0) return;
-    const LinearWorkspace at = this->Offsets();
-    const i32 number = AddRelaxed(this->template At<i32>(at.num_segments), 1);
-    this->template At<LinearSegment>(at.segments)[number] = {chunk, first, is_followed};
   }
 
   // --- products of rows ---

@@ -7,17 +7,20 @@
 namespace jax_attn {
 namespace {
 
-// Fills a workspace with NaN but for its first word.
+// A workspace of NaN.
 inline std::vector<uint4> MakeWorkspace(i64 bytes) {
-  std::vector<uint4> workspace(bytes / 16 + 1, {~0u, ~0u, ~0u, ~0u});
-  workspace[0].x = 0;
-  return workspace;
+  return std::vector<uint4>(bytes / 16 + 1, {~0u, ~0u, ~0u, ~0u});
 }
 
-template <class Body, class Params>
+// BodyOf<Traits>: of a phase. All threads of a launch that may overlap the one before wait for it.
+template <class Shape, template <class> class BodyOf, int kPhase, class Params>
 void LaunchLinear(int num_ctas, const Params& p, unsigned seed) {
+  using Body = BodyOf<LinearPhaseTraits<Shape, kPhase>>;
   if (Body::kSmemBytes > static_cast<int>(sizeof(smem))) emulation::Fail("no room");
+  emulation::num_launch_waits = 0;
   emulation::machine.Launch(num_ctas, Body::kNumThreads, seed, [&] { Body::Run(p); });
+  const i64 waits = OverlapsLaunchBefore(Shape::kArch, kPhase) ? num_ctas * Body::kNumThreads : 0;
+  if (emulation::num_launch_waits != waits) emulation::Fail("threads that do not wait");
 }
 
 template <class Shape>
@@ -43,13 +46,12 @@ void RunChunksCase(const LinearCase& c, int parts = 0) {
                   .size);
     p.workspace = workspace.data();
     const int parts_of_chunk = parts ? parts : c.num_qk_heads;
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearTerms>>>(p.plan.max_chunks * parts_of_chunk,
-                                                                 p, 1);
+    LaunchLinear<Shape, BodyOf, kLinearTerms>(p.plan.max_chunks * parts_of_chunk + 1, p, 1);
     if (c.segment_chunks > 0) {
-      LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearMaps>>>(3, p, 2);
-      LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearStarts>>>(3, p, 4);
+      LaunchLinear<Shape, BodyOf, kLinearMaps>(3, p, 2);
+      LaunchLinear<Shape, BodyOf, kLinearStarts>(3, p, 4);
     }
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearOutputs>>>(3, p, 3);
+    LaunchLinear<Shape, BodyOf, kLinearOutputs>(3, p, 3);
   });
 }
 
@@ -62,10 +64,10 @@ void RunGradientCase(const LinearCase& c) {
     std::vector<uint4> workspace = MakeWorkspace(at.size);
     p.forward.workspace = workspace.data();
     const int ctas = p.forward.plan.max_chunks * c.num_qk_heads;
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearGradientTerms>>>(ctas, p.forward, 1);
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearStates>>>(3, p, 2);
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearStateGradients>>>(3, p, 3);
-    LaunchLinear<BodyOf<LinearPhaseTraits<Shape, kLinearGradients>>>(ctas, p, 4);
+    LaunchLinear<Shape, BodyOf, kLinearGradientTerms>(ctas + 1, p.forward, 1);
+    LaunchLinear<Shape, BodyOf, kLinearStates>(3, p, 2);
+    LaunchLinear<Shape, BodyOf, kLinearStateGradients>(3, p, 3);
+    LaunchLinear<Shape, BodyOf, kLinearGradients>(ctas, p, 4);
   });
 }
 
@@ -118,6 +120,9 @@ void RunLinearCases() {
   RunChunksCase<Bf16, BodyOf>(CaseOf({70}, 1, 2, 0, -0.1f), 2);
   for (const LinearCase& c : LinearBatches(70)) RunChunksCase<Bf16, BodyOf>(c);
   RunChunksCase<Narrow, BodyOf>(WithCheckpoint(CaseOf({140, 5}, 1, 1, 1, 0)));
+  // Maps of more chunks than their copies have room for, and maps that are 0 before all arrive.
+  RunChunksCase<Narrow, BodyOf>(CaseOf({520}, 1, 1, 6, 0));
+  RunChunksCase<Bf16, BodyOf>(CaseOf({390}, 1, 4, 5, -4.0f));
   RunChunksCase<Wide, BodyOf>(CaseOf({140}, 1, 1, 1, -0.02f));
   RunChunksCase<Ssd, BodyOf>(WithCheckpoint(CaseOf({100, 0, 3}, 1, 2, 0, -0.2f)));
   RunChunksCase<Ssd, BodyOf>(CaseOf({290}, 1, 2, 2, -0.01f));

@@ -511,6 +511,7 @@ inline Machine machine;
 
 // Counts over all threads: a measure of work without a clock.
 inline int64_t num_exponentials = 0, num_loads = 0;  // loads: LoadConstant16
+inline int64_t num_launch_waits = 0;                 // WaitForLaunchBefore
 
 // Threads of later CTAs go on here: to start a context, the system is asked for the signal mask.
 inline void Machine::Entry() {
@@ -650,6 +651,8 @@ inline int Opaque(int x) { return x; }
 inline const char* Opaque(const char* x) { return x; }
 inline uint4 Opaque(uint4 x) { return x; }
 inline void PrefetchL2(const void*) {}
+inline void WaitForLaunchBefore() { ++emulation::num_launch_waits; }
+inline void LetNextLaunchBegin() {}
 inline i64 GlobalTimer() {
   static i64 time = 0;
   return ++time;

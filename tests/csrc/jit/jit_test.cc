@@ -308,13 +308,12 @@ FAKE int cuTensorMapEncodeTiled(void* map, int, unsigned rank, void* address,
   for (unsigned i = 0; i < rank; ++i) words[8 + i] = box[i];
   return 0;
 }
-FAKE int cuLaunchKernel(uintptr_t function, unsigned grid, unsigned, unsigned, unsigned block,
-                        unsigned, unsigned, unsigned smem, const void* stream, void** params,
-                        void**) {
+int RecordLaunch(const char* how, uintptr_t function, unsigned grid, unsigned block, unsigned smem,
+                 const void* stream, void** params) {
   if (function >> 16 != context_stack.back())
     return 201;  // as in CUDA: a function of another context fails
   const char* bytes = static_cast<const char*>(params[0]);
-  Record({"launch " + std::to_string(function & 15),
+  Record({how + std::to_string(function & 15),
           context_stack.back(),
           stream,
           0,
@@ -324,6 +323,22 @@ FAKE int cuLaunchKernel(uintptr_t function, unsigned grid, unsigned, unsigned, u
           smem,
           {bytes, bytes + fake_driver.param_bytes}});
   return fake_driver.launch_error;
+}
+FAKE int cuLaunchKernel(uintptr_t function, unsigned grid, unsigned, unsigned, unsigned block,
+                        unsigned, unsigned, unsigned smem, const void* stream, void** params,
+                        void**) {
+  return RecordLaunch("launch ", function, grid, block, smem, stream, params);
+}
+FAKE int cuLaunchKernelEx(const unsigned* config, uintptr_t function, void** params, void**) {
+  // CUlaunchConfig: seven numbers, the stream, the attributes and their number. An attribute is its
+  // id and, 8 bytes from there, its value; programmatic stream serialization is 6.
+  const void* stream;
+  const int* attribute;
+  std::memcpy(&stream, config + 8, sizeof(stream));
+  std::memcpy(&attribute, config + 10, sizeof(attribute));
+  const bool overlaps = config[12] == 1 && attribute[0] == 6 && attribute[2] == 1;
+  return RecordLaunch(overlaps ? "overlapping launch " : "another launch ", function, config[0],
+                      config[3], config[6], stream, params);
 }
 
 // ---- the tests --------------------------------------------------------------------------------
@@ -1286,10 +1301,10 @@ void TestLinearChunks() {
   CHECK_OK(LoadLinearAttention(problem, 1));
   CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
   std::vector<Call> calls = TakeCalls();
-  CHECK(calls.size() == 5 && calls[0].name == "memset32 0");
-  CHECK(calls[0].address == 0x8000 && calls[0].count == 1);
-  CHECK(calls[1].grid == 1026 * 2);  // for each chunk a CTA for each q and k head
-  for (int i = 2; i < 5; ++i) CHECK(calls[i].grid == 11);
+  CHECK(calls.size() == 4 && calls[0].name == "launch 3");
+  CHECK(calls[0].grid == 1026 * 2 + 1);  // for each chunk a CTA for each q and k head
+  for (int i = 1; i < 4; ++i) CHECK(calls[i].grid == 11 && calls[i].name == "overlapping launch 3");
+  CHECK(calls[3].stream == Stream(1) && calls[3].block > 0);
 
   problem.max_qo_len = 4096;  // no longer than a segment
   CHECK(SizeLinearAttention(problem).segment_chunks == 0 && num_kernels() == 2);
@@ -1298,7 +1313,7 @@ void TestLinearChunks() {
   CHECK_OK(LoadLinearAttention(problem, 1));
   CHECK_OK(LaunchLinearAttention(problem, params, Stream(1), 1));
   calls = TakeCalls();
-  CHECK(calls.size() == 3 && calls[1].grid == 2 * 8 && calls[2].grid == 11);  // a CTA a v head
+  CHECK(calls.size() == 2 && calls[0].grid == 2 * 8 + 1 && calls[1].grid == 11);  // a CTA a v head
 
   // Chunks of one token: no cut of a prompt changes bits.
   problem.max_chunks = 66;
