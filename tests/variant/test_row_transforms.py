@@ -219,6 +219,46 @@ def test_every_instruction_set(backend, batch):
     check(BATCHES[batch], "odd")
 
 
+@on_every_cpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_rotates_heads_together(backend, kv_heads, dtype):
+    """Against keys that were rotated ahead: halves of an odd number of vectors, and an odd number
+    of heads."""
+    dim, kv_lens = 96, np.int32([150, 40])
+    rng = np.random.default_rng(kv_heads)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(*lead, heads, dim)), dtype)
+        for lead, heads in (((3,), 2 * kv_heads), ((13, 16), kv_heads), ((13, 16), kv_heads))
+    )
+    angles = np.arange(150)[:, None] * 1e4 ** (-np.arange(0, dim, 2) / dim)
+    tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+
+    def rope(x, at, cos, sin):
+        a, b, c, s = x[: dim // 2], x[dim // 2 :], cos[at.kv_pos], sin[at.kv_pos]
+        return jnp.concatenate([a * c - b * s, b * c + a * s])
+
+    pages = np.int32(rng.permutation(13))
+    places = np.zeros((13, 16), np.int32)
+    for first, count in ((0, 10), (10, 3)):
+        places[pages[first : first + count]] = np.arange(16 * count).reshape(-1, 16)
+    cos, sin = (np.pad(tables[x], ((0, 10), (0, 0)))[places][:, :, None] for x in tables)
+    a, b = np.split(np.float32(k), 2, axis=-1)
+    rotated = jnp.asarray(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1), dtype)
+
+    def attend_with(variant, k):
+        spec = ja.AttentionSpec(
+            2 * kv_heads, kv_heads, dim, dtype=dtype, max_qo_tokens=3, max_batch=2,
+            max_kv_pages=13, variant=variant, target="cpu",
+        )  # fmt: skip
+        plan = ja.plan(spec, np.int32([0, 1, 3]), kv_lens, np.int32([0, 10, 13]), pages)
+        return np.float32(ja.attention(q, k, v, plan, variant_operands=tables if variant else None))
+
+    found = attend_with(ja.Variant(k=rope, head_dim=dim, operands=tables), k)
+    tolerance = {"float32": 2e-6, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(found, attend_with(None, rotated), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("batch", ["ragged_bf16", "short_chunks", "window"])
 def test_every_route(batch):
     check(BATCHES[batch], "rope")

@@ -370,6 +370,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
       const i64 bytes = 4 * buf_.q_lanes;
       keys = {{stage + (low - first) * bytes, stage + (high - first) * bytes}, {bytes, bytes}};
     }
+    // Heads that are staged together, as tiles one after the other.
+    const i64 staged_heads = this->Transforms(kOfKeys) ? 2 : 1;
     const i64 product = whole || kCodes ? head_bytes : this->Stages(kOfKeys) ? StagedProduct() : 0;
     const i64 step_bytes = kKeyTokens * product * kTileSteps / (4 * steps);
     alignas(64) float columns[2 * kTileRows * kTileRows] = {};
@@ -377,8 +379,14 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     for (i64 h = 0; h < num_heads_; h += heads_at_once) {
       const i64 heads = Min(heads_at_once, num_heads_ - h);
       for (i64 i = 0; i < heads; ++i) {
-        if (!whole) StageKeys(rows, start, first, tokens, h + i, fetch);
-        MultiplyKeyTiles<TilesOf<Isa, kKeys>>(keys, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_,
+        const i64 slot = (h + i) % staged_heads;
+        if (!whole && slot == 0) {
+          StageKeys(rows, start, first, tokens, h + i, Min(staged_heads, num_heads_ - h - i),
+                    fetch);
+        }
+        KeyTiles tiles = keys;
+        for (const char*& row : tiles.rows) row += slot * kKeyTokens * tiles.bytes[0];
+        MultiplyKeyTiles<TilesOf<Isa, kKeys>>(tiles, buf_.q + (h + i) * rows_ * buf_.q_lanes, rows_,
                                               steps, columns + i * rows_,
                                               [&] { fetch.Bytes(step_bytes); });
         if (whole) {
@@ -400,8 +408,9 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     return same;
   }
 
-  // Copies `tokens` of a head's keys to rows of tiles, from the row of token `first` on.
-  void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h,
+  // Copies `tokens` of the keys of some heads to rows of tiles, from the row of token `first` on;
+  // several only if they are transformed.
+  void StageKeys(const char* const* rows, i64 start, i64 first, Range tokens, i64 h, i64 heads,
                  BesideFetch& fetch) {
     const i64 dim = params_.head_dim_qk, depth = StepDepth(kKeys) * buf_.q_lanes;
     if constexpr (kCodes) {
@@ -414,7 +423,8 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
     }
     T* to = buf_.stage + (tokens.begin - first) * depth;
     if (this->Stages(kOfKeys)) {
-      this->StageTokens(kOfKeys, rows, start, tokens, h, to, depth, fetch);
+      this->StageTokens(kOfKeys, rows, start, tokens, h, heads, to, depth, kKeyTokens * depth,
+                        fetch);
     } else {
       const i64 bytes = dim * i64{sizeof(T)};
       for (i64 t = tokens.begin; t < tokens.end; ++t) {
@@ -422,8 +432,10 @@ class DecodePass : PassBase<Isa, T, Kv, true> {
         memcpy(buf_.stage + (t - first) * depth, rows[t] + h * bytes, static_cast<size_t>(bytes));
       }
     }
-    for (i64 t = tokens.begin; depth > dim && t < tokens.end; ++t, to += depth) {
-      memset(to + dim, 0, static_cast<size_t>(depth - dim) * sizeof(T));
+    for (i64 i = 0; i < heads; ++i, to += kKeyTokens * depth) {
+      for (i64 t = 0; depth > dim && t < tokens.end - tokens.begin; ++t) {
+        memset(to + t * depth + dim, 0, static_cast<size_t>(depth - dim) * sizeof(T));
+      }
     }
   }
 

@@ -128,7 +128,10 @@ struct Buffers {
     constexpr bool kTiles = kLow && kUsesTiles<Isa, T, Kv>;
     const bool stages = kTiles || StagesCodes() || transforms_rows ||
                         (!IsCode<Kv> && !IsInt8<Kv> && params.kv_format != kPlainFormat);
-    const i64 stage_rows = kTiles ? 2 * kTileRows : kLow ? 2 * kKeyTokens : tile_kv;
+    // Two heads of keys are transformed at once.
+    const i64 stage_rows = kTiles && !transforms_rows ? 2 * kTileRows
+                           : kLow                     ? 2 * kKeyTokens
+                                                      : tile_kv;
     stage =
         Take<T>(base, stages ? stage_rows * Depth(Max(params.head_dim_qk, params.head_dim_vo)) : 0);
     staged = Take<const char*>(base, stages ? tile_kv : 0);
@@ -496,11 +499,9 @@ class PassBase {
     return IsCode<Kv> ? kStagesCodes : !kCodes && params_.kv_format != kPlainFormat;
   }
   // Whether they become other rows of T before they are used.
-  bool Stages(RowsOf rows) const {
-    if constexpr (kTransforms) {
-      if (buf_.transforms[rows]) return true;
-    }
-    return Decodes();
+  bool Stages(RowsOf rows) const { return Transforms(rows) || Decodes(); }
+  bool Transforms(RowsOf rows) const {
+    return kTransforms && static_cast<bool>(buf_.transforms[rows]);
   }
 
   // Work of decoding a row during a prefetch, only in passes with tiles: as much as packing and
@@ -529,32 +530,32 @@ class PassBase {
              i64 head = 0, i64 heads = 1, Fetch&& fetch = {}) {
     const i64 head_dim = of == kOfKeys ? params_.head_dim_qk : params_.head_dim_vo;
     const i64 row_dim = heads * head_dim;
-    for (i64 h = 0; h < heads; ++h) {
-      StageTokens(of, rows, start, tokens, head + h,
-                  buf_.stage + (tokens.begin - first) * row_dim + h * head_dim, row_dim, fetch);
-    }
+    StageTokens(of, rows, start, tokens, head, heads, buf_.stage + (tokens.begin - first) * row_dim,
+                row_dim, head_dim, fetch);
     for (i64 t = first; t < first + num; ++t) {
       const i64 row = Max(tokens.begin, Min(t, tokens.end - 1)) - first;
       buf_.staged[t] = reinterpret_cast<const char*>(buf_.stage + row * row_dim);
     }
   }
 
-  // The same for one head, with rows `stride` elements apart.
+  // The same with rows `stride` elements apart, those of the next head `head_stride`.
   template <class Fetch>
-  void StageTokens(RowsOf of, const char* const* rows, i64 start, Range tokens, i64 head, T* to,
-                   i64 stride, Fetch& fetch) {
+  void StageTokens(RowsOf of, const char* const* rows, i64 start, Range tokens, i64 head, i64 heads,
+                   T* to, i64 stride, i64 head_stride, Fetch& fetch) {
     const i64 head_dim = of == kOfKeys ? params_.head_dim_qk : params_.head_dim_vo;
     if constexpr (kTransforms) {
       if (buf_.transforms[of]) {
         const i64 bytes = head_dim * i64{sizeof(T)};
-        buf_.transforms[of].Rows(rows, head * bytes, item_.kv_head + head, start, tokens, to,
-                                 stride);
-        fetch.Bytes((tokens.end - tokens.begin) * StageBytes(head_dim));
+        buf_.transforms[of].Rows(rows,
+                                 {item_.kv_head + head, heads, head * bytes, bytes, head_stride},
+                                 start, tokens, to, stride, StageBytes(head_dim), fetch);
         return;
       }
     }
-    DecodeTokens(rows, of == kOfKeys ? params_.k_scale : params_.v_scale, head_dim, start, tokens,
-                 head, to, stride, fetch);
+    for (i64 h = 0; h < heads; ++h) {
+      DecodeTokens(rows, of == kOfKeys ? params_.k_scale : params_.v_scale, head_dim, start, tokens,
+                   head + h, to + h * head_stride, stride, fetch);
+    }
   }
 
   // Decodes `tokens` of one head of the pass, with rows `stride` elements apart. Fresh rows become

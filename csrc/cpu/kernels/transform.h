@@ -19,6 +19,12 @@ struct TransformTokens {
   i64 start, begin, end;
 };
 
+// Neighbouring heads of a token: the first one is kv_head, `offset` bytes into the token's rows.
+struct TransformHeads {
+  i64 kv_head, num, offset, bytes;
+  i64 to_stride;  // elements from the result of one head to that of the next
+};
+
 template <class Isa, typename T>
 class TransformRun {
  public:
@@ -41,29 +47,23 @@ class TransformRun {
     for (i32 i = 0; i < c_->num_once; ++i) RunLine(c_->lines[i], 0, 1, nullptr);
   }
 
-  // Writes the transforms of `tokens` of one head, `stride` elements apart. rows: of the block's
-  // tokens; the head is at `offset` bytes.
-  JAX_ATTN_KERNEL void Rows(const char* const* rows, i64 offset, i64 kv_head, i64 start,
-                            Range tokens, T* to, i64 stride) {
-    kv_head_ = kv_head;
+  // Writes the transforms of `tokens` of some heads. rows: of the block's tokens. Prefetches for
+  // `bytes` of work a head and token, after each token where it can.
+  template <class Fetch>
+  void Rows(const char* const* rows, const TransformHeads& heads, i64 start, Range tokens, T* to,
+            i64 stride, i64 bytes, Fetch& fetch) {
     for (i64 t = tokens.begin; t < tokens.end; t += kTransformTokens) {
       const i64 end = Min(tokens.end, t + kTransformTokens);
       StartTokens(start, t, end);
       if (c_->rotation.half > 0) {
-        for (i64 i = t; i < end; ++i, to += stride) {
-          Rotate(reinterpret_cast<const T*>(rows[i] + offset), factors_[0][i - t],
-                 factors_[1][i - t], to);
+        Rotate(rows + t, end - t, heads, to, stride, heads.num * bytes, fetch);
+      } else {
+        for (i64 h = 0; h < heads.num; ++h) {
+          RunHead(rows + t, end - t, heads, h, to, stride);
+          fetch.Bytes((end - t) * bytes);
         }
-        continue;
       }
-      for (i64 first = t; first < end; first += kTransformRows) {
-        const i64 n = Min(kTransformRows, end - first);
-        Source source{rows + first, offset};
-        for (i32 i = c_->num_token; i < c_->num_lines; ++i) {
-          RunLine(c_->lines[i], first - t, n, &source);
-        }
-        for (i64 r = 0; r < n; ++r, to += stride) StoreRow(first - t, r, to);
-      }
+      to += (end - t) * stride;
     }
   }
 
@@ -72,6 +72,21 @@ class TransformRun {
     const char* const* rows;
     i64 offset;
   };
+
+  // n tokens of head h of some.
+  JAX_ATTN_KERNEL void RunHead(const char* const* rows, i64 n, const TransformHeads& heads, i64 h,
+                               T* to, i64 stride) {
+    kv_head_ = heads.kv_head + h;
+    to += h * heads.to_stride;
+    for (i64 first = 0; first < n; first += kTransformRows) {
+      const i64 num = Min(kTransformRows, n - first);
+      Source source{rows + first, heads.offset + h * heads.bytes};
+      for (i32 i = c_->num_token; i < c_->num_lines; ++i) {
+        RunLine(c_->lines[i], first, num, &source);
+      }
+      for (i64 r = 0; r < num; ++r, to += stride) StoreRow(first, r, to);
+    }
+  }
 
   template <typename U>
   U* Take(char* scratch, i64 count) {
@@ -94,56 +109,89 @@ class TransformRun {
     }
     if (rotation.half == 0) return;
     for (int which = 0; which < 2; ++which) {
-      const TransformCodeLine& x = c_->lines[rotation.lines[which]];
-      for (i64 r = 0; r < end - begin; ++r) {
-        factors_[which][r] = rotation.direct[which] ? RowOfOperand(x, r) : Factors(x, r);
-      }
+      FindFactors(c_->lines[rotation.lines[which]], rotation.direct[which], end - begin,
+                  factors_[which]);
     }
   }
 
-  // The lanes of cos or sin for a token.
-  const float* Factors(const TransformCodeLine& x, i64 token) const {
-    return reinterpret_cast<const float*>(homes_[x.home] + x.at + token * x.stride);
-  }
-
-  // The same where they are in memory; in the buffer if the operand has fewer.
-  const float* RowOfOperand(const TransformCodeLine& x, i64 token) {
+  // The lanes of cos or sin for each of n tokens: in the buffer, or where they are in memory unless
+  // the operand has fewer.
+  void FindFactors(const TransformCodeLine& x, bool direct, i64 n, const float** to) {
+    i32* own = homes_[x.home] + x.at;
+    for (i64 t = 0; t < n; ++t) to[t] = reinterpret_cast<const float*>(own + t * x.stride);
+    if (!direct) return;
     const VariantOperand& operand = tokens_.params->variant_operands[x.op.operand];
     const i32 last = x.num_args - 1;
-    const i64 first = *Lanes(x.args[last], token, 0);
-    if (first + x.length > operand.dims[last]) {
-      Load(x, token, 0, homes_[x.home] + x.at + token * x.stride);
-      return Factors(x, token);
+    const i64 first = *Lanes(x.args[last], 0, 0), columns = operand.dims[last];
+    if (first + x.length > columns) {
+      for (i64 t = 0; t < n; ++t) Load(x, 0, t, own + t * x.stride);
+      return;
     }
-    i64 at = 0;
+    i64 at[kTransformTokens] = {};
     for (i32 a = 0; a < last; ++a) {
-      at = at * operand.dims[a] + Clamp(*Lanes(x.args[a], token, 0), operand.dims[a]);
+      const i32* index = Lanes(x.args[a], 0, 0);
+      const i64 stride = c_->lines[x.args[a].value].stride, length = operand.dims[a];
+      for (i64 t = 0; t < n; ++t) at[t] = at[t] * length + Clamp(index[t * stride], length);
     }
-    return static_cast<const float*>(operand.data) + at * operand.dims[last] + first;
+    const float* data = static_cast<const float*>(operand.data) + first;
+    for (i64 t = 0; t < n; ++t) to[t] = data + at[t] * columns;
   }
 
-  JAX_ATTN_INLINE void Rotate(const T* x, const float* cos, const float* sin, T* to) const {
+  // Rotates n tokens. The heads of a token take its cosines and sines from registers.
+  template <class Fetch>
+  JAX_ATTN_KERNEL void Rotate(const char* const* rows, i64 n, const TransformHeads& heads, T* to,
+                              i64 stride, i64 bytes, Fetch& fetch) const {
+    const TransformHeads of = heads;  // keeps it in registers, like the fetch
+    Fetch ahead = fetch;
+    const i64 half = c_->rotation.half;
+    for (i64 t = 0; t < n; ++t, to += stride) {
+      ahead.Bytes(bytes);
+      RotateToken(rows[t] + of.offset, of, half, factors_[0][t], factors_[1][t], to);
+    }
+    fetch = ahead;
+  }
+
+  JAX_ATTN_INLINE static void RotateToken(const char* row, const TransformHeads& heads, i64 half,
+                                          const float* cos, const float* sin, T* to) {
     using Vec = typename Isa::Vec;
     constexpr i64 kWidth = Isa::kWidth;
-    const i64 half = c_->rotation.half;
-    const auto rotate = [&](i64 d, Vec* low, Vec* high) __attribute__((always_inline)) {
-      const Vec a = Isa::Load(x + d), b = Isa::Load(x + half + d);
-      const Vec c = Isa::Load(cos + d), s = Isa::Load(sin + d);
-      *low = Isa::Sub(Isa::Mul(a, c), Isa::Mul(b, s));
-      *high = Isa::Fma(b, c, Isa::Mul(a, s));
+    // (a, b) becomes the rotated pair.
+    const auto rotate = [](Vec c, Vec s, Vec& a, Vec& b) __attribute__((always_inline)) {
+      const Vec low = Isa::Sub(Isa::Mul(a, c), Isa::Mul(b, s));
+      b = Isa::Fma(b, c, Isa::Mul(a, s));
+      a = low;
     };
-    Vec low[2], high[2];
     i64 d = 0;
     for (; d + 2 * kWidth <= half; d += 2 * kWidth) {
-      rotate(d, low, high);
-      rotate(d + kWidth, low + 1, high + 1);
-      Isa::StoreTwo(to + d, low[0], low[1]);
-      Isa::StoreTwo(to + half + d, high[0], high[1]);
+      Vec c[2], s[2];
+      Isa::LoadTwo(cos + d, c);
+      Isa::LoadTwo(sin + d, s);
+      const T* x = reinterpret_cast<const T*>(row) + d;
+      T* out = to + d;
+      for (i64 h = 0; h < heads.num; ++h) {
+        Vec a[2], b[2];
+        Isa::LoadTwo(x, a);
+        Isa::LoadTwo(x + half, b);
+        rotate(c[0], s[0], a[0], b[0]);
+        rotate(c[1], s[1], a[1], b[1]);
+        Isa::StoreTwo(out, a[0], a[1]);
+        Isa::StoreTwo(out + half, b[0], b[1]);
+        x += heads.bytes / i64{sizeof(T)};
+        out += heads.to_stride;
+      }
     }
     for (; d < half; d += kWidth) {
-      rotate(d, low, high);
-      Isa::Store(to + d, low[0]);
-      Isa::Store(to + half + d, high[0]);
+      const Vec c = Isa::Load(cos + d), s = Isa::Load(sin + d);
+      const T* x = reinterpret_cast<const T*>(row) + d;
+      T* out = to + d;
+      for (i64 h = 0; h < heads.num; ++h) {
+        Vec a = Isa::Load(x), b = Isa::Load(x + half);
+        rotate(c, s, a, b);
+        Isa::Store(out, a);
+        Isa::Store(out + half, b);
+        x += heads.bytes / i64{sizeof(T)};
+        out += heads.to_stride;
+      }
     }
   }
 

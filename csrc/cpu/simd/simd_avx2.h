@@ -50,6 +50,11 @@ struct Avx2 {
     const __m128i with_nan = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
     return _mm256_mul_ps(_mm256_cvtph_ps(with_nan), _mm256_set1_ps(0x1p8f));
   }
+  template <typename T>
+  static void LoadTwo(const T* p, Vec* v) {
+    v[0] = Load(p);
+    v[1] = Load(p + kWidth);
+  }
   // n is 8: head dims are multiples of 8.
   template <typename T>
   static Vec LoadFirst(const T* p, int) {

@@ -50,6 +50,11 @@ struct Avx512 {
   static Vec Load(const E4m3* p) {
     return Widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  template <typename T>
+  static void LoadTwo(const T* p, Vec* v) {
+    v[0] = Load(p);
+    v[1] = Load(p + kWidth);
+  }
   static Vec LoadFirst(const E4m3* p, int n) { return Widen(_mm_maskz_loadu_epi8(First16(n), p)); }
   static Vec LoadFirst(const float* p, int n) { return _mm512_maskz_loadu_ps(First16(n), p); }
   static Vec LoadFirst(const Bf16* p, int n) {
@@ -229,6 +234,20 @@ struct Avx512Bf16 : Avx512 {
   static constexpr bool kLooksUp = true;
   static constexpr int kLaneCodes = 4;
   static constexpr int kCodeColumns = 64;
+
+  using Avx512::LoadTwo;
+  // One load of a line, and one permutation of bytes a vector in place of widening and a shift.
+  static void LoadTwo(const Bf16* p, Vec* v) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    // The bytes 2 i and 2 i + 1 go to the upper half of lane i.
+    const __m512i low = _mm512_add_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x02020000)),
+                                         _mm512_set1_epi32(0x01000000));
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x20200000));
+    const __mmask64 upper = 0xcccccccccccccccc;
+    const __m512i x = _mm512_loadu_si512(p);
+    v[0] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi8(upper, low, x));
+    v[1] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi8(upper, high, x));
+  }
 
   using Avx512::StoreTwo;
   // One instruction and one store of a line, which a load of the line can take from the store.

@@ -67,6 +67,12 @@ struct Baseline {
     magnitude = Blend(rest == 0x7f, Set(__builtin_nanf("")), magnitude);
     return (Vec)((Int)magnitude | ((x & 0x80) << 24));
   }
+  // 2 * kWidth elements.
+  template <typename T>
+  static void LoadTwo(const T* p, Vec* v) {
+    v[0] = Load(p);
+    v[1] = Load(p + kWidth);
+  }
 
   // The first n elements, n in [1, kWidth] and a multiple of 8 or kWidth; the other lanes are 0.
   template <typename T>

@@ -45,6 +45,11 @@ struct Neon {
     const uint16x4_t half = vorr_u16(vorr_u16(vshl_n_u16(rest, 7), sign), nan);
     return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(half)), 0x1p8f);
   }
+  template <typename T>
+  static void LoadTwo(const T* p, Vec* v) {
+    v[0] = Load(p);
+    v[1] = Load(p + kWidth);
+  }
   // n is 4: head dims are multiples of 8.
   template <typename T>
   static Vec LoadFirst(const T* p, int) {
