@@ -434,7 +434,7 @@ def _outline(body: rs.ResponsesRequest, prepared: Prepared) -> rs.ModelResponse:
         store=body.store,
         temperature=params.temperature,
         text={"format": _shown_format(format)},
-        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        tool_choice=choice if isinstance(choice, str | None) else choice.model_dump(),
         tools=[tool.model_dump() for tool in body.tools if tool is not None],
         top_p=params.top_p,
     )
@@ -564,12 +564,14 @@ class Output:
         if part.is_first:
             yield from self._close_for_another()
             call = part.call
-            head = {"call_id": call.id, "name": call.name}
-            self._open = (
-                rs.OutputFunctionCall(id=self._new_id("fc"), **head, arguments="")
-                if call.input is None
-                else rs.OutputCustomToolCall(id=self._new_id("ctc"), **head, input="")
-            )
+            if call.input is None:
+                self._open = rs.OutputFunctionCall(
+                    id=self._new_id("fc"), call_id=call.id, name=call.name, arguments=""
+                )
+            else:
+                self._open = rs.OutputCustomToolCall(
+                    id=self._new_id("ctc"), call_id=call.id, name=call.name, input=""
+                )
             self._texts = []
             self.items.append(self._open)
             yield self._item_event("response.output_item.added", self._open)
