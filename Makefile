@@ -67,7 +67,7 @@ serve: $(ready)
 	$(PY) -m jax_attn.serve $(ARGS)
 
 # Seconds of processor time of the Python tests that are selected (tests/helpers/selection.py).
-covering := 240
+covering := 150
 
 test: $(test_ready)
 	$(if $(ready),@$(QUIETLY) 'C++ tests compile' \

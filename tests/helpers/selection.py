@@ -1,12 +1,12 @@
 """A covering selection of tests, for `make test`: --covering SECONDS.
 
 1. Every test function of at most COSTLY seconds takes part: with all its sets of parameters where
-   these take at most WHOLE seconds together, else with one. The dearer ones, which start servers,
-   engines or meshes, take most of all functions' time.
+   these take at most WHOLE seconds together, else with one.
 2. Then sets of parameters are added that have pairs of values which no selected test of their file
    has yet, most pairs a second first, until the selected tests are expected to take SECONDS of
    processor time. A value belongs to an argument, to a field of a dataclass (a Case) other
-   than its name, or to an element of a tuple.
+   than its name, or to an element of a tuple. These may be of functions of at most DEAREST
+   seconds; the dearer ones start servers, engines or meshes.
 
 Costs are recorded, not measured, so every machine selects the same tests. costs.json has the
 seconds of one set of parameters of each function that takes a twentieth of a second or more. To
@@ -29,8 +29,8 @@ import pytest
 from helpers.paths import DATA, ROOT
 
 COSTS = DATA / "costs.json"
-COSTLY = 1.0  # seconds
-WHOLE = 0.25
+COSTLY, DEAREST = 0.4, 1.0  # seconds
+WHOLE = 0.5
 CHEAP = 0.02  # seconds of a test that is not in costs.json
 _RECORDED = 0.05
 
@@ -81,10 +81,11 @@ def covering(items: list[pytest.Item], seconds: float, costs: dict[str, float]) 
     """Selects tests of `items` by the rule above."""
     pairs_of, pairs = _Pairs(), {}
     by_function: dict[str, list[pytest.Item]] = collections.defaultdict(list)
-    items = [item for item in items if cost_of(item, costs) <= COSTLY]
+    items = [item for item in items if cost_of(item, costs) <= DEAREST]
     for item in items:
         pairs[item] = pairs_of.of(item)
-        by_function[function_of(item.nodeid)].append(item)
+        if cost_of(item, costs) <= COSTLY:
+            by_function[function_of(item.nodeid)].append(item)
     seen: dict[str, set[Pair]] = collections.defaultdict(set)  # file -> covered pairs
     selected: set[pytest.Item] = set()
     spent = 0.0

@@ -11,7 +11,7 @@ import pytest
 from helpers import selection
 from helpers.paths import ROOT
 
-COSTS = {"a.py::wide": 0.9}
+COSTS = {"a.py::wide": 0.4}
 EVERYTHING = 1e9  # seconds
 
 
@@ -61,11 +61,18 @@ def test_every_function_is_there_without_time():
     assert sorted(functions) == [*narrow, "a.py::plain", "a.py::wide", "b.py::other"]
 
 
-def test_costly_functions_are_left_to_the_rest():
-    costs = {"a.py::wide": selection.COSTLY + 0.1, "b.py::other": selection.COSTLY}
+def test_the_dearest_functions_are_left_to_the_rest():
+    costs = {"a.py::wide": selection.DEAREST + 0.1, "b.py::other": selection.DEAREST}
     kept = selection.covering(made_up(), EVERYTHING, costs)
     functions = {selection.function_of(item.nodeid) for item in kept}
     assert functions == {"a.py::narrow", "a.py::plain", "b.py::other"}
+
+
+def test_a_costly_function_takes_part_for_the_pairs_that_it_adds():
+    costs = {"a.py::wide": selection.COSTLY, "b.py::other": selection.COSTLY + 0.1}
+    without, kept = (selection.covering(made_up(), seconds, costs) for seconds in (0, EVERYTHING))
+    assert {item.nodeid[0] for item in without} == {"a"}
+    assert pairs_of(kept, "b.py") == pairs_of(made_up(), "b.py")
 
 
 def test_what_did_not_run_keeps_its_cost(tmp_path, monkeypatch):
@@ -79,7 +86,7 @@ def test_what_did_not_run_keeps_its_cost(tmp_path, monkeypatch):
 
 
 def test_more_seconds_select_more_until_all_pairs_are_there():
-    amounts = [set(selected(seconds)) for seconds in (0, 5, 20, EVERYTHING)]
+    amounts = [set(selected(seconds)) for seconds in (0, 2, 9, EVERYTHING)]
     for less, more in itertools.pairwise(amounts):
         assert less < more
     items = made_up()
@@ -91,14 +98,12 @@ def test_more_seconds_select_more_until_all_pairs_are_there():
 
 def test_time_is_what_the_selected_tests_cost():
     """Up to the last one that is added."""
-    spent = sum(
-        COSTS.get(selection.function_of(nodeid), selection.CHEAP) for nodeid in selected(20)
-    )
-    assert 20 <= spent < 22
+    spent = sum(COSTS.get(selection.function_of(nodeid), selection.CHEAP) for nodeid in selected(9))
+    assert 9 <= spent < 10
 
 
 def test_the_selection_is_the_same_each_time():
-    assert sorted(selected(20)) == sorted(selected(20))
+    assert sorted(selected(9)) == sorted(selected(9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Case:
 def test_fields_of_a_case_are_values_but_its_name_is_none():
     twice = [Case(name, "bf16", 16) for name in ("a", "b")]
     cases = [*twice, Case("c", "f32", 16), Case("d", "bf16", 1)]
-    kept = selection.covering(parametrized("a.py::f", case=cases), EVERYTHING, {"a.py::f": 0.9})
+    kept = selection.covering(parametrized("a.py::f", case=cases), EVERYTHING, {"a.py::f": 0.4})
     names = {item.callspec.params["case"].name for item in kept}
     assert len(kept) == 3 and names > {"c", "d"}
 
