@@ -186,8 +186,16 @@ def project(
     x: jax.Array, weights: Params, config: EncoderConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q, k, v: [n, num_heads, head_dim] from x [n, hidden] and the weights of a layer."""
-    qkv = (product(x, weights["qkv"]) + weights["qkv_bias"]).reshape(len(x), 3, -1, config.head_dim)
-    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
+    qkv = product(x, weights["qkv"])
+
+    # Slices before the sums, in f32: on CPUs that takes half the time of slices of sums of bf16.
+    def part(i: int) -> jax.Array:
+        columns = slice(i * config.hidden_size, (i + 1) * config.hidden_size)
+        bias = weights["qkv_bias"][columns].astype(jnp.float32)
+        y = (qkv[:, columns].astype(jnp.float32) + bias).astype(x.dtype)
+        return y.reshape(len(x), -1, config.head_dim)
+
+    return part(0), part(1), part(2)
 
 
 def layer(x: jax.Array, o: jax.Array, weights: Params, config: EncoderConfig) -> jax.Array:
