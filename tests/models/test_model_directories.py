@@ -1123,11 +1123,20 @@ def test_text_model_of_a_llama4_with_images(tmp_path):
         ("nemotron", {"hidden_act": "tanh"}, "hidden_act: expected 'relu2', "),
         ("starcoder2", {"mlp_type": "gated"}, "mlp_type: expected 'default', got 'gated'"),
         ("llama", {"attention_chunk_size": 4}, "attention_chunk_size: expected None, got 4"),
+        ("minimax m2", {"use_qk_norm": False}, "use_qk_norm: expected True, got False"),
+        ("kimi linear", {"mlp_layer_types": ["dense", "sparse", "sparse", "moe"]},
+         "mlp_layer_types: expected 4 times 'dense' or 'sparse', got "),
     ],
 )  # fmt: skip
 def test_options_of_other_families_that_are_refused(base, changes, message):
     with pytest.raises(models.ModelDirectoryError, match=re.escape(message)):
         models.parse_config(model_cases.CONFIGS[base] | changes)
+
+
+def test_experts_of_a_token_where_an_ernie_says_no_number():
+    raw = model_cases.CONFIGS["ernie4.5 moe"] | {"moe_num_experts": 8}
+    raw = {key: value for key, value in raw.items() if key not in ("moe_k", "num_experts_per_tok")}
+    assert models.parse_config(raw).experts.per_token == 6
 
 
 def test_longrope_of_a_phimoe_ends_at_the_original_context():

@@ -606,6 +606,15 @@ def test_describe_names_what_the_schedule_does():
     assert str(len(plan.items())) in text and str(len(plan.merge_groups())) in text
 
 
+def test_describe_counts_the_groups_that_fold_for_others():
+    """Also those whose parent is the first group."""
+    plan = long_context("sm_90:132", 16, 60000, (8, 2), head_dim_qk=128)
+    parents = plan.merge_groups()["parent"]
+    assert 0 in parents
+    assert f"split tiles    {(parents < 0).sum()} row groups in " in plan.describe()
+    assert f"first folded by {(parents >= 0).sum()} merge groups" in plan.describe()
+
+
 def test_phases():
     """Letters and page counts of describe()."""
     for case, phase in (

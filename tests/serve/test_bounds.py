@@ -540,6 +540,20 @@ def test_ready_connections_take_turns():
         assert len(selector.select(0)) == fair_loop.MOST
 
 
+def test_two_turns_have_twice_as_many_connections():
+    pairs = [socket.socketpair() for _ in range(2 * fair_loop.MOST)]
+    with contextlib.ExitStack() as stack:
+        for end in itertools.chain(*pairs):
+            stack.enter_context(end)
+        selector = stack.enter_context(FairSelector())
+        for ours, theirs in pairs:
+            theirs.send(b"a")
+            selector.register(ours, selectors.EVENT_READ)
+        turns = [{key.fd for key, _ in selector.select(0)} for _ in range(2)]
+        assert turns[0] | turns[1] == {ours.fileno() for ours, _ in pairs}
+        assert len(turns[0]) == len(turns[1]) == fair_loop.MOST
+
+
 @pytest.mark.parametrize("num_each", [1, 6])
 def test_streams_go_on_while_many_connections_ask(monkeypatch, num_each):
     """Each turn of the loop begins few requests, however many connections have one, or several."""

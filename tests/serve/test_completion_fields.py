@@ -1,5 +1,7 @@
 """best_of, suffix and prediction: fields of OpenAI's that change what the engine gets."""
 
+import json
+
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
@@ -15,6 +17,19 @@ PATH = "/v1/completions"
 def server():
     with serving() as server:
         yield server
+
+
+@pytest.mark.parametrize("config", [{"add_bos_token": True}, {"add_bos_token": False}, {}])
+def test_the_tokenizers_config_says_whether_a_token_precedes_a_prompt(tmp_path, config):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    model = fake_model()
+    expected = model.tokenizer.encode("import os", add_special_tokens=False).ids
+    if config.get("add_bos_token"):
+        expected = [model.config.bos_token, *expected]
+    with serving(directory=tmp_path) as server:
+        assert server.post(PATH, {"prompt": "import os", "max_tokens": 1}).status == 200
+        (seq,) = server.engine.submitted
+    assert seq.tokens[: seq.num_prompt] == expected
 
 
 def test_best_of_returns_the_likeliest(server, monkeypatch):

@@ -97,6 +97,16 @@ def test_a_grammar_and_its_quoted_form_have_the_same_texts(
     assert follows(grammars, outer, json.dumps(text, ensure_ascii=False)) == fits
 
 
+@pytest.mark.parametrize("members", ['"-%', r"\\-^", " -%", "X-a"])
+def test_a_range_never_has_what_json_escapes(grammars, members):
+    """Whether it begins with such a character or has one within."""
+    made = custom_tools.lark_of("regex", f"[{members}]+", True)
+    outer = f'start: "\\"" x "\\""\nx: %lark {{\n{made}}}\n'
+    raw = '"' if "%" in members else "\\"
+    assert follows(grammars, outer, json.dumps(2 * raw))
+    assert not follows(grammars, outer, f'"{raw}{members[-1]}"')
+
+
 @pytest.mark.parametrize(
     "text, got",
     [

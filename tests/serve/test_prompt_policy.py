@@ -355,6 +355,7 @@ def test_a_policy_that_there_is_not_is_refused(text):
 def test_defaults_of_a_policy():
     assert kv_policies.parse("snapkv:keep=99") == PromptPolicy.snapkv(99, 32)
     assert kv_policies.parse("h2o:keep=9") == PromptPolicy.h2o(9)
+    assert [PromptPolicy.h2o(keep).recent for keep in (1, 8, 9)] == [1, 4, 5]
     args = _options.from_keywords({"kv_policy": "h2o:keep=9", "max_model_len": 77})
     assert _options.engine_config(50, args).kv_policy == PromptPolicy.h2o(9)
     with pytest.raises(ValueError, match="snapkv: keep: expected at least 32, the last tokens"):

@@ -14,7 +14,7 @@ from jax_attn.serve._grammar import grammar
 from jax_attn.serve._ipc.remote_engine import RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
 from jax_attn.serve._scheduling.admission import QueueFull
-from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
+from jax_attn.serve._scheduling.events import FIRST_VERSION, TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.protocols import EngineStopped
 from jax_attn.serve._scheduling.request import FinishReason, Sequence
 
@@ -47,6 +47,18 @@ def joined(events: list[TokenEvent]) -> TokenEvent:
     for event in rest:
         first.extend(event)
     return first
+
+
+@pytest.mark.parametrize("given", ([], [0], [1], [2], [0, 1], [1, 2], [0, 1, 2]))
+def test_joined_events_have_a_version_for_each_token(given):
+    """given: the events that have versions; a token of the others is of the first weights."""
+    events = [TokenEvent("a", [i] * (i + 1), str(i)) for i in range(3)]
+    for i in given:
+        events[i].versions = [f"step {i}"] * (i + 1)
+    whole = joined(events)
+    assert (whole.tokens, whole.text) == ([0, 1, 1, 2, 2, 2], "012")
+    expected = [f"step {i}" if i in given else FIRST_VERSION for i in whole.tokens]
+    assert whole.versions == (expected if given else None)
 
 
 def test_what_arrives_is_what_was_sent(engine):

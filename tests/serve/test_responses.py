@@ -486,6 +486,9 @@ def test_input_items_and_their_tokens(server, client):
     assert listed[0].content[0].type == "input_text" and listed[2].content[0].text == "A"
     newest = client.responses.input_items.list(response.id, limit=2)
     assert [item.type for item in newest.data] == kinds[:2:-1] and newest.has_more
+    for limit in (5, 6):
+        whole = client.responses.input_items.list(response.id, limit=limit)
+        assert len(whole.data) == 5 and not whole.has_more
     first = prompt_of(server)
     again = [item.model_dump(warnings=False) for item in listed]
     client.responses.create(model="tiny", input=again, instructions="I")

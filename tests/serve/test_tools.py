@@ -12,8 +12,8 @@ from helpers.serve.live_server import serving
 from helpers.serve.streamed_calls import Joined, calls_of_chunks, split, streamed
 from helpers.serve.tokenizer_kinds import byte_level, with_added
 from helpers.serve.written_calls import as_gemma, written
-from jax_attn.serve._chat import strict_json, tools
-from jax_attn.serve._chat.growing_calls import GrowingCall, GrowingCalls
+from jax_attn.serve._chat import gemma_tool_calls, strict_json, tools
+from jax_attn.serve._chat.growing_calls import MOST_NESTED, GrowingCall, GrowingCalls
 from jax_attn.serve._chat.harmony import HarmonySplitter
 from jax_attn.serve._chat.tools import (
     BARE,
@@ -931,6 +931,16 @@ def test_the_conversation_is_shown_to_the_model(server):
 def test_400_names_the_field(server, change, param):
     answer = server.post(CHAT, ASKED | change)
     assert (answer.status, answer.error["param"]) == (400, param), answer.error
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ("{a:", "}")])
+def test_the_levels_of_a_call_in_gemmas_format(begin, end):
+    """Those below the arguments, of which there are at most so many."""
+    for depth, is_call in ((MOST_NESTED, True), (MOST_NESTED + 1, False)):
+        nested = begin * (depth - 1) + begin[0] + end * depth
+        found = gemma_tool_calls.parse(f"call:f{{a:{nested}}}", '<|"|>')
+        arguments = '{"a": ' + nested.replace("a:", '"a": ') + "}"
+        assert found == ([("f", arguments)] if is_call else [])
 
 
 def test_every_kind_of_value_can_be_demanded_in_gemmas_format():
