@@ -416,6 +416,7 @@ def _outline(body: rs.ResponsesRequest, prepared: Prepared) -> rs.ModelResponse:
     """The response before it has any output."""
     params = prepared.sequences[0].params
     choice = body.tool_choice
+    assert choice is not None  # those of other types have been refused
     format = body.text.format if body.text is not None else None
     conversation = body.conversation_id
     return rs.ModelResponse(
@@ -564,7 +565,7 @@ class Output:
         if part.is_first:
             yield from self._close_for_another()
             call = part.call
-            head = {"call_id": call.id, "name": call.name}
+            head: dict[str, Any] = {"call_id": call.id, "name": call.name}
             self._open = (
                 rs.OutputFunctionCall(id=self._new_id("fc"), **head, arguments="")
                 if call.input is None
