@@ -416,6 +416,7 @@ def _outline(body: rs.ResponsesRequest, prepared: Prepared) -> rs.ModelResponse:
     """The response before it has any output."""
     params = prepared.sequences[0].params
     choice = body.tool_choice
+    assert choice is not None  # those of other types have been refused
     format = body.text.format if body.text is not None else None
     conversation = body.conversation_id
     return rs.ModelResponse(
