@@ -1,19 +1,24 @@
 """Decode steps with LoRA adapters, beside the same steps without.
 
-    python -m benchmarks.lora [--shape qwen3-0.6b] [--dtype float32] [--ranks 8,16] [--rounds 15]
+    python -m benchmarks.lora [--shape qwen3-0.6b] [--dtype float32] [--ranks 8,16] [--rounds 41]
 
-Random weights and adapters of all linear layers. Steps run in turns; each time is the least of its
-rounds, because other work on the machine only adds to it. Behind it is the least processor time.
+Random weights and adapters of all linear layers. Each round runs every step once, beginning with
+another one each time, so that drift of the machine is in all of them. A cost is the median over
+rounds of what a step took beyond `none` of its round; in parentheses an interval that has the true
+median with 95 %. `again` is `none` once more: its interval shows how far to trust the others.
 
   none       an engine without room for adapters
+  again      the same
   unused     one with room for 32, and no request that names one
-  one        every request has the same adapter
-  each       every request has one of its own, up to 32
+  one        every request has the same adapter: the goal is at most 8 %
+  each       every request has one of its own: at most 20 % with 32 requests
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import time
 from array import array
 from collections.abc import Callable
@@ -39,6 +44,30 @@ NUM_LORAS, PAGE_SIZE, CONTEXT = 32, 16, 127
 class Seconds(NamedTuple):
     wall: float
     processor: float
+
+
+class Cost(NamedTuple):
+    """A share of `none`'s time, and the interval that has the true median with 95 %."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+
+    def verdict(self, goal: float) -> str:
+        if self.high <= goal:
+            return "met"
+        return "missed" if self.low > goal else "not decided: more rounds"
+
+
+def cost(times: list[float], without: list[float]) -> Cost:
+    """What `times` are beyond those `without` adapters of the same rounds."""
+    more = sorted(x / y - 1 for x, y in zip(times, without, strict=True))
+    # Ranks of the normal approximation to the binomial distribution.
+    skipped = max(0, math.floor((len(more) - 1.96 * math.sqrt(len(more))) / 2))
+    return Cost(statistics.median(more), more[skipped], more[-1 - skipped])
 
 
 def adapter(config: models.ModelConfig, rank: int) -> LoraWeights:
@@ -97,24 +126,39 @@ def measure(model: models.Model, rank: int, rounds: int) -> None:
         return run
 
     for num in (1, 8, 32):
+        none = step(plain, [None] * num)
         steps = {
-            "none": step(plain, [None] * num),
+            "none": none,
+            "again": none,
             "unused": step(adapted, [None] * num),
             "one": step(adapted, [0] * num),
             "each": step(adapted, list(range(num))),
         }
-        for run in steps.values():
-            run()
-        times = [{name: run() for name, run in steps.items()} for _ in range(rounds)]
-        cells = [f"rank {rank}, {num:2} requests"]
-        least = {
-            name: Seconds(*map(min, zip(*(each[name] for each in times), strict=True)))
-            for name in steps
-        }
-        for name, found in least.items():
-            more = [f"{x / plain - 1:+.1%}" for x, plain in zip(found, least["none"], strict=True)]
-            cells.append(f"{name} {1e3 * found.wall:.1f} ms ({', '.join(more)})")
-        log("   ".join(cells))
+        if num == 1:
+            del steps["each"]  # that is `one`
+        times = run_rounds(steps, rounds)
+        least = min(each.wall for each in times["none"])
+        log(f"rank {rank}, {num:2} requests: none {1e3 * least:.1f} ms at least")
+        for name in [*steps][1:]:
+            wall, processor = (
+                cost([each[i] for each in times[name]], [each[i] for each in times["none"]])
+                for i in range(2)
+            )
+            goal = {("one", num): 0.08, ("each", NUM_LORAS): 0.2}.get((name, num))
+            verdict = "" if goal is None else f", at most {goal:.0%}: {wall.verdict(goal)}"
+            log(f"  {name:6} wall {wall}, processor {processor}{verdict}")
+
+
+def run_rounds(steps: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str, list[Seconds]]:
+    """The times of each step in each round, after one round that is not counted."""
+    names, times = [*steps], {name: list[Seconds]() for name in steps}
+    for i in range(-1, rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            found = steps[name]()
+            if i >= 0:
+                times[name].append(found)
+    return times
 
 
 def main() -> None:
@@ -123,7 +167,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tries the script on any machine")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--ranks", default="8,16")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=41)
     args = parser.parse_args()
     model = shapes.make_model(args.shape, args.tiny, args.dtype)
     if jax.default_backend() == "cpu":

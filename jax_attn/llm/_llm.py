@@ -395,7 +395,9 @@ class LLM:
 
 
 def scoring_params(params: SamplingParams | None) -> SamplingParams:
-    """The parameters of `score` for those that its caller gives."""
+    """The parameters of `score` for those that its caller gives. Raises ValueError."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"score: params: expected SamplingParams, got {params!r:.100}.")
     if params is None:
         return SamplingParams(
             max_tokens=0, temperature=1.0, logprobs=True, prompt_logprobs=True, logprobs_of="model"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from jax_attn.serve._grammar import grammar
@@ -74,9 +75,10 @@ class SamplingParams:
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("n", "priority"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name}: expected an integer, got {getattr(self, name)!r}")
+        for name, (what, holds) in _KINDS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name}: expected {what}, got {value!r:.100}")
         if self.n < 1:
             raise ValueError(f"n: expected at least 1, got {self.n}")
         if self.deadline is not None and not self.deadline > 0:
@@ -122,7 +124,7 @@ class SamplingParams:
 
     def seeds(self) -> list[int]:
         """A seed for each of the n completions of a prompt."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+        seed = secrets.randbits(63) if self.seed is None else int(self.seed)
         return [seed_of_choice(seed, choice) for choice in range(self.n)]
 
     @property
@@ -151,6 +153,53 @@ class SamplingParams:
             return grammar.from_lark(self.grammar)
         return None if self.choice is None else grammar.from_choices(list(self.choice))
 
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_list_of(holds: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(holds, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_integer(token) and _is_number(bias) for token, bias in value.items()
+    )
+
+
+def _or_none(what: str, holds: Callable[[Any], bool]) -> tuple[str, Callable[[Any], bool]]:
+    return f"{what} or None", lambda value: value is None or holds(value)
+
+
+_INTEGER, _NUMBER = ("an integer", _is_integer), ("a number", _is_number)
+_ASKED = _or_none("True, False, an integer", lambda x: isinstance(x, Integral))
+
+# What a field's value must be, for fields where a wrong one would fail later: amid a step, which
+# other callers share, or not at all.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("n", "min_tokens", "priority"), _INTEGER),
+    **dict.fromkeys(("max_tokens", "top_k", "seed"), _or_none(*_INTEGER)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "deadline"), _or_none(*_NUMBER)
+    ),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _ASKED),
+    "stop": ("a text or texts", lambda x: isinstance(x, str) or _is_list_of(_is_text, x)),
+    "stop_token_ids": ("a list of integers", lambda x: _is_list_of(_is_integer, x)),
+    "logit_bias": _or_none("a map from integers to numbers", _are_biases),
+    "choice": _or_none("a list of texts", lambda x: bool(x) and _is_list_of(_is_text, x)),
+    **dict.fromkeys(("regex", "grammar"), _or_none("a text", _is_text)),
+    **dict.fromkeys(("cache_salt", "adapter"), ("a text", _is_text)),
+}
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 

@@ -75,6 +75,10 @@ class Runtime:
         if _is_fork_of_user:
             _refuse_fork()
         options = dict(options)
+        if not isinstance(model, (models.Model, str, os.PathLike, type(None))):
+            raise ValueError(
+                f"LLM: model: expected ORG/NAME, a directory or a loaded Model, got {model!r:.100}."
+            )
         if not isinstance(model, (models.Model, type(None))):
             options["model"] = os.fspath(model)
         try:
@@ -213,15 +217,14 @@ class Runtime:
         """Encodes and checks prompts. Raises ValueError that names the first wrong one."""
         engine = self.engine(call)
         listed = as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
-        else:
-            each = list(params)
-            if len(each) != len(listed):
-                raise ValueError(
-                    f"{call}: params: expected one or {len(listed)}, as many as prompts, got"
-                    f" {len(each)}."
-                )
+        if call == "chat":
+            for i, prompt in enumerate(listed):
+                if not _are_messages(prompt):
+                    raise ValueError(
+                        f"chat: prompts[{i}]: expected the messages of a chat, got"
+                        f" {prompt!r:.100}; generate completes texts."
+                    )
+        each = params_of(call, params, len(listed))
         for of in {id(one): one for one in each}.values():
             check_adapter(call, of.adapter, engine.lora_names)
             try:
@@ -473,11 +476,29 @@ def score_of(call: str, run: Run, version: str) -> Scores:
     return Scores(run.seq.tokens[: run.seq.num_prompt], logprobs, version)
 
 
+def params_of(
+    call: str, params: SamplingParams | Sequence[SamplingParams] | None, num: int
+) -> list[SamplingParams]:
+    """Those of each of `num` prompts. Raises ValueError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num
+    is_list = isinstance(params, Sequence) and not isinstance(params, str)
+    for one in params if is_list else [params]:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"{call}: params: expected SamplingParams, got {one!r:.100}.")
+    if len(params) != num:
+        raise ValueError(
+            f"{call}: params: expected one or {num}, as many as prompts, got {len(params)}."
+        )
+    return list(params)
+
+
 def check_adapter(call: str, name: str, known: Sequence[str]) -> None:
     """Raises ValueError for an adapter that the engine does not have."""
     if name and name not in known:
-        names = ", ".join(map(repr, known)) or "none, as there are no adapters"
-        raise ValueError(f"{call}: adapter: expected one of {names}, got {name!r}.")
+        names = ", ".join(map(repr, known))
+        expected = f"one of {names}" if known else "none, as no adapter is loaded"
+        raise ValueError(f"{call}: adapter: expected {expected}, got {name!r}.")
 
 
 def run_of(
@@ -497,7 +518,7 @@ def run_of(
         list(tokens),
         params,
         namespace=f"/{salt}" if salt else "",
-        priority=priority,
+        priority=int(priority),
         deadline=deadline,
         arrival=time.monotonic(),
         adapter_name=adapter,

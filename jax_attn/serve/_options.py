@@ -395,8 +395,15 @@ def _check_alone(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         parser.error("--served-model-name: expected one name of --embedding-model without --model")
 
 
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
 def _positive(text: str) -> int:
-    if int(text) < 1:
+    if _integer(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
 
@@ -422,19 +429,24 @@ def _lora(text: str) -> tuple[str, Path]:
 
 
 def _share(text: str) -> float:
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text}")
-    return float(text)
+    sentence = f"expected a number between 0 and 1, got {text}"
+    try:
+        share = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(sentence) from None
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(sentence)
+    return share
 
 
 def _non_negative(text: str) -> int:
-    if int(text) < 0:
+    if _integer(text) < 0:
         raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
     return int(text)
 
 
 def _port(text: str) -> int:
-    if not 0 <= int(text) <= 65535:
+    if not 0 <= _integer(text) <= 65535:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text}")
     return int(text)
 

@@ -127,6 +127,18 @@ def test_chats_constraints_and_stops(llm):
         (lambda llm: llm.chat([{"role": "user"}]), "chat: prompts[0]: messages[0]"),
         (lambda llm: llm.embed("x"), "expected LLM(embedding_model=...) for vectors, got none"),
         (lambda llm: llm.score([[]]), "score: prompts[0]: expected tokens, got none"),
+        (lambda llm: llm.generate("x", {"n": 2}), "generate: params: expected SamplingParams, got"),
+        (
+            lambda llm: llm.generate(["x"], [{}]),
+            "params: expected SamplingParams, got {}",
+        ),
+        (lambda llm: llm.score("x", {"top_k": 2}), "score: params: expected SamplingParams, got"),
+        (lambda llm: llm.chat("x"), "chat: prompts[0]: expected the messages of a chat, got 'x'"),
+        (
+            lambda llm: llm.generate("x", SamplingParams(adapter="a")),
+            "adapter: expected none, as no adapter is loaded, got 'a'",
+        ),
+        (lambda llm: LLM(5), "LLM: model: expected ORG/NAME, a directory or a loaded Model, got 5"),
     ],
 )
 def test_what_does_not_fit_is_a_sentence_before_anything_runs(llm, call, sentence):
@@ -138,9 +150,46 @@ def test_what_does_not_fit_is_a_sentence_before_anything_runs(llm, call, sentenc
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("n", True, "an integer"),
+        ("max_tokens", 2.5, "an integer or None"),
+        ("top_k", 2.5, "an integer or None"),
+        ("seed", "3", "an integer or None"),
+        ("temperature", "hot", "a number or None"),
+        ("presence_penalty", None, "a number"),
+        ("deadline", "soon", "a number or None"),
+        ("logprobs", 1.5, "True, False, an integer or None"),
+        ("stop", 5, "a text or texts"),
+        ("stop_token_ids", 5, "a list of integers"),
+        ("logit_bias", {"5": 1.0}, "a map from integers to numbers or None"),
+        ("choice", "yes", "a list of texts or None"),
+        ("choice", [], "a list of texts or None"),
+        ("regex", 5, "a text or None"),
+        ("adapter", None, "a text"),
+    ],
+)
+def test_a_field_of_another_type_never_reaches_a_step(field, value, expected):
+    with pytest.raises(ValueError) as raised:
+        SamplingParams(**{field: value})
+    assert str(raised.value) == f"{field}: expected {expected}, got {value!r}"
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    fields = {"max_tokens": 3, "top_k": 9, "seed": 2**62, "temperature": 0.5, "priority": 1}
+    of_numpy = {name: np.array(value)[()] for name, value in fields.items()}
+    ids = np.array(7)[()]
+    params = SamplingParams(**of_numpy, stop_token_ids=[ids], logit_bias={ids: np.float32(1)})
+    plain = SamplingParams(**fields, stop_token_ids=[7], logit_bias={7: 1.0})
+    assert texts(llm.generate("x", params)) == texts(llm.generate("x", plain))
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         ["--max-running=0"],
+        ["--num-pages=abc"],
+        ["--memory-share=half"],
         ["--memory-share=1.5"],
         ["--dtype=int7"],
         ["--max-runing=3"],
@@ -155,6 +204,7 @@ def test_options_are_the_servers(argv, capsys):
     with pytest.raises(ValueError) as raised:
         LLM(models.BUNDLED, **dict(names))
     assert str(raised.value) == f"LLM: {sentence}"
+    assert "expected" in sentence or sentence.startswith(("unrecognized", "argument --dtype"))
 
 
 def test_options_of_the_server_alone_are_refused(model):
