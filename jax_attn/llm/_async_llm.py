@@ -193,6 +193,11 @@ class AsyncLLM:
         """See LLM.config."""
         return self.llm.config
 
+    @property
+    def kv_split(self) -> int | None:
+        """See LLM.kv_split."""
+        return self.llm.kv_split
+
     async def close(self) -> None:
         """See LLM.close."""
         await asyncio.to_thread(self.llm.close)

@@ -323,6 +323,14 @@ class LLM:
         self._runtime.engine("config", runs=False)
         return self._runtime.config
 
+    @property
+    def kv_split(self) -> int | None:
+        """Tokens of a chunk of keys with batch_invariant, as AttentionSpec.kv_split; None: without.
+
+        A forward pass of one's own with this kv_split has the engine's bits (docs/rl.md).
+        """
+        return self._runtime.engine("kv_split", runs=False).kv_split
+
     # ---- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:

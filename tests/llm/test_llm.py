@@ -20,6 +20,8 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
+import jax_attn as ja
+from helpers.model_cases import shallow
 from helpers.small_llm import SMALL, check_at_rest
 from jax_attn import LLM, AsyncLLM, SamplingParams, models
 from jax_attn.llm import EngineStopped, token_logprobs
@@ -438,6 +440,37 @@ def test_sampler_scorer_and_trainer_have_one_distribution(llm, model, fields):
     [raw] = llm.generate("def add(a", of_model)
     assert raw.tokens == output.tokens
     assert (raw.completions[0].token_logprobs() != sampled).any() == bool(fields)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_pass_of_ones_own_has_the_samplers_bits(dtype):
+    """With batch_invariant: over the engine's packed weights, with its kv_split."""
+    model = shallow(models.load(models.BUNDLED, dtype=dtype))
+    fields = {"temperature": 0.7}
+    params = SamplingParams(max_tokens=20, seed=5, logprobs=True, **fields)
+    with LLM(model, directory=models.BUNDLED, **SMALL, batch_invariant=True) as llm:
+        [output] = llm.generate("def add(a", params)
+        kv_split = llm.kv_split
+    tokens = np.array(output.prompt_tokens + output.tokens)
+    num, page_size = len(tokens) - 1, 8
+    num_pages = -(-num // page_size)
+    [spec] = models.attention_specs(
+        model.config, dtype=dtype, page_size=page_size, num_pages=num_pages, max_batch=1,
+        max_qo_tokens=num, max_kv_pages=num_pages, schedule="fixed_split", kv_split=kv_split,
+    )  # fmt: skip
+    plan = ja.plan(spec, [0, num], [num], [0, num_pages], np.arange(num_pages))
+    k_pages, v_pages = models.init_pages(model.config, (spec,), num_pages)
+
+    @jax.jit
+    def trained(weights, k_pages, v_pages, plan):
+        rows = np.arange(num, dtype=np.int32)
+        logits, *_ = models.forward(
+            weights, model.config, tokens[:-1], rows, k_pages, v_pages, (plan,), rows
+        )
+        return token_logprobs(logits, tokens[1:], **fields)
+
+    got = trained(models.pack_params(model.params, model.config), k_pages, v_pages, plan)
+    np.testing.assert_array_equal(got[-20:], output.completions[0].token_logprobs())
 
 
 def test_at_temperature_0_one_token_has_all_probability(llm):

@@ -301,3 +301,7 @@ def test_closing_does_not_wait_for_a_pause(model):
 
 def test_from_a_trainers_mesh_to_the_engines_and_bits_over_two_devices():
     run_on_cpus(4, "import mesh_llm_checks as m; m.check_resharding(); m.check_bits(2, 'bfloat16')")
+
+
+def test_bits_over_four_devices():
+    run_on_cpus(4, "import mesh_llm_checks as m; m.check_bits(4, 'bfloat16')")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -323,6 +324,15 @@ def test_masks():
         0x7FFFFFFE, 0x7FFFFFFF, 0xFFFFFFFF ^ 1 << 18
     ]  # fmt: skip
     assert (mask[1] == -1).all()
+
+
+def test_bits_of_logprobs_do_not_depend_on_the_number_of_rows():
+    logits = 4 * jax.random.normal(jax.random.key(0), (32, 5000))
+    logits = logits.at[:, 7].set(-jnp.inf)
+    whole = np.asarray(jax.jit(sampling._log_softmax)(logits))
+    np.testing.assert_allclose(whole, jax.nn.log_softmax(logits), rtol=1e-6, atol=1e-5)
+    for num in range(1, 9):
+        np.testing.assert_array_equal(jax.jit(sampling._log_softmax)(logits[:num]), whole[:num])
 
 
 def test_too_many_biases():

@@ -397,6 +397,11 @@ class AsyncEngine:
         """The adapters that requests may name."""
         return self._engine.lora_names
 
+    @property
+    def kv_split(self) -> int | None:
+        """See LLM.kv_split."""
+        return next((spec.kv_split for spec in self._engine.device.buckets[0].specs), None)
+
     async def control(self, name: str, **options: Any) -> str:
         """What an operator may do: "weights" (see load_weights), "pause" (end), "resume", "lora"
         (adapter, directory) or "unload" (adapter).

@@ -27,6 +27,8 @@ from jax_attn.serve._scheduling.request import SamplingParams
 MAX_LOGPROBS = 20  # the most alternatives a request may ask for
 MAX_LOGIT_BIAS = 300  # entries of a sequence, the limit of OpenAI's API
 
+_LANES = 128  # sums of a row that run side by side; a power of 2
+
 # Bit of SamplerState.counts: the token is in the prompt. Lower bits count it in the output.
 _IN_PROMPT = 1 << 30
 
@@ -336,7 +338,8 @@ def token_logprobs(
     """
     scores = logits
     if (temperature, top_k, top_p, min_p) != (1.0, 0, 1.0, 0.0):
-        scores = _scaled(logits, jnp.float32(temperature))
+        # As data, as in the sampler: XLA multiplies by the reciprocal of a constant.
+        scores = _scaled(logits, jax.lax.optimization_barrier(jnp.float32(temperature)))
         of_row = jnp.full(len(logits), top_k, jnp.int32), jnp.float32(top_p), jnp.float32(min_p)
         kept = jax.lax.stop_gradient(_filtered(jax.lax.stop_gradient(scores), *of_row))
         scores = jnp.where(jnp.isneginf(kept), -jnp.inf, scores)
@@ -344,8 +347,20 @@ def token_logprobs(
 
 
 def _log_softmax(x: jax.Array) -> jax.Array:
-    # Apart from its surroundings, so that it is one computation in the sampler and in a trainer.
-    return jax.nn.log_softmax(jax.lax.optimization_barrier(x), axis=1)
+    """jax.nn.log_softmax of rows, whose bits do not depend on the number of rows.
+
+    The sampler and a trainer have different numbers, and XLA sums a row in an order that depends on
+    that. Here lanes are summed from the first to the last, then in halves.
+    """
+    x = jax.lax.optimization_barrier(x)  # one computation, whatever surrounds it
+    top = jax.lax.stop_gradient(x.max(axis=1, keepdims=True))
+    shifted = x - jnp.where(jnp.isfinite(top), top, 0)
+    powers = jnp.pad(jnp.exp(shifted), ((0, 0), (0, -x.shape[1] % _LANES)))
+    sums = powers.reshape(len(x), -1, _LANES).sum(axis=1)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return shifted - jnp.log(sums)
 
 
 def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
