@@ -1120,7 +1120,7 @@ def test_text_model_of_a_llama4_with_images(tmp_path):
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block: expected True, got False"),
         ("stablelm", {"head_dim": 8}, "head_dim: expected 16, as hidden_size says, got 8"),
         ("gpt-neox", {"rotary_pct": 2.5}, "rotary_pct: expected a part of the 16 dimensions"),
-        ("nemotron", {"hidden_act": "tanh"}, "hidden_act: expected 'relu2', "),
+        ("nemotron", {"hidden_act": "tanh"}, "hidden_act: expected 'gelu', "),
         ("starcoder2", {"mlp_type": "gated"}, "mlp_type: expected 'default', got 'gated'"),
         ("llama", {"attention_chunk_size": 4}, "attention_chunk_size: expected None, got 4"),
         ("minimax m2", {"use_qk_norm": False}, "use_qk_norm: expected True, got False"),
