@@ -142,7 +142,17 @@ _LINEAR_CHAINS = (
     "sm_80: four words beside a state of 64 registers, its operands and a product; not looked into,"
     " no such GPU was at hand",
 )
+_LINEAR_TERMS = (
+    8,
+    "96 registers, so that a multiprocessor has five CTAs: two words on sm_100a; not looked into,"
+    " no such GPU was at hand",
+)
 SPILLS: dict[str, tuple[int, str]] = {
+    **{
+        f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-chunks-n128-terms": _LINEAR_TERMS
+        for state in ("bf16", "f32")
+    },
+    "linear_attention-bf16-d128x64-head-sf32-chunks-n64-state_gradients": _LINEAR_CHAINS,
     **{
         f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-{loop}-n64-gradients": (
             _LINEAR_GRADIENTS
