@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("tqdm", reason="needs the extra `serve`")
 
+from jax_attn.serve._engine import file_store
 from jax_attn.serve._engine.file_store import MAGIC, FileStore
 
 MOST = 1 << 30
@@ -197,6 +198,24 @@ def test_one_server_at_a_time(open_store, tmp_path):
     store.leave()
     with pytest.raises(ValueError, match="no other server"):
         FileStore(tmp_path / "cache", MOST, "m")
+
+
+def test_a_thread_changes_no_entry_once_the_lock_is_given_back(open_store, tmp_path, monkeypatch):
+    """Another server may have the folder by then."""
+    store, path = open_store(15_000), tmp_path / "cache" / name_of(0)
+    store.write(name_of(0), arrays_of(0))
+    flip(path, -1)
+
+    def late(*args, **kwargs):  # the last user leaves while a file is written
+        if not store._held.closed:
+            store.leave()
+        return open(*args, **kwargs)
+
+    monkeypatch.setattr(file_store, "open", late, raising=False)
+    store.write(name_of(1), arrays_of(1))
+    assert store.read(name_of(0)) is None
+    store.write(name_of(2), arrays_of(2, size=2000))  # for which another one would have to go
+    assert {each.name for each in path.parent.iterdir()} == {"lock", name_of(0)}
 
 
 def test_a_folder_of_another_user(tmp_path, monkeypatch):
