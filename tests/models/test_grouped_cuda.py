@@ -191,6 +191,12 @@ def check_mesh() -> None:
             )
             np.testing.assert_allclose(got, want, atol=1e-2)
 
+        # Sizes that are no sizes are read as the kernel reads them: none, and up to the last row.
+        split = NamedSharding(mesh, P(("a", "b"), None, None))
+        wrong = call(x, jax.device_put(weights, split), jnp.array([2, -1, 30, 4]))
+        read = call(x, weights, jnp.array([2, 0, 10, 0]))
+        np.testing.assert_allclose(wrong, read, atol=1e-2)
+
         def own(x, weights, sizes, t=transposed):
             return grouped_cuda.product(x, weights, sizes, t)
 
