@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import transformers
 
-from helpers import model_cases, quantized_cases
+from helpers import quantized_cases
 
 
 def logits(name: str) -> np.ndarray:
-    """[number of tokens, vocab_size] f32."""
+    """[vocab_size, vocab_size] f32: row t follows a text that is token t alone."""
     with tempfile.TemporaryDirectory() as directory:
         quantized_cases.write(Path(directory), quantized_cases.LLAMA, name)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -32,8 +32,8 @@ def logits(name: str) -> np.ndarray:
     model.hf_quantizer.compressor.decompress_model(model)
     model = model.to(torch.float32)
     with torch.no_grad():
-        tokens = torch.tensor(np.asarray(model_cases.tokens()))[None]
-        return model.eval()(tokens).logits[0].numpy()
+        texts = torch.arange(model.config.vocab_size)[:, None]
+        return model.eval()(texts).logits[:, 0].numpy()
 
 
 def main() -> None:
