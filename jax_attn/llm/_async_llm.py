@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_attn import models
 from jax_attn.llm._batch import RETRY_SECONDS, Batch, Run
+from jax_attn.llm._beams import Beams, check_beams
 from jax_attn.llm._hand_over import Started, start_export, start_import
 from jax_attn.llm._llm import LLM, scoring_params
 from jax_attn.llm._outputs import Chunk, Output, Scores
@@ -109,6 +110,22 @@ class AsyncLLM:
         runs = [run for _, run in self._runtime.scoring_runs(tokens, scored)]
         await self._run("score", runs)
         return [score_of("score", run, self.llm.version) for run in runs]
+
+    async def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        length_penalty: float = 1.0,
+    ) -> list[Output]:
+        """See LLM.beam_search."""
+        check_beams(params, length_penalty)
+        found = await asyncio.to_thread(self._runtime.requests, "beam_search", prompts, params)
+        beams = Beams(self._runtime, found, length_penalty)
+        while runs := beams.runs():
+            await self._run("beam_search", runs)
+            beams.take()
+        return collect(beams.found, beams.by_request)
 
     async def export_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, num_tokens: int = 1

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from jax_attn import models
 from jax_attn.llm._batch import RETRY_SECONDS, Batch, Run
+from jax_attn.llm._beams import Beams, check_beams
 from jax_attn.llm._hand_over import Started, start_export, start_import
 from jax_attn.llm._outputs import Chunk, Output, Scores
 from jax_attn.llm._params import SamplingParams
@@ -140,6 +141,35 @@ class LLM:
         self._run("score", runs, len(runs), progress)
         version = self._runtime.engine("score", runs=False).version
         return [score_of("score", run, version) for run in runs]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        length_penalty: float = 1.0,
+    ) -> list[Output]:
+        """The likeliest completions of each prompt, the best first, by beam search.
+
+        The rules are those of transformers' generate(num_beams=n, early_stopping="never"). Each
+        token is a step of its own for every beam, so texts take longer than sampled ones.
+
+        params: n is the number of beams and of texts, at most 10. max_tokens, logprobs (of the
+          model's own logits), ignore_eos, stop_token_ids, include_stop, skip_special_tokens,
+          priority, deadline, cache_salt and adapter are as in `generate`; other fields are refused.
+        length_penalty: completions are compared by the sum of their logprobs over
+          length ** length_penalty.
+
+        Raises as `generate`.
+        """
+        check_beams(params, length_penalty)
+        beams = Beams(
+            self._runtime, self._runtime.requests("beam_search", prompts, params), length_penalty
+        )
+        while runs := beams.runs():
+            self._run("beam_search", runs, len(runs), progress=False)
+            beams.take()
+        return collect(beams.found, beams.by_request)
 
     def export_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, num_tokens: int = 1

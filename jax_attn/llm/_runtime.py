@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -36,6 +37,7 @@ from jax_attn.serve._openai.scores import ScoreReader
 from jax_attn.serve._scheduling import request
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import EngineStopped
+from jax_attn.serve._text.detokenizer import Texts
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 """A text, token ids, or the messages of a chat."""
@@ -203,6 +205,10 @@ class Runtime:
     @property
     def config(self) -> models.ModelConfig:
         return self._model.config
+
+    @functools.cached_property
+    def texts(self) -> Texts:
+        return Texts(self._model.tokenizer)
 
     # ---- requests ------------------------------------------------------------------------------
 

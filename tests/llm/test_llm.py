@@ -4,6 +4,7 @@ import _thread
 import asyncio
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
 import jax_attn as ja
 from helpers.model_cases import shallow
+from helpers.paths import DATA
 from helpers.small_llm import SMALL, check_at_rest
 from jax_attn import LLM, AsyncLLM, SamplingParams, models
 from jax_attn.llm import EngineStopped, token_logprobs
@@ -50,6 +52,49 @@ def test_results_are_in_order_and_do_not_depend_on_what_runs_beside(llm):
     assert all(output.completions[0].finish_reason == "length" for output in outputs)
     assert llm.generate([]) == []
     check_at_rest(llm)
+
+
+BEAMS = json.loads((DATA / "beams.json").read_text())
+
+
+def beam_params(case) -> SamplingParams:
+    return SamplingParams(
+        n=case["width"], max_tokens=case["max_tokens"], stop_token_ids=case["stop_token_ids"]
+    )
+
+
+def test_beams_are_those_of_transformers(llm):
+    """Searches of one call share steps."""
+    for penalty in {case["length_penalty"] for case in BEAMS}:
+        cases = [case for case in BEAMS if case["length_penalty"] == penalty]
+        outputs = llm.beam_search(
+            [case["prompt"] for case in cases],
+            [beam_params(case) for case in cases],
+            length_penalty=penalty,
+        )
+        for case, output in zip(cases, outputs, strict=True):
+            assert [each.tokens for each in output.completions] == case["tokens"]
+            assert all(each.logprobs is None for each in output.completions)
+    check_at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"n": 11}, "n: expected 1 to 10 beams, got 11"),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1"),
+        ({"temperature": 0.5}, "temperature: expected none"),
+        ({"min_tokens": 1}, "min_tokens: expected none"),
+        ({"stop": "x"}, "stop: expected none"),
+        ({"prompt_logprobs": True}, "prompt_logprobs: expected none"),
+        ({"regex": "a"}, "regex: expected none"),
+    ],
+)
+def test_what_beams_do_not_honour_is_refused(llm, params, words):
+    with pytest.raises(ValueError, match=f"^beam_search: {words}"):
+        llm.beam_search("x", SamplingParams(**{"max_tokens": 4} | params))
+    with pytest.raises(ValueError, match="^beam_search: length_penalty: expected a finite"):
+        llm.beam_search("x", SamplingParams(max_tokens=4), length_penalty=float("nan"))
 
 
 def test_equal_beginnings_share_pages_however_prompts_are_ordered(llm):
@@ -514,6 +559,8 @@ def test_async(model, llm):
             assert score.logprobs.tolist() == llm.score(PROMPTS[0])[0].logprobs.tolist()
             messages = [{"role": "user", "content": "x"}]
             assert texts(await made.chat(messages, GREEDY)) == texts(llm.chat(messages, GREEDY))
+            [beams] = await made.beam_search(BEAMS[0]["prompt"], beam_params(BEAMS[0]))
+            assert [each.tokens for each in beams.completions] == BEAMS[0]["tokens"]
             await made.sleep()
             with pytest.raises(RuntimeError, match="generate: the engine lacks pages: wake"):
                 await made.generate("x")

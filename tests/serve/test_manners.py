@@ -309,7 +309,7 @@ def test_context_overflow_in_openais_words(server, path, body, words):
         ({"prompt": None}, "missing_required_parameter"),
         ({"n": 65}, "integer_above_max_value"),
         ({"temperature": -1}, "decimal_below_min_value"),
-        ({"use_beam_search": True}, "unsupported_parameter"),
+        ({"bad_words": ["x"]}, "unsupported_parameter"),
         ({"cache_salt": "a" * 257}, "string_above_max_length"),
         ({"prompt": []}, "array_below_min_length"),
     ],

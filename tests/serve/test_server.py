@@ -535,7 +535,7 @@ LONG = schemas.MAX_GRAMMAR_CHARS + 1
         (COMPLETIONS, {"suffix": "x", "prompt": [5]}, "suffix"),
         (CHAT, {"prediction": {"type": "content", "content": "a"}, "n": 2}, "prediction"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
-        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"bad_words": ["x"]}, "bad_words"),
         (COMPLETIONS, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (COMPLETIONS, {"guided_choice": []}, "guided_choice"),

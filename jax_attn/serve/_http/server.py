@@ -1081,6 +1081,8 @@ class _TextServer(_Server):
             raise bad_field("body", f"expected one prompt and one choice, got {num} together")
         if prepared.sequences[0].pictures:
             raise bad_field("body", "expected a request without pictures")
+        if prepared.beams is not None:
+            raise bad_field("body", "expected a request without use_beam_search")
         return prepared, make
 
     def _need_hand_over(self, request: Request) -> None:

@@ -221,7 +221,9 @@ class GenerationAnswer(abc.ABC):
 
         The engine gets the sequences of a large request in groups.
         """
-        seqs = self._prepared.sequences
+        seqs, beams = self._prepared.sequences, self._prepared.beams
+        if beams is not None:
+            return beams.events(self._engine, seqs, self._prepared.num_choices)
         if len(seqs) <= self._window:
             return self._engine.generate(seqs)
         return self._events_of_many(seqs)

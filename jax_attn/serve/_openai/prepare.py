@@ -6,12 +6,12 @@ This may take a while (a long prompt, a large schema), so the server runs it in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from jax_attn import models
 from jax_attn.serve._chat import chat, custom_tools, gemma_tool_calls, harmony, reasoning, tools
 from jax_attn.serve._grammar import grammar
-from jax_attn.serve._openai import fill_in_middle, schemas
+from jax_attn.serve._openai import beams, fill_in_middle, schemas
+from jax_attn.serve._openai.beams import Beams
 from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
 from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.messages import for_template
@@ -31,6 +32,7 @@ from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 from jax_attn.serve._scheduling.tenants import namespace
+from jax_attn.serve._text.detokenizer import Texts
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Prepared:
     num_prompt_top: int | None = None  # likeliest tokens to report for each prompt token
     returns_ids: bool = False  # the answer has the tokens of prompts and choices
     num_best: int | None = None  # choices of each prompt that are shown: the likeliest; None: all
+    beams: Beams | None = None  # the choices are the texts of beam searches; None: samples
 
     @property
     def num_choices(self) -> int:
@@ -113,7 +116,7 @@ class Preparer:
         self._tokenizer = model.tokenizer
         self._texts = TextEncoder(model.tokenizer)
         self._pictures = PictureReader(vision, model.tokenizer, self.max_model_len, max_pictures)
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._eos_tokens = model.config.vocab_size, model.config.eos_tokens
         added = model.tokenizer.get_added_tokens_decoder()
         self._special_tokens = {t.content: id for id, t in added.items() if t.special}
         self._special_ids = frozenset(self._special_tokens.values())
@@ -148,6 +151,7 @@ class Preparer:
     def completion(self, body: schemas.CompletionRequest, caller: Caller) -> Prepared:
         """Prepares a completion. Raises ApiError."""
         self.check_model(body.model)
+        beams.check(body)
         prompt = body.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             prompt = [prompt]  # type: ignore[assignment]
@@ -203,6 +207,7 @@ class Preparer:
     ) -> Prepared:
         """Prepares a chat completion. prefix: of the answer's identifier. Raises ApiError."""
         self.check_model(body.model)
+        beams.check(body)
         tool_format = self._tool_format(body)
         shown = [tool.shown() for tool in body.tools] if tool_format else None
         _, prompt, pictures, splitter = self._chat_prompt(body, shown)
@@ -388,10 +393,10 @@ class Preparer:
     def _make_usable(self, functions: list[dict[str, Any]], tool_format: tools.ToolFormat) -> None:
         """Replaces the schemas by those that grammars are made of."""
         # Gemma's format has numbers as they are written.
-        usable = partial(grammar.usable_schema, check_numbers=not tool_format.quote)
+        usable = functools.partial(grammar.usable_schema, check_numbers=not tool_format.quote)
         for function in functions:
             schema = function["parameters"]
-            function["parameters"] = self._made("tools", partial(usable, schema))
+            function["parameters"] = self._made("tools", functools.partial(usable, schema))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names and name not in self.adapters:
@@ -644,7 +649,17 @@ class Preparer:
             grammar_field=_grammar_field(body),
             num_prompt_top=body.prompt_logprobs,
             returns_ids=body.return_token_ids,
+            beams=self._beams(body),
         )
+
+    def _beams(self, body: schemas.SamplingBody) -> Beams | None:
+        if not body.use_beam_search:
+            return None
+        return Beams(body.length_penalty, self._eos_tokens, self._output_texts)
+
+    @functools.cached_property
+    def _output_texts(self) -> Texts:
+        return Texts(self._tokenizer)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -253,8 +253,16 @@ class SamplingBody(Generation):
     guided_whitespace_pattern: Unsupported = None
     spaces_between_special_tokens: Ignored
     request_id: Ignored
-    use_beam_search: Unsupported = None
-    length_penalty: Unsupported = None
+    use_beam_search: bool = Field(
+        False, description="the choices are the n likeliest texts that n beams find, the best first"
+    )
+    length_penalty: float = Field(
+        1.0,
+        ge=-10,
+        le=10,
+        description="of use_beam_search: texts are compared by the sum of their logprobs over "
+        "length ** length_penalty",
+    )
     early_stopping: Unsupported = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
