@@ -15,7 +15,6 @@ from jax import lax
 
 import jax_attn as ja
 from jax_attn import parallel
-from jax_attn._xla.transforms import varying_alike
 from jax_attn.models._config.activations import ACTIVATIONS
 from jax_attn.models._config.config import AttentionKind, Chunk, KvPlace, LayerKind, ModelConfig
 from jax_attn.models._config.rope import rotate
@@ -1118,11 +1117,11 @@ def _rotated_by_append(
     q and k are rotated by the kernel of `forward`, with its bits: in f32, XLA's own product and sum
     are one rounding. The tokens of the plan have the rows of their own pages.
     """
-    spec = plan.spec
-    assert spec.page_size is not None
-    k, v = spec.empty_pages(len(qkv) // spec.page_size)
-    qkv, cos, sin, k, v = varying_alike((qkv.reshape(len(qkv), -1), cos, sin, k, v))
-    q, k, v = ja.append_rotated(qkv, cos, sin, k, v, plan)
+    page_size = plan.spec.page_size
+    assert page_size is not None
+    k, v = plan.spec.empty_pages(len(qkv) // page_size)
+    assert v is not None
+    q, k, v = ja.append_rotated(qkv.reshape(len(qkv), -1), cos, sin, k, v, plan)
     q = jnp.where(jnp.arange(len(q))[:, None, None] < plan.nnz_qo, q, 0)  # defined in the padding
     k, v = (x.reshape(len(qkv), *x.shape[2:]) for x in (k, v))
     return q, k, v
