@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
 
-from helpers import lora
+from helpers import lora, trainers
 from helpers.model_cases import shallow
 from helpers.small_llm import SMALL
 from jax_attn import LLM, SamplingParams, models
@@ -20,7 +22,7 @@ def check_resharding() -> None:
     devices = jax.devices()
     with LLM(model, **SMALL, tensor_parallel=2, devices=devices[2:]) as llm:
         engine = llm._runtime.engine("")._engine
-        expected = jax.tree.leaves(engine.device._split.split_params(new))
+        expected = jax.tree.leaves(engine.device._split.split_params(new, packed=True))
         executables = dict(engine.device._executables)
         before = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))
         for of in (devices, devices[:2], devices[2:], devices[3:1:-1], devices[:1], devices[2:3]):
@@ -54,20 +56,49 @@ class _no_host_copies:
         ArrayImpl._value = self._value
 
 
-def check_bits(num_devices: int, dtype: str) -> None:
-    """Sampler and scorer have the same bits with batch_invariant, whatever runs beside."""
-    with LLM(
-        models.BUNDLED, **SMALL, dtype=dtype, tensor_parallel=num_devices, batch_invariant=True
-    ) as llm:
-        params = SamplingParams(max_tokens=20, seed=3, logprobs=True)
-        [alone] = llm.generate("def add(a, b):", params)
-        beside = llm.generate(["def add(a, b):", "x", "class A", "import os\n", "y"], params)[0]
-        tokens = alone.prompt_tokens + alone.tokens
-        [score] = llm.score([tokens], params)
-        sampled = alone.completions[0].token_logprobs()
-        assert beside.tokens == alone.tokens
-        np.testing.assert_array_equal(beside.completions[0].token_logprobs(), sampled)
-        np.testing.assert_array_equal(score.logprobs[-20:], sampled)
+def check_bits(num_devices: int, *dtypes: str) -> None:
+    """With batch_invariant sampler, scorer and trainer have the same bits, whatever runs beside."""
+    prompt, fields = "def add(a, b):\n    return", {"temperature": 0.7}
+    for dtype in dtypes:
+        model = shallow(models.load(models.BUNDLED, dtype=dtype))
+        params = SamplingParams(
+            n=2, max_tokens=20, seed=3, logprobs=True, ignore_eos=True, **fields
+        )
+        options = {"tensor_parallel": num_devices, "batch_invariant": True}
+        with LLM(model, directory=models.BUNDLED, **SMALL, **options) as llm:
+            [alone] = llm.generate(prompt, params)
+            beside = llm.generate([prompt, "x", "class A", "import os\n"], params)[0]
+            kv_split = llm.kv_split
+            for one, other in zip(alone.completions, beside.completions, strict=True):
+                assert one.tokens == other.tokens
+                sampled = one.token_logprobs()
+                np.testing.assert_array_equal(other.token_logprobs(), sampled)
+                [score] = llm.score([alone.prompt_tokens + one.tokens], params)
+                np.testing.assert_array_equal(score.logprobs[-20:], sampled)
+        _check_trainer(num_devices, model, alone, kv_split, dtype, fields)
+
+
+def _check_trainer(
+    num_devices: int, model: Any, output: Any, kv_split: int | None, dtype: str, fields: Any
+) -> None:
+    """Bits of the sampler, and gradients close to those of one device without packed weights."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((num_devices,), ("heads",), axis_types=auto)
+    split = models.TensorParallel(model.config, mesh, "heads")
+    everywhere = jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
+    batch = trainers.group(split.config, output, kv_split, dtype)
+    found, gradients = trainers.logprobs_and_gradients(
+        split.train_forward, everywhere, batch, **fields
+    )
+    sampled = np.concatenate([each.token_logprobs() for each in output.completions])
+    np.testing.assert_array_equal(found, sampled)
+    if dtype != "float32":
+        return
+    batch = trainers.group(model.config, output, kv_split, dtype)
+    forward = lambda params, *rest: models.train_forward(params, model.config, *rest)  # noqa: E731
+    _, expected = trainers.logprobs_and_gradients(forward, model.params, batch, **fields)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * abs(b).max())
 
 
 def check_adapters() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra `serve`")
 
-import jax_attn as ja
+from helpers import trainers
 from helpers.model_cases import shallow
 from helpers.paths import DATA
 from helpers.small_llm import SMALL, check_at_rest
@@ -488,34 +488,43 @@ def test_sampler_scorer_and_trainer_have_one_distribution(llm, model, fields):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_forward_pass_of_ones_own_has_the_samplers_bits(dtype):
-    """With batch_invariant: over the engine's packed weights, with its kv_split."""
+def test_forward_passes_of_ones_own_have_the_samplers_bits(dtype):
+    """With batch_invariant: over packed weights, with the engine's kv_split."""
     model = shallow(models.load(models.BUNDLED, dtype=dtype))
-    fields = {"temperature": 0.7}
-    params = SamplingParams(max_tokens=20, seed=5, logprobs=True, **fields)
+    config, fields = model.config, {"temperature": 0.7}
+    params = SamplingParams(n=2, max_tokens=20, seed=5, logprobs=True, ignore_eos=True, **fields)
     with LLM(model, directory=models.BUNDLED, **SMALL, batch_invariant=True) as llm:
-        [output] = llm.generate("def add(a", params)
+        [output] = llm.generate("def add(a, b):\n    return", params)
         kv_split = llm.kv_split
-    tokens = np.array(output.prompt_tokens + output.tokens)
-    num, page_size = len(tokens) - 1, 8
-    num_pages = -(-num // page_size)
-    [spec] = models.attention_specs(
-        model.config, dtype=dtype, page_size=page_size, num_pages=num_pages, max_batch=1,
-        max_qo_tokens=num, max_kv_pages=num_pages, schedule="fixed_split", kv_split=kv_split,
-    )  # fmt: skip
-    plan = ja.plan(spec, [0, num], [num], [0, num_pages], np.arange(num_pages))
-    k_pages, v_pages = models.init_pages(model.config, (spec,), num_pages)
+    sampled = np.concatenate([each.token_logprobs() for each in output.completions])
+    batch = trainers.group(config, output, kv_split, dtype)
 
     @jax.jit
-    def trained(weights, k_pages, v_pages, plan):
-        rows = np.arange(num, dtype=np.int32)
-        logits, *_ = models.forward(
-            weights, model.config, tokens[:-1], rows, k_pages, v_pages, (plan,), rows
+    def of_forward(weights, batch):
+        tokens, positions, plans, rows, answers = batch
+        pages = models.init_pages(
+            config, [plan.spec for plan in plans], len(tokens) // trainers.PAGE
         )
-        return token_logprobs(logits, tokens[1:], **fields)
+        logits, *_ = models.forward(weights, config, tokens, positions, *pages, plans, rows)
+        return token_logprobs(logits, answers, **fields)
 
-    got = trained(models.pack_params(model.params, model.config), k_pages, v_pages, plan)
-    np.testing.assert_array_equal(got[-20:], output.completions[0].token_logprobs())
+    packed = models.pack_params(model.params, config)
+    np.testing.assert_array_equal(of_forward(packed, batch), sampled)
+
+    def plain(params, *rest):
+        return models.train_forward(params, config, *rest)
+
+    def packing(params, *rest):
+        return plain(models.pack_params(params, config), *rest)
+
+    (_, expected), (found, gradients) = (
+        trainers.logprobs_and_gradients(forward, model.params, batch, **fields)
+        for forward in (plain, packing)
+    )
+    np.testing.assert_array_equal(found, sampled)
+    largest = 1e-5 if dtype == "float32" else 0.03
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=largest * abs(b).max())
 
 
 def test_at_temperature_0_one_token_has_all_probability(llm):

@@ -299,9 +299,11 @@ def test_closing_does_not_wait_for_a_pause(model):
 # ---- meshes --------------------------------------------------------------------------------------
 
 
-def test_from_a_trainers_mesh_to_the_engines_and_bits_over_two_devices():
-    run_on_cpus(4, "import mesh_llm_checks as m; m.check_resharding(); m.check_bits(2, 'bfloat16')")
+def test_from_a_trainers_mesh_to_the_engines():
+    run_on_cpus(4, "import mesh_llm_checks as m; m.check_resharding()")
 
 
-def test_bits_over_four_devices():
-    run_on_cpus(4, "import mesh_llm_checks as m; m.check_bits(4, 'bfloat16')")
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_bits_of_sampler_scorer_and_trainer_over_devices(num_devices):
+    checks = f"m.check_bits({num_devices}, 'float32', 'bfloat16')"
+    run_on_cpus(num_devices, f"import mesh_llm_checks as m; {checks}")

@@ -72,6 +72,31 @@ def test_columns_are_those_of_the_matrix(dtype, transposed):
     assert (np.asarray(panels.columns(which)) == np.asarray(w.T[which])).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_are_those_of_the_matrix(dtype, transposed):
+    """Packed inside of the differentiated function, as a trainer does."""
+    x, w = operands(dtype, 33, 40, 5)
+    wanted, _ = operands("float32", 40, 1, 5)
+    matrix = w.T if transposed else w
+
+    def packed(x, matrix):
+        return to_panels(matrix, transposed=transposed).product(x, jnp.float32)
+
+    def plain(x, matrix):
+        w = matrix.T if transposed else matrix
+        return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+    found, expected = (
+        jax.jit(jax.grad(lambda *args, of=of: jnp.vdot(wanted, of(*args)), argnums=(0, 1)))(
+            x, matrix
+        )
+        for of in (packed, plain)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype and (np.asarray(a) == np.asarray(b)).all()
+
+
 def test_operands_that_do_not_fit_are_refused():
     x, w = operands("bfloat16", 64, 40, 2)
     panels = to_panels(w).panels

@@ -11,6 +11,7 @@ import jax_attn as ja
 from helpers import model_cases
 from jax_attn import models
 from jax_attn.models._layers.experts import grouped_matmul
+from jax_attn.models._products.panels import to_panels
 
 PAGE, NUM_ANSWERS = 4, 3
 
@@ -94,8 +95,9 @@ def test_logits_and_gradients_of_a_group(name):
         np.testing.assert_allclose(a, b, atol=2e-3 * abs(b).max() + 1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sizes", [[5, 0, 41, 2], [0, 0, 3], [32, 32]])
-def test_gradients_of_grouped_products(sizes):
+def test_gradients_of_grouped_products(sizes, packed):
     """Beside a dense product that JAX differentiates itself."""
     keys = jax.random.split(jax.random.key(0), 3)
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -104,6 +106,7 @@ def test_gradients_of_grouped_products(sizes):
     wanted = jax.random.normal(keys[2], (len(groups), 10))
 
     def grouped(x, weights):
+        weights = to_panels(weights) if packed else weights
         return jnp.vdot(wanted, grouped_matmul(x, weights, jnp.array(sizes, jnp.int32)))
 
     def dense(x, weights):

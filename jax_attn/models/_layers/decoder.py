@@ -278,7 +278,7 @@ def forward(
         k, v = k_groups[group], v_groups[group]
         if kind.shares_kv:
             q = rotate(_at_temperature(qkv, positions, config, kind), angles_of[kind])
-        elif is_sharded or config.qk_norm_after_rope or kind.l2_norm:
+        elif is_sharded or not _rotates_in_append(config, kind):
             q, *new = _rotated_heads(qkv, weights, positions, config, kind)
             k, v = append(k, v, *new, some_plan, layer=idx)
         else:
@@ -385,7 +385,8 @@ def train_forward(
     prompt, which is then computed once, forward and backward.
 
     Args:
-      params: not in Panels, and not quantized.
+      params: not quantized. Those of `pack_params`, called in the differentiated function, have the
+        products of an engine on CPUs, and so its bits (docs/rl.md).
       config: static.
       tokens: [num_pages * page_size] i32. A request's tokens begin at a page; values in the padding
         are ignored, but must be tokens.
@@ -422,7 +423,13 @@ def train_forward(
     kept: Kept = {}
 
     def attend(qkv: jax.Array, weights: Params, place: KvPlace, kind: LayerKind) -> jax.Array:
-        whole = _whole_heads(qkv, weights, positions, config, kind, place, kept)
+        if _rotates_in_append(config, kind):
+            qkv = _at_temperature(qkv, positions, config, kind)
+            plan = plan_of[config.attention_kind(kind)]
+            whole = _rotated_by_append(qkv, *_angles(kind, positions, config), plan)
+            kept[place] = whole[1:]
+        else:
+            whole = _whole_heads(qkv, weights, positions, config, kind, place, kept)
         return heads(*whole, _sinks(weights, config), kind)
 
     def attend_latent(
@@ -1096,6 +1103,47 @@ def _whole_heads(
     return q, k, v
 
 
+def _rotates_in_append(config: ModelConfig, kind: LayerKind) -> bool:
+    """Whether nothing stands between rotation and cache, so that append_rotated does both."""
+    return not (kind.shares_kv or config.qk_norm_after_rope or kind.l2_norm)
+
+
+@jax.custom_vjp
+def _rotated_by_append(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, plan: ja.AttentionPlan
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns q, k, v: [n, num_heads, head_dim] of qkv [n, heads of all three, head_dim].
+
+    q and k are rotated by the kernel of `forward`, with its bits: in f32, XLA's own product and sum
+    are one rounding. The tokens of the plan have the rows of their own pages.
+    """
+    page_size = plan.spec.page_size
+    assert page_size is not None
+    k, v = plan.spec.empty_pages(len(qkv) // page_size)
+    assert v is not None
+    q, k, v = ja.append_rotated(qkv.reshape(len(qkv), -1), cos, sin, k, v, plan)
+    q = jnp.where(jnp.arange(len(q))[:, None, None] < plan.nnz_qo, q, 0)  # defined in the padding
+    k, v = (x.reshape(len(qkv), *x.shape[2:]) for x in (k, v))
+    return q, k, v
+
+
+def _rotated_fwd(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, plan: ja.AttentionPlan
+) -> tuple[Any, Any]:
+    return _rotated_by_append(qkv, cos, sin, plan), (cos, sin)
+
+
+def _rotated_bwd(angles: tuple[jax.Array, jax.Array], gradients: Any) -> Any:
+    """A rotation's transpose is the one by the opposite angle."""
+    d_q, d_k, d_v = gradients
+    cos, sin = angles
+    d_qk = rotate(jnp.concatenate([d_q, d_k], axis=1), (cos, -sin))
+    return jnp.concatenate([d_qk, d_v], axis=1), None, None, None
+
+
+_rotated_by_append.defvjp(_rotated_fwd, _rotated_bwd)
+
+
 def _at_temperature(
     qkv: jax.Array, positions: jax.Array, config: ModelConfig, kind: LayerKind
 ) -> jax.Array:
@@ -1123,14 +1171,17 @@ def _angles(
 def embed(tokens: jax.Array, params: Params, config: ModelConfig) -> jax.Array:
     """Returns the first layer's input [n, hidden] for tokens [n] i32."""
     table = params["embed"]
+
+    def rows_of(tokens: jax.Array) -> jax.Array:
+        return table.columns(tokens) if isinstance(table, Panels) else table[tokens]
+
     if config.splits_vocabulary:
-        row = tokens - len(table) * jax.lax.axis_index(config.heads_axis)
-        is_own = (row >= 0) & (row < len(table))
-        x = _sum(jnp.where(is_own[:, None], table[jnp.where(is_own, row, 0)], 0), config)
-    elif isinstance(table, Panels):
-        x = table.columns(tokens)
+        count = table.shape[-1] if isinstance(table, Panels) else len(table)
+        row = tokens - count * jax.lax.axis_index(config.heads_axis)
+        is_own = (row >= 0) & (row < count)
+        x = _sum(jnp.where(is_own[:, None], rows_of(jnp.where(is_own, row, 0)), 0), config)
     else:
-        x = table[tokens]
+        x = rows_of(tokens)
     return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 

@@ -90,7 +90,7 @@ def grouped_matmul(x: jax.Array, weights: Matrix | Panels, group_sizes: jax.Arra
     is used there, or the kernels of Panels and of codes. benchmarks/experts.py measures them.
     """
     if isinstance(weights, Panels):
-        return weights.grouped_product(x, group_sizes)
+        return _grouped_panels(x, weights, group_sizes)
     if isinstance(weights, Quantized):
         if weights.activations is not None:
             of_rows = weights.x_scale
@@ -130,6 +130,27 @@ def _grouped_bwd(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array, None
 
 
 _grouped_plain.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+@jax.custom_vjp
+def _grouped_panels(x: jax.Array, weights: Panels, group_sizes: jax.Array) -> jax.Array:
+    return weights.grouped_product(x, group_sizes)
+
+
+def _grouped_panels_fwd(
+    x: jax.Array, weights: Panels, group_sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    return weights.grouped_product(x, group_sizes), (x, weights, group_sizes)
+
+
+def _grouped_panels_bwd(saved: Any, d_y: jax.Array) -> tuple[jax.Array, Panels, None]:
+    x, weights, group_sizes = saved
+    matrices, pull = jax.vjp(Panels.unpacked, weights)
+    d_x, d_matrices, _ = _grouped_bwd((x, matrices, group_sizes), d_y)
+    return d_x, *pull(d_matrices), None
+
+
+_grouped_panels.defvjp(_grouped_panels_fwd, _grouped_panels_bwd)
 
 
 def _ragged_weight_gradients(

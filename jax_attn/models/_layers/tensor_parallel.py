@@ -17,10 +17,11 @@ import jax_attn as ja
 from jax_attn import parallel
 from jax_attn.models._config.config import Chunk, LayerKind, ModelConfig
 from jax_attn.models._layers import recurrent_split
-from jax_attn.models._layers.decoder import init_pages, init_states
+from jax_attn.models._layers.decoder import init_pages, init_states, train_forward
 from jax_attn.models._layers.recurrence import States
+from jax_attn.models._products.panels import Panels, to_panels
 from jax_attn.models._products.quantized import Quantized
-from jax_attn.models._weights.weights import Params
+from jax_attn.models._weights.weights import Params, pack_params, packs
 
 _ROWS = ("o", "down", "shared_down")  # split by rows: their results are partial sums
 _HEADS = ("q_b", "kv_b", "sinks")  # the last axis is head after head
@@ -101,6 +102,11 @@ class TensorParallel:
         """The number of devices of the axis."""
         return int(self.mesh.shape[self.axis_name])
 
+    @property
+    def is_on_cpus(self) -> bool:
+        """Whether the mesh is of CPUs, whose products are those of `pack_params`."""
+        return bool(self.mesh.devices.flat[0].platform == "cpu")
+
     @functools.cached_property
     def config(self) -> ModelConfig:
         """The config of one device's part."""
@@ -179,10 +185,15 @@ class TensorParallel:
         states: States | None = jax.tree.map(make, own, self.states_spec)
         return states
 
-    def split_params(self, params: Params) -> Params:
+    def split_params(self, params: Params, *, packed: bool = False) -> Params:
         """Returns the weights as sharded arrays. Each device receives only its part.
 
         In a fused matrix such as qkv, each device gets its columns of every part, side by side.
+
+        Traced, in jax.jit, it is differentiable: the gradient of a KV head that several devices
+        have is the sum of theirs.
+
+        packed: each device's part is in the layout for CPUs, as `models.pack_params` has it.
 
         Raises ValueError for a quantized matrix whose groups would be cut.
         """
@@ -191,7 +202,8 @@ class TensorParallel:
             name = path[-1].key
             axis, order = self.split_of(name, len(x.shape))
             if not isinstance(x, Quantized):
-                return put(x, axis, order)
+                part = put(x, axis, order)
+                return jax.block_until_ready(self.pack_weight(name, part)) if packed else part
             by_rows = axis is not None and axis == len(x.shape) - 2
             groups = x.scales.shape[-2]
             if by_rows and groups > 1 and x.shape[-2] % (self.size * x.group_size):
@@ -220,6 +232,60 @@ class TensorParallel:
 
         is_leaf = lambda x: isinstance(x, Quantized)  # noqa: E731
         return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_leaf)
+
+    def train_forward(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        plans: tuple[ja.AttentionPlan, ...],
+        logit_rows: jax.Array,
+        state_plans: tuple[ja.StatePlan, ...] = (),
+    ) -> jax.Array:
+        """`models.train_forward` over the devices of the mesh, for jax.jit.
+
+        On CPUs it multiplies packed weights, as an engine with as many devices does (docs/rl.md).
+
+        params: those of the whole model, on the mesh in any sharding; not in Panels, and not
+          quantized. Gradients have their shapes.
+        plans, state_plans: of specs of `config`. They and the other arrays are the same on all
+          devices, and as in `models.train_forward`.
+
+        Returns logits [n, vocab_size] f32, on all devices. Raises as `models.train_forward`.
+        """
+
+        def of_device(params: Params, *arrays: Any) -> jax.Array:
+            if self.is_on_cpus:
+                params = pack_params(params, self.config)
+            return train_forward(params, self.config, *arrays)
+
+        def spec(path: Any, x: Any) -> P:
+            return self.sharding_of(self.split_of(path[-1].key, x.ndim)[0]).spec
+
+        run = jax.shard_map(
+            of_device,
+            mesh=self.mesh,
+            in_specs=(jax.tree_util.tree_map_with_path(spec, params), *[P()] * 5),
+            out_specs=P(),
+            check_vma=False,  # gathered logits and sums are the same on all devices
+        )
+        arrays = tokens, positions, plans, logit_rows, state_plans
+        logits: jax.Array = run(self.split_params(params), *arrays)
+        return logits
+
+    def pack_weight(self, name: str, weight: jax.Array) -> jax.Array | Panels:
+        """A weight of `split_params` as `packed` makes it, on the devices."""
+        if not packs(name, self.config):
+            return weight
+        axis, _ = self.split_of(name, weight.ndim)
+        shardings = (self.sharding_of(x) for x in (axis, None if axis is None else 0))
+        make = _packer(self.mesh, *(x.spec for x in shardings), transposed=name == "embed")
+        packed: Panels = make(weight)
+        return packed
+
+    def sharding_of(self, axis: int | None) -> NamedSharding:
+        """The sharding of a weight that is split along an axis; None: it is on all devices."""
+        return NamedSharding(self.mesh, P() if axis is None else P(*[None] * axis, self.axis_name))
 
     def split_of(self, name: str, ndim: int) -> tuple[int | None, np.ndarray | None]:
         """Returns the split axis of a weight, and the order of its elements there; None: as is."""
@@ -270,6 +336,15 @@ class TensorParallel:
         return np.arange(parts * size).reshape(parts, self.size, -1).swapaxes(0, 1).reshape(-1)
 
 
+@functools.cache
+def _packer(mesh: jax.sharding.Mesh, of_weight: P, of_panels: P, *, transposed: bool) -> Any:
+    """A jitted function: a split matrix -> the panels of each device's part, one after the other.
+    Panels.shape is that of a part."""
+    make = functools.partial(to_panels, transposed=transposed)
+    each = jax.shard_map(make, mesh=mesh, in_specs=of_weight, out_specs=of_panels, check_vma=False)
+    return jax.jit(each)
+
+
 def put_parts(
     x: Any,
     mesh: jax.sharding.Mesh,
@@ -281,11 +356,14 @@ def put_parts(
 
     axis: of x, which is split; None: it is not. order: of its elements there; None: as they are.
     """
+    sharding = NamedSharding(mesh, P() if axis is None else P(*[None] * axis, axis_name))
+    if isinstance(x, jax.core.Tracer):
+        traced = x if order is None else jnp.take(x, order, axis=axis)
+        return jax.lax.with_sharding_constraint(traced, sharding)
     if axis is None:
         # Unlike device_put, this does not compare the values across processes of the mesh.
         whole = np.asarray(x)
-        everywhere = NamedSharding(mesh, P())
-        return jax.make_array_from_callback(whole.shape, everywhere, lambda _: whole)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda _: whole)
     array = np.moveaxis(np.asarray(x), axis, 0)
     rows = np.arange(len(array)) if order is None else order
     own = len(rows) // int(mesh.shape[axis_name])
@@ -295,5 +373,4 @@ def put_parts(
         return np.moveaxis(array[rows[begin : begin + own]], 0, axis)
 
     shape = (*x.shape[:axis], len(rows), *x.shape[axis + 1 :])
-    sharding = NamedSharding(mesh, P(*[None] * axis, axis_name))
     return jax.make_array_from_callback(shape, sharding, part)

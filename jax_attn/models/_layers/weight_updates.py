@@ -190,8 +190,11 @@ class WeightUpdates:
         target, held = update.target, self._held[update.target]
         shape = self._shapes[target]
         axis, split_order = None, None
+        sharding = None if held.is_panels else held.sharding
         if self._split is not None:
             axis, split_order = self._split.split_of(target.name, len(shape))
+            if held.is_panels:
+                sharding = self._split.sharding_of(axis)
         make = _converter(
             len(update.sources) if update.is_of_files else 0,
             update.stack,
@@ -199,7 +202,7 @@ class WeightUpdates:
             is_vector=is_vector(target.name),
             axis=axis,
             dtype=held.dtype,
-            sharding=None if held.is_panels else held.sharding,
+            sharding=sharding,
             donates=donate and split_order is None and self._keeps_memory(update),
         )
         sources = [_moved(source, held.sharding) for source in update.sources]
@@ -215,7 +218,10 @@ class WeightUpdates:
                     source.delete()
         if not held.is_panels:
             return array
-        packed = pack_weight(target.name, array, self._config)
+        if self._split is None:
+            packed = pack_weight(target.name, array, self._config)
+        else:
+            packed = self._split.pack_weight(target.name, array)
         assert isinstance(packed, Panels)
         return packed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,18 @@ class Panels:
         """Computes x [n, in] @ the matrix -> [n, out].
 
         x has the matrix's dtype. The result has it, too, or f32 if `dtype` asks for that. The bits
-        of a row do not depend on the number of rows. Not differentiable.
+        of a row do not depend on the number of rows.
         """
-        return ffi.product(x, self.panels, self.shape[1], dtype or x.dtype)
+        return _product(x, self, jnp.dtype(dtype or x.dtype))
+
+    def unpacked(self) -> jax.Array:
+        """The matrix, or the stack of them, as it was before `to_panels`."""
+        *groups, depth, columns = self.shape
+        rows = self.panels
+        if rows.ndim - len(groups) == 4:  # in pairs of rows
+            rows = rows.swapaxes(-1, -2).reshape(*rows.shape[:-3], -1, _COLUMNS)
+        rows = jnp.moveaxis(rows, -2, -3)
+        return rows.reshape(*rows.shape[:-2], -1)[..., :depth, :columns]
 
     def grouped_product(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Multiplies each row of x by its matrix of a stack, as experts.grouped_matmul.
@@ -62,11 +72,36 @@ class Panels:
         return ffi.grouped_panels(x, self.panels, group_sizes, self.shape[-1], x.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, weight: Panels, dtype: jnp.dtype) -> jax.Array:
+    return ffi.product(x, weight.panels, weight.shape[1], dtype)
+
+
+def _product_fwd(x: jax.Array, weight: Panels, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+    return _product(x, weight, dtype), (x, weight)
+
+
+def _product_bwd(dtype: jnp.dtype, saved: tuple[jax.Array, Panels], gradient: jax.Array) -> Any:
+    """XLA's products, as without panels."""
+
+    def plain(x: jax.Array, weight: Panels) -> jax.Array:
+        return jnp.dot(x, weight.unpacked(), preferred_element_type=dtype)
+
+    return jax.vjp(plain, *saved)[1](gradient)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
 def to_panels(matrix: jax.Array, *, transposed: bool = False) -> Panels:
     """Converts a matrix, or a stack [groups, in, out], to panels.
 
     matrix: [in, out], or transposed [out, in]; bf16 | f16 | f32.
     """
+    if isinstance(matrix, jax.core.Tracer):
+        pack = lambda x: _panels(x, transposed)  # noqa: E731
+        shape = matrix.shape[::-1] if transposed else matrix.shape
+        return Panels((jax.vmap(pack) if matrix.ndim == 3 else pack)(matrix), shape)
     if matrix.ndim == 3:
         shape = jax.eval_shape(lambda x: _panels(x, transposed), matrix[0]).shape
         whole = _empty_in_large_pages((len(matrix), *shape), matrix.dtype)

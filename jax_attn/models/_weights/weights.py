@@ -415,20 +415,25 @@ def _in_pairs_order(
     return heads[:, np.concatenate([np.arange(fixed), fixed + order])].reshape(tensor.shape)
 
 
-def pack_weight(name: str, weight: Matrix, config: ModelConfig) -> Matrix | Panels:
+def pack_weight(name: str, weight: Matrix | Panels, config: ModelConfig) -> Matrix | Panels:
     """Converts a weight of Params to panels if a step multiplies it as a whole."""
-    is_multiplied = name in _PRODUCTS or (name == "embed" and config.tie_embeddings)
-    if isinstance(weight, Quantized) or not is_multiplied:
+    if isinstance(weight, (Quantized, Panels)) or not packs(name, config):
         return weight
     return to_panels(weight, transposed=name == "embed")
 
 
+def packs(name: str, config: ModelConfig) -> bool:
+    """Whether `pack_weight` makes panels of a weight of this name, if it is an array."""
+    return name in _PRODUCTS or (name == "embed" and config.tie_embeddings)
+
+
 def pack_params(params: Params, config: ModelConfig) -> Params:
-    """Returns the same weights in the layout for one CPU, see Params."""
+    """Returns the same weights in the layout for CPUs, see Params.
+
+    Traced, gradients go through it to `params`. Inside shard_map these are a device's part.
+    """
 
     def pack(path: tuple[Any, ...], weight: Any) -> Any:
-        if isinstance(weight, Panels):
-            return weight
         return jax.block_until_ready(pack_weight(path[-1].key, weight, config))
 
     is_leaf = lambda x: isinstance(x, (Quantized, Panels))  # noqa: E731

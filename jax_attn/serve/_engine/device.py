@@ -180,7 +180,7 @@ class Device:
     def _place(self, params: models.Params) -> models.Params:
         """The weights where, and in the form in which, steps read them."""
         if self._split is not None:
-            return self._split.split_params(params)
+            return self._split.split_params(params, packed=self._split.is_on_cpus)
         if jax.default_backend() == "cpu":
             return models.pack_params(params, self._model_config)
         return params
