@@ -30,7 +30,7 @@ from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
 from jax_attn.serve._engine.file_copies import FileCopies
 from jax_attn.serve._engine.file_store import FileStore
-from jax_attn.serve._engine.pool_copies import COPIES, PAGES, HostPages, PoolCopies, copy_within
+from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._engine.prompt_keys import PromptKeys
 from jax_attn.serve._scheduling.host_tier import Move, OneMove, PageCopy
@@ -392,10 +392,8 @@ class Device:
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages of the pools, one after the other: (from, to)."""
         copy = self._executables[_COPY]
-        for begin in range(0, len(copies), COPIES):
-            batch = copies[begin : begin + COPIES]
-            batch += batch[-1:] * (COPIES - len(batch))
-            self._k_pages, self._v_pages = copy(self.pages, np.array(batch, np.int32))
+        for pages in copies:
+            self._k_pages, self._v_pages = copy(self.pages, *map(np.int32, pages))
 
     def keep_keys(self, moves: Sequence[KeptKeys]) -> None:
         """Chooses and copies the keys that prompts keep, after the steps before."""
