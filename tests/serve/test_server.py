@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import HANG_SECONDS, eventually, joined, post_bytes, serving
-from jax_attn.serve._http import auth, keys
+from jax_attn.serve._http import auth, keys, openapi
 from jax_attn.serve._http import server as server_module
 from jax_attn.serve._http.connection import Connection, DiscardBody, _Turns
 from jax_attn.serve._http.fair_loop import MOST
@@ -485,6 +485,16 @@ def test_openapi_describes_every_route(server):
     text = json.dumps(description)
     for name in text.split("#/components/schemas/")[1:]:
         assert name.split('"')[0] in description["components"]["schemas"]
+
+
+def test_openapi_is_made_when_it_is_wanted(monkeypatch):
+    made, describe = [], openapi.describe
+    monkeypatch.setattr(openapi, "describe", lambda: made.append(None) or describe())
+    openapi.as_json.cache_clear()
+    with serving() as server:
+        assert not made
+        answers = [server.get("/openapi.json").body for _ in range(2)]
+    assert len(made) == 1 and answers[0] == answers[1]
 
 
 def test_page_allows_its_own_script_only(server):

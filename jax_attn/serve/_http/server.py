@@ -719,7 +719,6 @@ class _TextServer(_Server):
         self._token_json = {False: TokenJson(*of_tokens), True: TokenIdJson(*of_tokens)}
         self._responses = ResponsesApi(self._prepare, self._token_json[False])
         self._ollama = OllamaApi(self._prepare, self._facts, self._token_json[False])
-        self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
         self._cache_watch = CacheWatch(engine)
         self._views: dict[str, tuple[float, asyncio.Future[bytes]]] = {}  # by tenant
@@ -1156,7 +1155,9 @@ class _TextServer(_Server):
         return self._prepare.decode_all([each[:_TREE_TOKENS] for each in tokens])
 
     async def openapi(self, request: Request) -> Response:
-        return Response(self._description, media_type="application/json")
+        # Made when it is wanted, as that takes as long as all else of the application.
+        description = await asyncio.to_thread(openapi.as_json)
+        return Response(description, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         headers = {"Content-Security-Policy": self._page_policy, **_NO_STORE}
