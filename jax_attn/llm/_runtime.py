@@ -29,9 +29,9 @@ from jax_attn.serve._engine import sampling
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._openai.embeddings import EmbeddingReader
 from jax_attn.serve._openai.errors import ApiError, from_validation, overflow
-from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.prepare import Preparer, answer_goes_on, sampling_defaults
 from jax_attn.serve._openai.scores import ScoreReader
 from jax_attn.serve._scheduling import request

@@ -15,9 +15,9 @@
 | `_ipc` | messages between the HTTP process and the engine's | `_engine _scheduling` |
 | `_http` | routes, keys | `_anthropic _engine _ipc _ollama _openai _scheduling _text` |
 
-`__main__` and `_options` are the command line, and `_batch` runs a file of requests. `_loading`
-loads models, `_sizing` computes how many pages fit, and `_executable_cache` keeps XLA's executables
-on disk.
+`__main__` and `_options` are the command line, `_batch` runs a file of requests, and `_one_process`
+serves embedding models, without the HTTP process. `_loading` loads models, `_sizing` computes how
+many pages fit, and `_executable_cache` keeps XLA's executables on disk.
 A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
 `_scheduling` is pure Python: none of its modules imports JAX or numpy.
 
@@ -81,21 +81,26 @@ The modules of each folder:
 | | `embeddings`, `scores` | /v1/embeddings; /v1/rerank, /v1/score and /classify |
 | | `vector_answers` | what those two share |
 | | `served_models`, `model_facts` | what HTTP needs of models, and says about them |
-| | `limits`, `errors`, `metrics`, `access_log` | a key's limits; parts common to all routes |
+| | `bounds`, `limits` | what requests may ask for and hold, in numbers; a key's limits |
+| | `errors`, `metrics`, `access_log` | parts common to all routes |
 | `_anthropic` | `messages_api` | /v1/messages: from a body to a chat, from events to blocks |
 | | `message_schemas`, `message_errors` | its bodies; its errors |
 | `_ollama` | `ollama_api`, `ollama_schemas` | /api/: from a body to a chat, to lines; its bodies |
 | | `ollama_embeddings` | /api/embed and /api/embeddings |
-| `_ipc` | `wire`, `remote_engine` | messages; the engine's two ends |
+| `_ipc` | `wire` | messages |
+| | `remote_engine`, `engine_host` | the engine's two ends: for HTTP, in the engine's process |
 | `_http` | `server`, `openapi`, `debug_state` | routes; /openapi.json; /debug/state |
 | | `bodies`, `body_threads` | from bytes to a checked body; threads for it |
 | | `error_shapes` | errors in the shape of a route's protocol |
-| | `auth`, `connection`, `framing` | API keys; a connection and its limits; HTTP's messages |
+| | `keys`, `auth` | API keys; their middleware |
+| | `connection`, `framing` | a connection and its limits; HTTP's messages |
 | | `files`, `batches`, `batch_run` | /v1/files; /v1/batches; runs a file of requests |
 | | `picture_urls` | pictures by http(s) URLs |
 | | `cache_watch` | /debug/cache_events |
 | | `tracing` | OpenTelemetry's spans of requests |
-| | `http_server`, `http_process` | uvicorn; the HTTP process |
+| | `http_server` | uvicorn |
+| | `http_process`, `http_main` | the HTTP process, for the one that starts it; what it runs |
+| | `settings` | what it is told, and whether it can listen |
 | | `fair_loop` | an event loop with few connections at a time |
 | | `spare_collector` | full garbage collections that look only at what is new |
 | | `log_format` | the log, as text or JSON |

@@ -6,39 +6,27 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import signal
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-try:
-    import tqdm  # noqa: F401
-    import uvicorn  # noqa: F401
-except ModuleNotFoundError:
+if any(find_spec(name) is None for name in ("tqdm", "uvicorn")):
     sys.exit("jax_attn.serve needs more packages: pip install 'jax_attn[serve]'")
 
 from jax_attn import models
-from jax_attn.serve import _batch
-from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.device import Device
-from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._engine.engine_config import device_config
 from jax_attn.serve._engine.leading_device import follow
 from jax_attn.serve._engine.processes import Processes, ProcessesError
-from jax_attn.serve._engine.replicas import Replicas
 from jax_attn.serve._executable_cache import use_cache
-from jax_attn.serve._http import auth, log_format
-from jax_attn.serve._http.fair_loop import new_loop
+from jax_attn.serve._http import keys as api_keys
+from jax_attn.serve._http import log_format
 from jax_attn.serve._http.http_process import HttpProcess
-from jax_attn.serve._http.http_server import (
-    HttpConfig,
-    HttpServer,
-    check_address,
-)
-from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.settings import HttpConfig, ServerConfig, check_address
 from jax_attn.serve._http.spare_collector import spare_the_collector
 from jax_attn.serve._loading import load, load_all
 from jax_attn.serve._options import engine_config, key_limits, parse
@@ -51,6 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     log_format.configure("text")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["batch"]:
+        # The engine's process of a server needs none of the modules that answer HTTP, which take
+        # half a second.
+        from jax_attn.serve import _batch
+
         return _batch.main(argv[1:])
     try:
         args = parse(argv, __doc__)
@@ -111,25 +103,26 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> int:
-    """process: answers HTTP; None: this process does, for an embedding model alone."""
+    """process: answers HTTP; None: this process does, as an embedding model is served."""
     try:
-        keys = auth.checked_keys(args.api_key, "--api-key")
+        keys = api_keys.checked_keys(args.api_key, "--api-key")
         keys += _keys_of("--api-key-file", args.api_key_file)
         operator_keys = _keys_of("--operator-key-file", args.operator_key_file)
-        args.owners = {name: owner for owner, name in auth.tenants(keys, operator_keys).items()}
+        args.owners = {name: owner for owner, name in api_keys.tenants(keys, operator_keys).items()}
         check_address(args.host, args.port)
-        name, aliases, directory, engine, model, vision, embedding = load_all(args)
+        loaded = load_all(args)
+        vision = loaded.vision
         config = ServerConfig(
-            model_directory=directory,
-            model_name=name,
-            model_aliases=aliases,
+            model_directory=loaded.directory,
+            model_name=loaded.name,
+            model_aliases=loaded.aliases,
             strict=args.strict,
             generation_config=args.generation_config == "auto",
             api_keys=keys,
             operator_keys=operator_keys,
             key_limits=key_limits(args),
-            is_public=not auth.is_loopback(args.host),
-            check_host=auth.is_loopback(args.host) and not (keys or operator_keys),
+            is_public=not api_keys.is_loopback(args.host),
+            check_host=api_keys.is_loopback(args.host) and not (keys or operator_keys),
             allowed_origins=tuple(args.allow_origin),
             access_log=args.access_log,
             weights_directory=args.weights_directory,
@@ -143,35 +136,20 @@ def _load_and_serve(args: argparse.Namespace, process: HttpProcess | None) -> in
             max_body_bytes=(4 if vision is None else 32) << 20,
         )
         http = HttpConfig(args.host, args.port, args.max_connections, args.drain_seconds)
-        if not (keys or operator_keys) and not auth.is_loopback(args.host):
+        if not (keys or operator_keys) and not api_keys.is_loopback(args.host):
             log.warning(
                 "anyone who can reach %s can use this server; see --api-key-file", args.host
             )
         if process is None:
-            server = HttpServer(create_app(engine, model, config, embedding), http)
-            return _serve_here(server, engine, embedding)
+            from jax_attn.serve import _one_process  # see `main`
+
+            return _one_process.serve(loaded, config, http)
     except (OSError, ValueError, NotImplementedError, ProcessesError) as error:
         print(f"jax_attn.serve: {error}", file=sys.stderr)
         return 1
-    assert engine is not None and model is not None
-    engine.on_ready = spare_the_collector
-    return process.serve(engine, model, config, http, args.processes)
-
-
-def _serve_here(
-    server: HttpServer,
-    engine: AsyncEngine | Replicas | None,
-    embedding: tuple[models.EmbeddingModel, Embedder] | None,
-) -> int:
-    if engine is not None:
-        engine.on_ready = server.collector.begin
-    parts = [part for part in (engine, embedding and embedding[1]) if part is not None]
-    for part in parts:
-        # A supervisor then starts a new server.
-        part.on_failure = server.stop
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(server.serve())
-    return 0 if server.started and all(part.failure is None for part in parts) else 1
+    assert loaded.engine is not None and loaded.model is not None
+    loaded.engine.on_ready = spare_the_collector
+    return process.serve(loaded.engine, loaded.model, config, http, args.processes)
 
 
 def _keys_of(option: str, path: Path | None) -> tuple[str, ...]:
@@ -179,7 +157,7 @@ def _keys_of(option: str, path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        return auth.read_keys(path)
+        return api_keys.read_keys(path)
     except OSError as error:
         raise ValueError(
             f"{option}: expected a file with one key a line, got {path}: {error.strerror}"

@@ -26,9 +26,10 @@ from starlette.applications import Starlette
 
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._http.batch_run import BatchError, BatchRun, Line, answered, read_input
-from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.server import create_app
+from jax_attn.serve._http.settings import ServerConfig
 from jax_attn.serve._loading import Loaded, load_all
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._options import parse_batch
 
 log = logging.getLogger("jax_attn.serve")

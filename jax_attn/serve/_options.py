@@ -15,10 +15,9 @@ import jax
 from jax_attn import models
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._engine.processes import Processes
-from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.log_format import FORMATS
-from jax_attn.serve._openai.limits import KeyLimits
-from jax_attn.serve._openai.pictures import MAX_PICTURES
+from jax_attn.serve._http.settings import MAX_CONNECTIONS
+from jax_attn.serve._openai.bounds import MAX_PICTURES, KeyLimits
 from jax_attn.serve._scheduling import kv_policies
 from jax_attn.serve._scheduling.kv_policies import KvPolicy
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
@@ -163,7 +162,7 @@ def parse(
     origin = "a web page's origin, such as http://localhost:3000, that may use the server, or *"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     clients = "then 429; half of them for one address (%(default)s)"
-    add("--max-connections", type=_positive, default=Connection.max_connections, help=clients)
+    add("--max-connections", type=_positive, default=MAX_CONNECTIONS, help=clients)
     add("--drain-seconds", type=_positive, default=30, help="after SIGTERM (%(default)s)")
     shown = f"of a request, for models that read them ({MAX_PICTURES})"
     add("--max-pictures", type=_positive, metavar="N", help=shown)

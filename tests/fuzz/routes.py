@@ -24,7 +24,8 @@ from helpers.serve.fake_engine import MODEL, FakeEngine, fake_model
 from helpers.serve.live_server import Answer, eventually
 from jax_attn import models
 from jax_attn.serve._engine.embedder import Embedder
-from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.server import create_app
+from jax_attn.serve._http.settings import ServerConfig
 
 from . import bodies
 from .bodies import Request

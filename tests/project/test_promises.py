@@ -23,8 +23,8 @@ from jax_attn.serve._engine import embedder
 from jax_attn.serve._grammar import grammar, token_masks
 from jax_attn.serve._http import batches, bodies, files, http_server, openapi
 from jax_attn.serve._http.connection import Connection
-from jax_attn.serve._http.server import ServerConfig
-from jax_attn.serve._openai import embeddings, limits, pictures, schemas
+from jax_attn.serve._http.settings import ServerConfig
+from jax_attn.serve._openai import bounds, embeddings, limits, schemas
 from jax_attn.serve._openai.errors import ApiError
 
 
@@ -233,7 +233,7 @@ def test_options_have_their_defaults_and_choices(actions):
         "--max-running": f"{cpu.max_running}; on a GPU {gpu.max_running}",
         "--max-step-tokens": f"{cpu.max_step_tokens}; on a GPU {gpu.max_step_tokens}",
         "--prefill-chunk": f"{cpu.prefill_chunk}; on a GPU {gpu.prefill_chunk}",
-        "--max-tokens-per-key": written(limits.KeyLimits.tokens),
+        "--max-tokens-per-key": written(bounds.KeyLimits.tokens),
         "--max-drafts": f"0: off; with `--draft-model` {_options._DRAFTS}",
     }
     for option, (default, meaning) in table.items():
@@ -260,14 +260,14 @@ def test_a_request_beyond_a_key_is_400_and_more_requests_are_429():
     table = option_rows()
     for option, name in (("--max-choices-per-key", "choices"), ("--max-tokens-per-key", "tokens")):
         assert "More are a 429; one request that has more by itself is a 400" in table[option][1]
-        limiter = limits.Limiter(None, limits.KeyLimits(requests=9, choices=5, tokens=5))
+        limiter = limits.Limiter(None, bounds.KeyLimits(requests=9, choices=5, tokens=5))
         with pytest.raises(ApiError) as alone:
             limiter.enter("a", queues=False).take(**{name: 6})
         limiter.enter("a", queues=False).take(**{name: 3})
         with pytest.raises(ApiError) as together:
             limiter.enter("a", queues=False).take(**{name: 3})
         assert (alone.value.status, together.value.status) == (400, 429)
-    limiter = limits.Limiter(None, limits.KeyLimits(requests=1, choices=5))
+    limiter = limits.Limiter(None, bounds.KeyLimits(requests=1, choices=5))
     limiter.enter("a", queues=False)
     with pytest.raises(ApiError) as one_more:
         limiter.enter("a", queues=False)
@@ -288,7 +288,7 @@ def test_the_routes_are_those_of_the_server():
 
 def test_limits_of_requests():
     seconds, per_token = token_masks._BUDGET_SECONDS, token_masks._BUDGET_SECONDS_TOKEN
-    key_limits = limits.KeyLimits(1, 1)
+    key_limits = bounds.KeyLimits(1, 1)
     promised = {
         "body": [f"{ServerConfig.max_body_bytes >> 20} MiB", f"{ServerConfig.body_timeout:.0f} s",
                  f"{bodies.MAX_PLAIN_BYTES >> 20} MiB outside of strings",
@@ -307,12 +307,12 @@ def test_limits_of_requests():
         "stop": [f"{schemas.MAX_STOP_STRINGS} strings of {schemas.MAX_STOP_CHARS} characters",
                  f"{schemas.MAX_STOP_TOKENS} `stop_token_ids`"],
         "logit_bias": [f"{schemas.MAX_LOGIT_BIAS} entries"],
-        "logprobs": [f"{schemas.MAX_LOGPROBS} per token", written(schemas.MAX_SCORES)],
+        "logprobs": [f"{schemas.MAX_LOGPROBS} per token", written(bounds.MAX_SCORES)],
         "embeddings, scores": [f"{written(embeddings.MAX_INPUTS)} inputs",
                        f"{written(embeddings.MAX_REQUEST_TOKENS)} tokens of a request",
                        f"{written(embedder.MAX_TOKENS)} tokens of an input",
                        f"{key_limits.embedding_bytes >> 20} MiB"],
-        "pictures": [f"{pictures.MAX_PICTURES} of a request",
+        "pictures": [f"{bounds.MAX_PICTURES} of a request",
                      f"{key_limits.picture_bytes >> 20} MiB of pixels"],
         "JSON schema, regular expression, grammar": [
             f"{written(schemas.MAX_GRAMMAR_CHARS)} characters",

@@ -25,11 +25,12 @@ from jax_attn.serve._http import bodies, fair_loop
 from jax_attn.serve._http import server as server_module
 from jax_attn.serve._http.body_threads import BodyThreads
 from jax_attn.serve._http.fair_loop import FairSelector
-from jax_attn.serve._http.server import ServerConfig
+from jax_attn.serve._http.settings import ServerConfig
 from jax_attn.serve._openai import answers, fields, response_format, schemas
 from jax_attn.serve._openai.access_log import Record
+from jax_attn.serve._openai.bounds import MAX_SCORES, KeyLimits
 from jax_attn.serve._openai.errors import ApiError
-from jax_attn.serve._openai.limits import KeyLimits, Limiter
+from jax_attn.serve._openai.limits import Limiter
 from jax_attn.serve._openai.logprobs import ChatScores, CompletionScores, TokenJson
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._openai.prepare import Caller, Preparer
@@ -331,7 +332,7 @@ def test_others_have_turns_while_log_probabilities_are_written(kind):
     """The most log-probabilities an answer may have, in one event, as for a prompt."""
     tokens = TokenJson(TokenBytes(fake_model().tokenizer))
     scores = kind(tokens) if kind is ChatScores else kind(tokens, 0)
-    num_tokens = schemas.MAX_SCORES // 21
+    num_tokens = MAX_SCORES // 21
     sizes = []
 
     async def send(message):

@@ -25,7 +25,7 @@ from helpers.serve.live_server import (
 from jax_attn import models
 from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._openai import embeddings
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._scheduling.protocols import EmbedderStopped
 
 ROUTE = "/v1/embeddings"

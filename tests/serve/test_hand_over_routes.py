@@ -22,7 +22,7 @@ from jax_attn.serve import _options
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.hand_over import _LENGTH, _MAGIC, HandedOver
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._scheduling.protocols import EngineStopped
 
 OPERATOR, CLIENT = "operator-key-0123456789", "client-key-0123456789ab"

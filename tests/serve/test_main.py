@@ -6,6 +6,8 @@ import hashlib
 import json
 import resource
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -404,3 +406,12 @@ def test_files_of_the_prefix_cache_belong_to_keys(monkeypatch, tmp_path):
     (owners, none) = seen
     assert none == {} and set(owners) == {"key0", "key1"}
     assert owners["key0"] == hashlib.sha256(b"a-key-of-one-tenant").hexdigest()
+
+
+def test_the_process_of_the_engine_does_not_import_what_answers_http():
+    """The two processes import at the same time, so it would start half a second later."""
+    code = "import sys, jax_attn.serve.__main__; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = set(run.stdout.split())
+    assert "jax_attn.serve._engine.engine" in names
+    assert not names & {"pydantic", "starlette", "uvicorn", "h11", "jinja2"}

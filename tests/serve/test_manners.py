@@ -9,8 +9,8 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import eventually, serving
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._openai.fields import UnknownFields
-from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.prepare import sampling_defaults
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

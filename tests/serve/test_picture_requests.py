@@ -23,8 +23,8 @@ from jax_attn.serve._anthropic.messages_api import MessagesApi
 from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
 from jax_attn.serve._ollama import ollama_api, ollama_schemas
 from jax_attn.serve._openai import response_schemas, schemas
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._openai.errors import ApiError
-from jax_attn.serve._openai.limits import KeyLimits
 from jax_attn.serve._openai.logprobs import TokenJson
 from jax_attn.serve._openai.model_facts import ModelFacts
 from jax_attn.serve._openai.pictures import PictureReader

@@ -12,7 +12,7 @@ from pydantic import BaseModel, TypeAdapter  # noqa: E402
 from helpers.serve.fake_engine import FakeEngine, fake_model  # noqa: E402
 from helpers.serve.live_server import KEYS, eventually, serving  # noqa: E402
 from jax_attn.serve._openai import responses_api  # noqa: E402
-from jax_attn.serve._openai.limits import KeyLimits  # noqa: E402
+from jax_attn.serve._openai.bounds import KeyLimits  # noqa: E402
 from jax_attn.serve._openai.response_store import BoundedStore, StoredResponse  # noqa: E402
 
 PATH = "/v1/responses"

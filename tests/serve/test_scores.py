@@ -10,7 +10,7 @@ from helpers import embedding_cases, scoring_cases
 from helpers.serve.live_server import serving, serving_encoder
 from jax_attn import LLM, models
 from jax_attn.serve._openai import scores
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.bounds import KeyLimits
 
 TOLERANCE = 1e-5
 QUERY, DOCUMENTS = "w5 w6", ["w7", "w8 w9 w10", "w11 w5 w6"]

@@ -16,12 +16,12 @@ pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 
 from helpers.serve.fake_engine import FakeEngine, fake_model
 from helpers.serve.live_server import HANG_SECONDS, eventually, joined, post_bytes, serving
-from jax_attn.serve._http import auth
+from jax_attn.serve._http import auth, keys, openapi
 from jax_attn.serve._http import server as server_module
 from jax_attn.serve._http.connection import Connection, DiscardBody, _Turns
 from jax_attn.serve._http.fair_loop import MOST
-from jax_attn.serve._openai import answers, schemas
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai import answers, prepare, schemas
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._scheduling.tenants import namespace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -219,7 +219,7 @@ def test_echo_alone(server):
 
 def test_logprobs_are_bounded(server, monkeypatch):
     """The bound counts echoed prompts, and the output of all choices."""
-    monkeypatch.setattr(schemas, "MAX_SCORES", 3 * 20 * 6)
+    monkeypatch.setattr(prepare, "MAX_SCORES", 3 * 20 * 6)
     prompts = {"prompt": [[1] * 10] * 2, "n": 3, "echo": True, "max_tokens": 0}
     outputs = {"prompt": [[1] * 10] * 2, "n": 3, "max_tokens": 10}
     for body in (prompts, outputs):
@@ -485,6 +485,16 @@ def test_openapi_describes_every_route(server):
     text = json.dumps(description)
     for name in text.split("#/components/schemas/")[1:]:
         assert name.split('"')[0] in description["components"]["schemas"]
+
+
+def test_openapi_is_made_when_it_is_wanted(monkeypatch):
+    made, describe = [], openapi.describe
+    monkeypatch.setattr(openapi, "describe", lambda: made.append(None) or describe())
+    openapi.as_json.cache_clear()
+    with serving() as server:
+        assert not made
+        answers = [server.get("/openapi.json").body for _ in range(2)]
+    assert len(made) == 1 and answers[0] == answers[1]
 
 
 def test_page_allows_its_own_script_only(server):
@@ -1237,11 +1247,11 @@ def test_no_web_pages_of_others(server):
 def test_key_files(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"# tenants\n\n{KEYS[0]}\n  {KEYS[1]}\n")
-    assert auth.read_keys(path) == KEYS
+    assert keys.read_keys(path) == KEYS
     for text in ("", "# only a comment\n", "short\n", "with a space in the middle\n"):
         path.write_text(text)
         with pytest.raises(ValueError, match="keys"):
-            auth.read_keys(path)
+            keys.read_keys(path)
 
 
 def test_a_pipelined_request_has_time_of_its_own(slow_server, monkeypatch):

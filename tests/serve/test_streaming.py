@@ -202,6 +202,14 @@ def test_of_one_device_of_several(model, logprobs_of):
     check_all(logprobs_of, engine, sequence(prompt(model, 50, 30), 70))
 
 
+@pytest.mark.parametrize("name", ["rotate", "copies of pages"])
+def test_pages_move_without_a_copy_of_the_pool(device, name):
+    memory = device._executables[name].memory_analysis()
+    pool = device._k_pages.nbytes
+    assert memory.alias_size_in_bytes >= 2 * pool > 0
+    assert memory.temp_size_in_bytes < pool / 2
+
+
 def test_llm_and_its_limit(model, directory):
     policy = {"kv_policy": "streaming:window=40,sinks=6", "max_model_len": 3000}
     with LLM(model, directory=directory, **SMALL, **policy) as llm:

@@ -73,9 +73,11 @@ def test_any_step_runs_in_the_first_buckets_with_the_same_tokens(model, compiled
     device = engine.device
     reuse(device, compiled, monkeypatch)
     names = engine.warm_up_first()
-    assert [name for name in names if name.startswith("forward")] == [
+    assert [name for name in names if name.startswith(("forward", "sample"))] == [
         "forward, 4 tokens x 4 sequences",
         "forward, 16 tokens x 4 sequences",
+        "sample, 4 sequences, greedy",
+        "sample, 4 sequences, full",
     ]
     assert engine.stats()["buckets_left"] == 1
     early, ran = serve(engine, *requests())
@@ -83,17 +85,20 @@ def test_any_step_runs_in_the_first_buckets_with_the_same_tokens(model, compiled
     assert ran | ran_alone == {"4 tokens x 4 sequences", "16 tokens x 4 sequences"}
     made = []
     device.compile_later(lambda: made.append(None))
-    assert len(made) == 5 and engine.stats()["buckets_left"] == 0  # a forward, four that sample
+    # Two that sample for the first buckets; a forward, and four that sample.
+    assert len(made) == 7 and device.is_complete and engine.stats()["buckets_left"] == 0
     late, _ = serve(engine, *requests())
     late_alone, ran = serve(engine, sequence(max_tokens=6))
     assert "1 tokens x 1 sequences" in ran
     assert (early, alone) == (late, late_alone)
 
 
-def test_a_batch_invariant_engine_has_one_shape_from_the_start(model, compiled):
+def test_a_batch_invariant_engine_has_all_from_the_start(model, monkeypatch):
     """Its bits cannot depend on what is compiled."""
     engine = Engine(model, dataclasses.replace(SIZES, num_pages=240, batch_invariant=True))
+    monkeypatch.setattr(engine.device, "_warm_up", lambda tasks, progress: [*tasks])
     assert len(engine.device.buckets) == 1
+    assert engine.warm_up_first() == [*engine.device._tasks(engine.device.buckets)]
 
 
 def test_compiling_later_is_not_counted_but_a_shape_that_changes_is(model, compiled):
@@ -176,6 +181,34 @@ def test_compiling_waits_for_a_moment_without_requests(model, compiled, monkeypa
             await engine.stop(drain=True)
 
     asyncio.run(main())
+
+
+def test_the_first_request_comes_before_the_rest_is_compiled(model, compiled, monkeypatch):
+    """Clients that wait for the start send it at once."""
+    engine = AsyncEngine(model, SIZES)
+    engine.seconds_until_steps = engine.seconds_beside_steps = 3600
+    ready, num_steps, counts = threading.Event(), [], []
+    engine.on_ready = ready.set
+
+    def work(name):
+        if engine.ready:
+            counts.append(len(num_steps))
+
+    reuse(engine._engine.device, compiled, monkeypatch, work)
+    engine.on_stats = lambda stats: num_steps.append(stats["running"])
+
+    async def main():
+        engine.start()
+        try:
+            await asyncio.to_thread(ready.wait, 240)
+            await asyncio.sleep(0.1)  # in which the rest could begin
+            [_ async for _ in engine.generate([sequence(max_tokens=20)])]
+            await asyncio.to_thread(engine._compiling.join, 240)
+        finally:
+            await engine.stop(drain=True)
+
+    asyncio.run(main())
+    assert counts and min(counts) >= 20
 
 
 def test_compiling_does_not_wait_for_ever(model, compiled, monkeypatch):

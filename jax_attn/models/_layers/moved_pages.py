@@ -50,9 +50,13 @@ def move_keys(
 
     def copied(pages: jax.Array, turn: Any) -> jax.Array:
         taken = [lax.dynamic_index_in_dim(pages, sources[i], 1) for i in range(len(sources))]
-        for i, page in enumerate(taken):
-            pages = lax.dynamic_update_index_in_dim(pages, turn(page[:, 0], i), targets[i], 1)
-        return pages
+        turned = jnp.stack([turn(page[:, 0], i) for i, page in enumerate(taken)])
+
+        # Without a loop XLA for CPUs fuses reads into writes, and then copies all pages.
+        def put(i: jax.Array, pages: jax.Array) -> jax.Array:
+            return lax.dynamic_update_index_in_dim(pages, turned[i], targets[i], 1)
+
+        return lax.fori_loop(0, len(taken), put, pages)
 
     new_k = []
     for pages, ropes, head_dim in zip(_tuple(k_pages), group_of, head_dims, strict=True):

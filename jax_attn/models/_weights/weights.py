@@ -201,7 +201,8 @@ def _make_params(
     def on_device(name: str, weight: np.ndarray | Quantized) -> Matrix | Panels:
         if isinstance(weight, Quantized):
             return jax.block_until_ready(jax.tree.map(jnp.asarray, weight))
-        array = jnp.asarray(weight, dtype)
+        # With a dtype, also that of the weight, asarray compiles a conversion for each shape.
+        array = jnp.asarray(weight, None if weight.dtype == jnp.dtype(dtype) else dtype)
         # Wait: the source of a running copy stays in memory.
         return jax.block_until_ready(pack_weight(name, array, config) if in_panels else array)
 

@@ -40,6 +40,9 @@ _MAX_FAILURES = 3
 # Seconds between two executables that are compiled while requests run. Compiling one takes both of
 # two processors for 0.3 to 1 s, in which a stream goes at half its speed.
 _SECONDS_BESIDE_STEPS = 5.0
+# Seconds after the start in which a first request may come, before the rest is compiled: tracing
+# holds Python's lock, so that its first token came after 0.18 s.
+_SECONDS_UNTIL_STEPS = 0.5
 
 
 Result = TypeVar("Result")
@@ -93,6 +96,7 @@ class AsyncEngine:
         # differ by when a shape was there.
         self.serves_early = True
         self.seconds_beside_steps = _SECONDS_BESIDE_STEPS
+        self.seconds_until_steps = _SECONDS_UNTIL_STEPS
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stats: Callable[[dict[str, Any]], None] = lambda stats: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -116,6 +120,7 @@ class AsyncEngine:
         self._is_warm = self._has_ended = False
         self._is_at_rest = False  # the thread waits; guarded by _wake
         self._is_calm = threading.Event()  # set while it does, and when it has ended
+        self._has_begun = threading.Event()  # set by the first command, and when it has ended
         self._stats, self._snapshot = self._engine.stats(), self._engine.snapshot()
         self._wants_snapshot = False
 
@@ -527,6 +532,7 @@ class AsyncEngine:
         with self._wake:
             self._accepts = False
         self._is_calm.set()
+        self._has_begun.set()
         self._end()
         if self._compiling.is_alive():
             self._compiling.join()
@@ -534,13 +540,14 @@ class AsyncEngine:
             self.on_failure()
 
     def _compile_later(self) -> None:
-        """Compiles the shapes that are left: at once without requests, else now and then.
+        """Compiles what is left: at once without requests, else now and then.
 
-        A step that needs one of them is padded to a larger shape until then.
+        A step that needs one of the shapes is padded to a larger one until then.
         """
         device = self._engine.device
-        if not device.num_buckets_left:
+        if device.is_complete:
             return
+        self._has_begun.wait(self.seconds_until_steps)
         try:
             device.compile_later(self._await_turn)
         except _Stopped:
@@ -576,6 +583,7 @@ class AsyncEngine:
                 self._wake.wait()
             self._is_at_rest = False
             self._is_calm.clear()
+            self._has_begun.set()
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()

@@ -78,6 +78,7 @@ def joined(steps: Sequence[Sampled]) -> Sampled:
     return Sampled(*whole)
 
 
+@partial(jax.jit, static_argnums=(0, 1))  # one executable: else each array is one or two
 def init_state(max_running: int, vocab_size: int) -> SamplerState:
     return SamplerState(
         last_tokens=jnp.zeros(max_running, jnp.int32),

@@ -1,61 +1,17 @@
-"""API keys, and the Host header that a server without keys accepts."""
+"""Middleware: API keys, and the Host header that a server without keys accepts."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_attn.serve._http.error_shapes import error_response
+from jax_attn.serve._http.keys import digest, is_loopback, tenants
 from jax_attn.serve._openai.errors import ApiError
-
-_MIN_KEY_CHARS = 16
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def read_keys(path: str | Path) -> tuple[str, ...]:
-    """Reads one key a line. Blank lines and lines that begin with # are skipped.
-
-    Keys come from a file because command lines and environments show up in process lists and crash
-    reports.
-
-    Raises:
-      ValueError: there is no key, or one that is too short or cannot be sent in a header.
-    """
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ValueError(f"{path}: no API key in this file")
-    return checked_keys(keys, str(path))
-
-
-def checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
-    """Raises ValueError for a key that is too short or cannot be sent in a header."""
-    for number, key in enumerate(keys, 1):
-        if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
-            raise ValueError(
-                f"{where}: key {number}: expected at least {_MIN_KEY_CHARS} printable ASCII "
-                "characters without spaces"
-            )
-    return tuple(keys)
-
-
-def tenants(keys: Iterable[str], operator_keys: Iterable[str] = ()) -> dict[str, str]:
-    """Maps the owner that each key stands for to its tenant.
-
-    The owner is the SHA-256 of the key, in hexadecimal. It stays the same when other keys come or
-    go. The tenant says where the key is in the list.
-    """
-    found: dict[str, str] = {}
-    for name, group in (("operator", operator_keys), ("key", keys)):
-        for i, key in enumerate(group):
-            found.setdefault(_digest(key.encode()).hex(), f"{name}{i}")
-    return found
 
 
 class Authenticate:
@@ -95,15 +51,15 @@ class Authenticate:
                 return await error_response(error, scope["path"])(scope, receive, send)
             state = scope.setdefault("state", {})
             state["tenant"], state["is_operator"] = tenant, tenant.startswith("operator")
-            state["owner"] = _digest(presented).hex()
+            state["owner"] = digest(presented).hex()
             if "record" in state:
                 state["record"].tenant = tenant
         await self._app(scope, receive, send)
 
     def _tenant(self, presented: bytes) -> str | None:
         """Takes the same time for every key, right, partly right or missing."""
-        digest = _digest(presented)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        shown = digest(presented)
+        matches = [hmac.compare_digest(shown, known) for known in self._digests]
         return self._names[matches.index(True)] if any(matches) else None
 
 
@@ -121,7 +77,7 @@ class LoopbackHost:
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if name.lower() not in _LOOPBACK:
+            if not is_loopback(name.lower()):
                 error = ApiError(
                     403,
                     "Host: expected localhost; to serve under another name, use --api-key-file",
@@ -130,15 +86,6 @@ class LoopbackHost:
                 )
                 return await error_response(error, scope["path"])(scope, receive, send)
         await self._app(scope, receive, send)
-
-
-def is_loopback(host: str) -> bool:
-    return host in _LOOPBACK
-
-
-def _digest(key: bytes) -> bytes:
-    """Digests have equal length; compare_digest would reveal the length of a key."""
-    return hashlib.sha256(key).digest()
 
 
 def _presented_key(authorization: str) -> bytes:

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from jax_attn.serve._http.fair_loop import MOST
 from jax_attn.serve._http.framing import ChunkBudget, StrictParser
+from jax_attn.serve._http.settings import MAX_CONNECTIONS
 from jax_attn.serve._openai.errors import ApiError
 
 log = logging.getLogger("jax_attn.serve")
@@ -90,7 +91,7 @@ class Connection(H11Protocol):
 
     head_seconds = 30.0
     write_seconds = 30.0  # for the data to write, some 100 kB, to get below 16 kB
-    max_connections = 8192
+    max_connections = MAX_CONNECTIONS
     max_of_address = 4096  # connections of one address, likewise
 
     _of_address: ClassVar[WeakKeyDictionary[ServerState, Counter[str]]] = WeakKeyDictionary()

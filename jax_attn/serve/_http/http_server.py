@@ -6,13 +6,13 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from jax_attn.serve._http.connection import Connection
+from jax_attn.serve._http.settings import HttpConfig
 from jax_attn.serve._http.spare_collector import SpareCollector
 
 log = logging.getLogger("jax_attn.serve")
@@ -23,14 +23,6 @@ _ACCEPTS = 64  # connections accepted at a time, 10 ms, in which no stream goes 
 _CALM = 32  # connections up to which a collection of all objects takes little longer than alone
 _OTHER_FILES = 128  # open files that are not connections
 _MAX_FILES = 65536  # limit on open files; many shells allow 1,024, fewer than the queue has clients
-
-
-@dataclass(frozen=True)
-class HttpConfig:
-    host: str
-    port: int
-    max_connections: int
-    drain_seconds: int
 
 
 class HttpServer(uvicorn.Server):
@@ -86,23 +78,6 @@ class HttpServer(uvicorn.Server):
         self._on_drain()
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises ValueError if nothing can listen there, which is said before a model is loaded."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as listener:
-            # As asyncio does: connections of an earlier server that are closing do not count.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1)
-    except OSError as error:
-        raise ValueError(
-            f"--host, --port: expected an address to listen on, got {host}:{port}: {error.strerror}"
-        ) from None
 
 
 def allow_many_connections() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from typing import Any
 
@@ -279,6 +281,12 @@ def describe() -> dict[str, Any]:
             },
         },
     }
+
+
+@functools.cache
+def as_json() -> bytes:
+    """`describe` as JSON, made at the first call."""
+    return json.dumps(describe()).encode()
 
 
 def _parameter(name: str, place: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +32,7 @@ from jax_attn.serve._anthropic import message_schemas
 from jax_attn.serve._anthropic.messages_api import MessagesApi
 from jax_attn.serve._engine.hand_over import HandedOver
 from jax_attn.serve._http import bodies, debug_state, openapi, tracing
-from jax_attn.serve._http.auth import Authenticate, LoopbackHost, tenants
+from jax_attn.serve._http.auth import Authenticate, LoopbackHost
 from jax_attn.serve._http.batches import Batches
 from jax_attn.serve._http.body_threads import BodyThreads
 from jax_attn.serve._http.cache_watch import CacheEventsAnswer, CacheWatch
@@ -41,7 +40,9 @@ from jax_attn.serve._http.connection import DiscardBody
 from jax_attn.serve._http.error_shapes import error_response
 from jax_attn.serve._http.files import FileAnswer, Files
 from jax_attn.serve._http.hand_over import Continued, not_handed_over, while_connected
+from jax_attn.serve._http.keys import tenants
 from jax_attn.serve._http.picture_urls import FetchError, PictureFetcher
+from jax_attn.serve._http.settings import ServerConfig
 from jax_attn.serve._ollama import ollama_schemas
 from jax_attn.serve._ollama.ollama_api import OllamaApi
 from jax_attn.serve._ollama.ollama_embeddings import (
@@ -53,6 +54,7 @@ from jax_attn.serve._ollama.ollama_embeddings import (
 from jax_attn.serve._openai import batch_schemas, fields, response_schemas, schemas
 from jax_attn.serve._openai.access_log import AccessLog, Record
 from jax_attn.serve._openai.answers import ChoicesAnswer, GenerationAnswer
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._openai.embeddings import (
     EmbeddingReader,
     EmbeddingRequest,
@@ -60,7 +62,7 @@ from jax_attn.serve._openai.embeddings import (
     PreparedEmbeddings,
 )
 from jax_attn.serve._openai.errors import ApiError, bad_field, model_not_found
-from jax_attn.serve._openai.limits import KeyLimits, Limiter, Ticket
+from jax_attn.serve._openai.limits import Limiter, Ticket
 from jax_attn.serve._openai.logprobs import TokenIdJson, TokenJson
 from jax_attn.serve._openai.metrics import Metrics
 from jax_attn.serve._openai.model_facts import ModelFacts
@@ -104,34 +106,6 @@ _MOVE_SECONDS = 300.0  # for the bytes of a request that moves between servers
 MakeAnswer: TypeAlias = Callable[
     [ServedEngine | Continued, Prepared, Metrics, Ticket, Record], GenerationAnswer
 ]
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    model_directory: Path
-    model_name: str
-    model_aliases: tuple[str, ...] = ()  # other names, which requests may use
-    strict: bool = False  # refuse unknown fields instead of ignoring them
-    generation_config: bool = True  # use the sampling defaults of the model directory
-    api_keys: tuple[str, ...] = ()
-    operator_keys: tuple[str, ...] = ()  # keys that also see /metrics and all of /debug/state
-    key_limits: KeyLimits | None = None  # None: KeyLimits.default
-    # Other machines can reach the server: without keys /metrics and /debug/state are refused.
-    is_public: bool = False
-    access_log: bool = True
-    check_host: bool = False  # only answer to names of this machine; see auth.LoopbackHost
-    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may use the server; "*": all
-    weights_directory: Path | None = None  # of weights that operators may load; None: none
-    # The most bytes of a request that operators move between servers; 0: they may not.
-    max_hand_over_bytes: int = 0
-    adapters: tuple[str, ...] = ()  # the LoRA adapters that the engine has at the start
-    vision: models.VisionModel | None = None  # without weights; None: the model reads texts only
-    max_pictures: int | None = None  # of a request; None: MAX_PICTURES
-    image_hosts: tuple[str, ...] = ()  # from which pictures are fetched, see picture_urls
-    max_body_bytes: int = 4 << 20
-    files_directory: Path | None = None  # of /v1/files and /v1/batches; None: there are none
-    otlp_endpoint: str | None = None  # of a collector of traces; None: there are none
-    body_timeout: float = 30.0  # seconds for a client to send its body
 
 
 # Routes that need a text model, served by _TextServer.
@@ -745,7 +719,6 @@ class _TextServer(_Server):
         self._token_json = {False: TokenJson(*of_tokens), True: TokenIdJson(*of_tokens)}
         self._responses = ResponsesApi(self._prepare, self._token_json[False])
         self._ollama = OllamaApi(self._prepare, self._facts, self._token_json[False])
-        self._description = json.dumps(openapi.describe()).encode()
         self._page, self._page_policy = _read_page()
         self._cache_watch = CacheWatch(engine)
         self._views: dict[str, tuple[float, asyncio.Future[bytes]]] = {}  # by tenant
@@ -1184,7 +1157,9 @@ class _TextServer(_Server):
         return self._prepare.decode_all([each[:_TREE_TOKENS] for each in tokens])
 
     async def openapi(self, request: Request) -> Response:
-        return Response(self._description, media_type="application/json")
+        # Made when it is wanted, as that takes as long as all else of the application.
+        description = await asyncio.to_thread(openapi.as_json)
+        return Response(description, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         headers = {"Content-Security-Policy": self._page_policy, **_NO_STORE}

@@ -8,39 +8,19 @@ for it. A request over a limit is refused with a 429 that names the limit.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._openai.errors import ApiError
 from jax_attn.serve._scheduling.protocols import ServedEngine
 
 RETRY_AFTER_SECONDS = 1
 
 
-@dataclass(frozen=True)
-class KeyLimits:
-    """The limits for the requests of one key at once; without keys, for all requests."""
-
-    requests: int
-    choices: int  # sequences: prompts x n
-    tokens: int = 1 << 22  # of prompts, counted for each choice; 44 bytes of memory each
-    # Log-probabilities of unfinished answers that are not streams; up to 90 bytes each.
-    scores: int = 8 * schemas.MAX_SCORES
-    body_bytes: int = 64 << 20  # of bodies that are being received or wait to be parsed
-    embedding_bytes: int = 64 << 20  # of vectors until they are sent
-    picture_bytes: int = 1 << 29  # of pixels; choices share them
-
-    @staticmethod
-    def default(max_waiting: int, max_running: int) -> KeyLimits:
-        """Gives each key the engine's whole capacity; under contention, keys get equal shares."""
-        most = max_waiting + max_running
-        return KeyLimits(requests=most, choices=most)
-
-    def check_one(self, tenant: str, **amounts: int) -> None:
-        """Raises ApiError, 400, if one request alone exceeds a limit."""
-        for name, amount in amounts.items():
-            if amount > (limit := getattr(self, name)):
-                raise _too_many(name, limit, _whose(tenant), 0, amount)
+def check_one(limits: KeyLimits, tenant: str, **amounts: int) -> None:
+    """Raises ApiError, 400, if one request alone exceeds a limit."""
+    for name, amount in amounts.items():
+        if amount > (limit := getattr(limits, name)):
+            raise _too_many(name, limit, _whose(tenant), 0, amount)
 
 
 _WORDS = {

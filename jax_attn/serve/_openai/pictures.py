@@ -14,10 +14,9 @@ import numpy as np
 from jax_attn import models
 from jax_attn.models._weights.protocols import Tokenizer
 from jax_attn.serve._openai import schemas
+from jax_attn.serve._openai.bounds import MAX_PICTURES
 from jax_attn.serve._openai.errors import ApiError, bad_field, overflow
 from jax_attn.serve._scheduling.pictures import Picture
-
-MAX_PICTURES = 16  # of a request, unless --max-pictures says otherwise
 
 FETCHED: ContextVar[Mapping[str, bytes]] = ContextVar("FETCHED")
 """Files by http(s) URL that were fetched for the body of the running job; unset: none may be."""

@@ -22,8 +22,9 @@ from jax_attn.serve._chat import chat, custom_tools, gemma_tool_calls, harmony, 
 from jax_attn.serve._grammar import grammar
 from jax_attn.serve._openai import beams, fill_in_middle, schemas
 from jax_attn.serve._openai.beams import Beams
+from jax_attn.serve._openai.bounds import MAX_SCORES, KeyLimits
 from jax_attn.serve._openai.errors import bad_field, model_not_found, overflow
-from jax_attn.serve._openai.limits import KeyLimits
+from jax_attn.serve._openai.limits import check_one
 from jax_attn.serve._openai.messages import for_template
 from jax_attn.serve._openai.pictures import PictureReader
 from jax_attn.serve._openai.served_models import ServedModel
@@ -570,7 +571,8 @@ class Preparer:
 
         Raises ApiError if the request exceeds the size of any answer.
         """
-        self._limits.check_one(
+        check_one(
+            self._limits,
             caller.tenant,
             choices=len(prompts) * body.num_sampled,
             tokens=sum(map(len, prompts)) * body.num_sampled,
@@ -591,15 +593,15 @@ class Preparer:
             if room < (1 if max_tokens is None else max_tokens):
                 raise overflow(field, self.max_model_len, len(prompt), max_tokens)
             if max_tokens is None and each:
-                room = min(room, schemas.MAX_SCORES // (each * body.num_sampled))
+                room = min(room, MAX_SCORES // (each * body.num_sampled))
             wanted.append(room if max_tokens is None else max_tokens)
             if body.min_tokens > wanted[-1]:
                 raise bad_field("min_tokens", f"more than {limit}, {wanted[-1]}")
             num_scores += (wanted[-1] * each + len(prompt) * of_prompt) * body.num_sampled
-        if num_scores > schemas.MAX_SCORES:
+        if num_scores > MAX_SCORES:
             raise bad_field(
                 "logprobs",
-                f"tokens x (1 + logprobs) x n = {num_scores} are more than {schemas.MAX_SCORES}; "
+                f"tokens x (1 + logprobs) x n = {num_scores} are more than {MAX_SCORES}; "
                 "use fewer of them",
             )
         return wanted

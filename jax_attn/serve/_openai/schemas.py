@@ -21,6 +21,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from jax_attn.serve._chat import custom_tools
+from jax_attn.serve._openai.bounds import MAX_SCORES
 from jax_attn.serve._openai.fields import (
     Ignored,
     PromptTokens,
@@ -43,9 +44,6 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-# Log-probabilities of an answer: tokens x (1 + logprobs) of all its choices, including an echoed
-# prompt. The limit is 20 MB of JSON.
-MAX_SCORES = 1 << 18
 MAX_GRAMMAR_CHARS = 65536  # of a JSON schema, a regular expression or a grammar
 MAX_ALTERNATIVES = 1024  # of guided_choice
 MAX_DEADLINE_SECONDS = 86400

@@ -30,7 +30,8 @@ from jax_attn.models import EmbeddingModel
 from jax_attn.serve._engine.embedder import Embedder
 from jax_attn.serve._http.connection import Connection
 from jax_attn.serve._http.fair_loop import new_loop
-from jax_attn.serve._http.server import ServerConfig, create_app
+from jax_attn.serve._http.server import create_app
+from jax_attn.serve._http.settings import ServerConfig
 
 KEYS = ("a-key-of-one-tenant", "another-tenants-key")
 OPERATOR_KEY = "the-key-of-an-operator"
@@ -298,7 +299,7 @@ class ServerProcess:
     def http_pid(self) -> int:
         """Process id of the HTTP process; 0 if the engine's process answers HTTP itself."""
         for child in children_of(self.process.pid):
-            if b"jax_attn.serve._http.http_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"jax_attn.serve._http.http_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return child
         return 0
 

@@ -7,7 +7,8 @@ import threading
 
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._ipc.remote_engine import EngineHost, RemoteEngine
+from jax_attn.serve._ipc.engine_host import EngineHost
+from jax_attn.serve._ipc.remote_engine import RemoteEngine
 from jax_attn.serve._ipc.wire import Wire, receive
 
 
