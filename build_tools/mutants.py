@@ -193,6 +193,8 @@ class _Runner:
         items = [item for item in session.items if conftest.is_run_by_default(item)]
         # those of make test first; both parts in the order of files, for the sake of fixtures
         items.sort(key=lambda item: item.nodeid not in self.selected)
+        if importlib.import_module("jax._src.xla_bridge").backends_are_initialized():
+            raise pytest.UsageError("a file starts JAX's backend on import: forks would hang")
         hits, seconds = self._find_hits(session, items)
         counts: collections.Counter[str] = collections.Counter()
         for path in self.options.modules:
