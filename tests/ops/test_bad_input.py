@@ -352,7 +352,14 @@ def test_attention(row, backend):
     ("q_is_e4m3", {"q": _ones((8, 4, 64)).astype(E4M3)}, "q", "bfloat16", *_EG, E4M3),
     ("k_scale", {"k_scale": _ones(4)}, "k_scale", "float32[2]", *_EG, "[4]"),
     ("v_scale_of_all", {"v_scale": _ones(())}, "v_scale", "float32[2]", *_EG, "[]"),
-    ("v_scale_dtype", {"v_scale": np.ones(2, jnp.bfloat16)}, "v_scale", "float32", *_EG, "bfloat16"),
+    (
+        "v_scale_dtype",
+        {"v_scale": np.ones(2, jnp.bfloat16)},
+        "v_scale",
+        "float32",
+        *_EG,
+        "bfloat16",
+    ),
     ("q_scale", {"q_scale": _ones(4)}, "q_scale", "q_dtype", E4M3, *_EG, "(4,)"),
 )
 @on_every_platform
