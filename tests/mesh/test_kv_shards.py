@@ -76,6 +76,19 @@ def test_a_chunk_costs_one_part_for_each_page_it_touches():
         assert live.sum() == 500 // 24 + 2
 
 
+def test_a_row_needs_the_pages_of_its_window():
+    """Windows of 11, 14 and 31 keys touch at most 2, 2 and 3 pages of 24."""
+    for fields, pages in (
+        ({"causal": True}, 2),
+        ({"causal": False, "window_right": 3}, 2),
+        ({"causal": False, "window_right": 20}, 3),
+        ({"causal": False, "window_right": -1}, 9),  # all there are
+    ):
+        kv_shards = parallel.KvShards(_spec(window_left=10, **fields), "kv", 2)
+        spec = kv_shards.attend_spec
+        assert (spec.max_batch, spec.max_kv_pages) == (5, 5 * pages)
+
+
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 @pytest.mark.parametrize("window_left", [-1, 600])
 def test_prefixes_are_searched_only_where_none_are_given(window_left, target):
