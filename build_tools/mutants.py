@@ -10,7 +10,7 @@ changed code; so Python and JAX start once. First those of --selected run, then 
 one fails. A mutant is killed if a test fails, or takes ten times the processor time.
 
 Only tests that call the function run: a first run without a change finds them. Those that start
-processes of their own do not see the change.
+processes of their own do not see the change; with --devices, checks on CPU devices run in the fork.
 """
 
 from __future__ import annotations
@@ -188,9 +188,13 @@ class _Runner:
         conftest = session.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
         for path in self.options.modules:
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if self.options.devices:
+            _stay_in_process(self.options.devices)
         items = [item for item in session.items if conftest.is_run_by_default(item)]
         # those of make test first; both parts in the order of files, for the sake of fixtures
         items.sort(key=lambda item: item.nodeid not in self.selected)
+        if importlib.import_module("jax._src.xla_bridge").backends_are_initialized():
+            raise pytest.UsageError("a file starts JAX's backend on import: forks would hang")
         hits, seconds = self._find_hits(session, items)
         counts: collections.Counter[str] = collections.Counter()
         for path in self.options.modules:
@@ -203,20 +207,17 @@ class _Runner:
                     counts["uncalled"] += 1
                     print(f"uncalled  {mutant}", flush=True)
                     continue
-                limit = 10 * sum(seconds[item.nodeid] for item in concerned) + 5
-                verdict, test = self._try(session, concerned, mutant, limit)
+                verdict, test = self._try(session, concerned, mutant, seconds)
                 counts[verdict] += 1
                 print(f"{verdict:9} {mutant} ({len(concerned)} tests) {test}", flush=True)
         print(dict(counts), flush=True)
         return True
 
-    def _fork(self, body: Callable[[], object], limit: float) -> object:
-        """Returns what `body` returns in a child, or None if the child took too long or died."""
+    def _fork(self, body: Callable[[], object]) -> object:
+        """Returns what `body` returns in a child, or None if the child died."""
         read, write = os.pipe()
         if (child := os.fork()) == 0:
             try:
-                seconds = int(limit) + 1
-                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
                 signal.signal(signal.SIGXCPU, signal.SIG_DFL)
                 os.write(write, json.dumps(body()).encode())
             finally:
@@ -257,7 +258,7 @@ class _Runner:
                 result.append((item.nodeid, sorted(hits), _seconds() - begin))
             return result
 
-        result = self._fork(body, 36000)
+        result = self._fork(body)
         assert result is not None
         found = collections.defaultdict(set, {name: set(hit) for name, hit, _ in result})
         if self.options.whole_files:  # traced code is not called again
@@ -272,7 +273,11 @@ class _Runner:
         return found, seconds
 
     def _try(
-        self, session: pytest.Session, items: list[pytest.Item], mutant: Mutant, limit: float
+        self,
+        session: pytest.Session,
+        items: list[pytest.Item],
+        mutant: Mutant,
+        seconds: dict[str, float],
     ) -> tuple[str, str]:
         def body() -> object:
             code = mutant.code()
@@ -280,13 +285,32 @@ class _Runner:
             if not [function for function in functions if _set_code(function, code)]:
                 return "not live", ""
             for item, after in zip(items, [*items[1:], None], strict=True):
+                limit = int(_seconds() + 10 * seconds[item.nodeid] + 5) + 1
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
                 if session.testsfailed:
                     verdict = "selected" if item.nodeid in self.selected else "rest"
                     return verdict, item.nodeid
             return "SURVIVED", ""
 
-        return tuple(self._fork(body, limit) or ("time", ""))
+        return tuple(self._fork(body) or ("time", ""))
+
+
+def _stay_in_process(num_devices: int) -> None:
+    """Makes run_on_cpus run a program here, on some of that many CPU devices."""
+    jax = importlib.import_module("jax")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+    def run(num: int, program: str, timeout: int = 0) -> None:
+        if num > num_devices:
+            pytest.skip(f"needs {num} devices")
+        exec(program, {})
+
+    tests = ROOT / "tests"
+    sys.path += [str(each) for each in (*tests.iterdir(), ROOT / "benchmarks") if each.is_dir()]
+    for module in list(sys.modules.values()):
+        if hasattr(module, "run_on_cpus"):
+            module.run_on_cpus = run
 
 
 def _seconds() -> float:
@@ -310,6 +334,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="mutants of each module")
     parser.add_argument("--selected", type=Path, help="ids of the tests that run first")
     parser.add_argument("--whole-files", action="store_true", help="all tests of a file that calls")
+    parser.add_argument("--devices", type=int, help="CPU devices, for checks of meshes")
     parser.add_argument("modules", type=lambda name: (ROOT / name).resolve(), nargs="+")
     parser.add_argument("tests", nargs=argparse.REMAINDER, help="after --: what pytest is given")
     given = sys.argv[1:]

@@ -1,14 +1,18 @@
 """KV shards over a mesh axis: one device's results, and the bytes sent."""
 
+import contextlib
 import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_attn as ja
 from helpers.mesh_checks import MESHES, run_on_cpus
 from jax_attn import parallel
+from jax_attn.parallel import _common
 
 _PARTS = 40  # of the cases: each test takes one part, the slow tests take all
 
@@ -70,6 +74,19 @@ def test_a_chunk_costs_one_part_for_each_page_it_touches():
         header = plan.attend_plan(device)
         live = np.diff(header._section("qo_indptr", header.header()["batch_size"] + 1)) > 0
         assert live.sum() == 500 // 24 + 2
+
+
+def test_a_row_needs_the_pages_of_its_window():
+    """Windows of 11, 14 and 31 keys touch at most 2, 2 and 3 pages of 24."""
+    for fields, pages in (
+        ({"causal": True}, 2),
+        ({"causal": False, "window_right": 3}, 2),
+        ({"causal": False, "window_right": 20}, 3),
+        ({"causal": False, "window_right": -1}, 9),  # all there are
+    ):
+        kv_shards = parallel.KvShards(_spec(window_left=10, **fields), "kv", 2)
+        spec = kv_shards.attend_spec
+        assert (spec.max_batch, spec.max_kv_pages) == (5, 5 * pages)
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
@@ -196,3 +213,23 @@ def test_gradients_of_exchanged_states_are_refused():
     for of in (0, 1):
         with pytest.raises(NotImplementedError, match="^attend_kv_shards: gradients: not supp"):
             jax.jit(jax.grad(loss, of))(q, pages)
+
+
+@pytest.mark.parametrize(
+    ("got", "is_fine"),
+    [
+        (P(), True),
+        (P(None, "kv", "heads"), True),
+        (P(None, None, "heads"), True),  # slices of it are enough
+        (P(None, "kv"), True),
+        (P(None, "heads"), False),
+        (P(None, "kv", None, "heads"), False),
+    ],
+)
+def test_splits_that_slices_make(got, is_fine):
+    mesh = jax.sharding.AbstractMesh((2, 2), ("heads", "kv"))
+    split = _common._Split("attend", "k", mesh, P(None, "kv", "heads"))
+    with (
+        contextlib.nullcontext() if is_fine else pytest.raises(NotImplementedError, match="reshard")
+    ):
+        split.check(NamedSharding(mesh, got), 4)

@@ -11,6 +11,7 @@ import pytest
 from helpers import embedding_cases
 from jax_attn import models
 from jax_attn.models._embedding import embedding
+from jax_attn.models._weights import float_weights
 
 pytest.importorskip("safetensors.numpy", reason="needs the extra `models`")
 pytest.importorskip("tokenizers", reason="needs the extra `models`")
@@ -167,6 +168,14 @@ def test_a_batch_has_no_room_for_more(tmp_path):
 
 
 # ---- directories -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_parts_of_a_weight_lie_side_by_side(num):
+    parts = {str(i): np.full((i + 1, 2), i) for i in range(num)}
+    joined = float_weights._joined(parts, {name: part.shape for name, part in parts.items()})
+    assert joined[:, 1].tolist() == [0, 1, 1, 2, 2, 2][: len(joined)]
+    assert len(joined) == num * (num + 1) // 2
 
 
 def edit(directory: Path, file: str, **keys) -> None:

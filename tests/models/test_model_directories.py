@@ -169,6 +169,33 @@ def test_missing_keys_have_the_defaults_of_transformers():
     assert local == models.LayerKind(models.Rope(1e4), 7) and full.rope == models.Rope(1e6)
     assert [i for i, kind in enumerate(config.layers) if kind == full] == [5]
 
+    def without(name, *left_out):
+        raw = model_cases.CONFIGS[name]
+        return models.parse_config({k: v for k, v in raw.items() if k not in left_out})
+
+    exaone = without("exaone4", "sliding_window")
+    assert [kind.window for kind in exaone.layers] == [4096, None, 4096]
+    assert without("glm4 moe", "moe_intermediate_size").experts.intermediate_size == 1408
+
+
+@pytest.mark.parametrize("fraction", [0.01, 1.01])
+def test_proportional_rope_turns_a_part_of_a_head(fraction):
+    raw = model_cases.CONFIGS["gemma4"]
+    rope = {"rope_type": "proportional", "partial_rotary_factor": fraction, "rope_theta": 1e3}
+    ropes = raw["rope_parameters"] | {"full_attention": rope}
+    with pytest.raises(models.ModelDirectoryError, match="expected a part of the 24 dimensions"):
+        models.parse_config(raw | {"rope_parameters": ropes})
+
+
+def test_positions_of_pictures_have_three_parts_if_any_layer_turns_by_them():
+    config = models.parse_config(LLAMA)
+    assert config.position_parts == 1
+    (kind,) = config.kinds
+    in_three = dataclasses.replace(kind, rope=dataclasses.replace(kind.rope, sections=(2, 1, 1)))
+    none = dataclasses.replace(kind, rope=None)
+    for kinds, parts in (((in_three, kind, none), 3), ((none, none, none), 1)):
+        assert dataclasses.replace(config, layers=kinds).position_parts == parts
+
 
 def test_end_of_turn_tokens_come_from_generation_config(llama_dir):
     write_json(llama_dir / "config.json", LLAMA | {"bos_token_id": 1, "eos_token_id": 2})

@@ -139,6 +139,8 @@ def test_tiles_cover_every_shape():
     assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132) == (64, 224, 1)
     assert quantized_cuda.choose_tiles(64, 4096, 28672, 4, 132, True) == (64, 256, 1)
     assert quantized_cuda.choose_tiles(64, 4096, 4096, 4, 132) == (64, 256, 8)
+    # The other width would be predicted to gain less than 4 %.
+    assert quantized_cuda.choose_tiles(1, 2048, 6144, 4, 132) == (8, 256, 5)
 
 
 # ---- around the call ---------------------------------------------------------------------------

@@ -98,7 +98,7 @@ _EG = ("expected", "got")
     ("cap_nan", {"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap", *_EG),
     ("no_cap", {"logits_soft_cap": None}, ValueError, "logits_soft_cap", *_EG, "None"),
     ("scale", {"sm_scale": float("inf")}, ValueError, "sm_scale", *_EG),
-    ("scale_nan", {"sm_scale": jnp.float32("nan")}, ValueError, "sm_scale", *_EG, "nan"),
+    ("scale_nan", {"sm_scale": np.float32("nan")}, ValueError, "sm_scale", *_EG, "nan"),
     ("scale_name", {"sm_scale": "auto"}, ValueError, "sm_scale", *_EG, "'auto'"),
     ("scales", {"sm_scale": np.ones(2)}, ValueError, "sm_scale", *_EG),
     ("page_size", {"page_size": 0}, ValueError, "page_size", *_EG, "0"),
@@ -352,7 +352,14 @@ def test_attention(row, backend):
     ("q_is_e4m3", {"q": _ones((8, 4, 64)).astype(E4M3)}, "q", "bfloat16", *_EG, E4M3),
     ("k_scale", {"k_scale": _ones(4)}, "k_scale", "float32[2]", *_EG, "[4]"),
     ("v_scale_of_all", {"v_scale": _ones(())}, "v_scale", "float32[2]", *_EG, "[]"),
-    ("v_scale_dtype", {"v_scale": jnp.ones(2, "bfloat16")}, "v_scale", "float32", *_EG, "bfloat16"),
+    (
+        "v_scale_dtype",
+        {"v_scale": np.ones(2, jnp.bfloat16)},
+        "v_scale",
+        "float32",
+        *_EG,
+        "bfloat16",
+    ),
     ("q_scale", {"q_scale": _ones(4)}, "q_scale", "q_dtype", E4M3, *_EG, "(4,)"),
 )
 @on_every_platform
@@ -449,7 +456,7 @@ _QKV = {name: _ones((2, 5, 2, 16)) for name in ("query", "key", "value")}
 @table(
     ("batch", {"key": _ones((1, 5, 2, 16))}, ValueError, "key", *_EG, "[1, 5, 2, 16]"),
     ("head_dim", {"query": _ones((2, 5, 2, 8))}, ValueError, "query", *_EG, "[2, 5, 2, 8]"),
-    ("dtypes", {"key": jnp.ones((2, 5, 2, 16), "bfloat16")}, ValueError, "key", *_EG, "bfloat16"),
+    ("dtypes", {"key": np.ones((2, 5, 2, 16), jnp.bfloat16)}, ValueError, "key", *_EG, "bfloat16"),
     ("lens", {"query_seq_lengths": [5, 6]}, ValueError, "query_seq_lengths", *_EG, "[0, 5]", "6"),
     ("half", {"key_value_seq_lengths": [1, 1.5]}, ValueError, "key_value_seq_lengths", *_EG, "1.5"),
     ("few", {"key_value_seq_lengths": [1]}, ValueError, "key_value_seq_lengths", "2", *_EG, "[1]"),

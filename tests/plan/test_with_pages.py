@@ -80,7 +80,9 @@ def test_each_layer_has_its_own_pages(backend):
         assert_close_state(o[i], lse[i], want_o, want_lse, o_bound, lse_bound)
 
 
-@pytest.mark.parametrize("window_left, window_right", ((-1, 0), (100, 0), (40, 25), (-1, -1)))
+@pytest.mark.parametrize(
+    "window_left, window_right", ((-1, 0), (100, 0), (40, 25), (-1, -1), (0, 25))
+)
 def test_positions_survive_gaps(window_left, window_right):
     """Selected pages in any order: keys whose positions are not their offsets in the cache."""
     rng = np.random.default_rng(0)

@@ -84,7 +84,7 @@ def test_decoder_that_strips_a_leading_space():
 def sentence_piece() -> Tokenizer:
     """Words, and byte tokens for other text, as in Llama 2 and Gemma."""
     vocab = {"<s>": 0, "<unk>": 1, "▁a": 2, "b": 3, "▁": 4}
-    vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)}
+    vocab |= {f"<0x{byte:02X}>": 5 + byte for byte in range(256)} | {REPLACEMENT: 261}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.decoder = decoders.Sequence(
@@ -125,8 +125,9 @@ class Counted:
         [2, *as_bytes(b"\xe2\x82" * 100 + b"\xac"), 2, 3, *as_bytes("東京 🎉".encode()), 2],
         [2] + [0] * 500 + [3],  # no text
         as_bytes("\ufffd".encode()) * 200,  # complete, but the replacement character itself
+        [2, 261, 3, *as_bytes(b"\xe2"), 261, 2] * 20,  # a word of the vocabulary
     ],
-    ids=["begun", "never begun", "begun anew", "ended", "special", "replacement"],
+    ids=["begun", "never begun", "begun anew", "ended", "special", "replacement", "word"],
 )
 def test_nothing_is_held_for_ever_nor_decoded_again_and_again(tokens):
     counted = Counted(sentence_piece())

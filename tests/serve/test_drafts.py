@@ -547,8 +547,9 @@ def test_drafts_that_do_not_pay_become_rare():
     pace = drafts.Pace(15)
     assert rests(pace, 0, 8) == [0, 10, 10, 10, 16, 32, 64, 64]
     assert rests(pace, 15, 4) == [64, 0, 0, 0]
-    # The end of a quotation is noticed after a few steps.
-    assert sum(rest == 0 for rest in rests(pace, 0, 20)) <= 5
+    # The end of a quotation is noticed after a few steps. The rests begin shorter again.
+    assert rests(pace, 15, 4) == [0, 0, 0, 0]
+    assert rests(pace, 0, 7) == [0, 0, 0, 0, 16, 32, 64]
     # One right draft of three, now and then, gains less than the waiting costs.
     seldom = drafts.Pace(15)
     num_drafts = num_steps = 0

@@ -495,6 +495,7 @@ def test_input_items_and_their_tokens(server, client):
     assert prompt_of(server) == first  # what is read back may be sent again, thoughts included
     for query, words in [
         ("limit=0", "1 to 100"),
+        ("limit=0000005", "1 to 100"),  # seven digits are not read
         ("limit=" + "9" * 5000, "1 to 100"),
         ("order=up", "asc or desc"),
         ("after=x", "no it"),

@@ -36,3 +36,15 @@ def test_sentence_piece():
     )
     token_bytes = TokenBytes(tokenizer)
     assert [token_bytes(token) for token in range(1, 5)] == [b"\n", b"\xe6", b" hi", "é".encode()]
+
+
+def test_a_word():
+    """An added token is none, even if its text is of letters."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"12": 0, "\u2581be": 1}, []))
+    tokenizer.add_tokens(["added"])
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    assert TokenBytes(tokenizer).word() == 1
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"12": 0}, []))
+    tokenizer.add_tokens(["added"])
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    assert TokenBytes(tokenizer).word() is None

@@ -403,6 +403,24 @@ def test_channels():
         assert shown == ("" if text == "to=x" else text)
 
 
+def test_a_header_that_is_too_long_is_text():
+    """It begins with the mark of a header, at which the splitter must not look for ever."""
+    short, long = "<|channel|>analysis".ljust(256), "<|channel|>analysis".ljust(257)
+    begun = " <|start|>assistant"
+    for header, content, reasoning in (
+        (short, "", "hm"),
+        (long, f"{long}<|message|>hm", ""),
+        (begun + short, begun, "hm"),
+        (begun + long, f"{begun}\n{long}<|message|>hm", ""),
+    ):
+        text = f"{header}<|message|>hm<|end|>"
+        for pieces in ([text], list(text)):
+            splitter = HarmonySplitter()
+            parts = [*map(splitter.push, pieces), splitter.flush()]
+            assert "".join(part.content for part in parts) == content
+            assert "".join(part.reasoning for part in parts) == reasoning
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

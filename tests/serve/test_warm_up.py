@@ -19,7 +19,7 @@ from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="elsewhere all shapes are compiled first"
+    "jax.default_backend() != 'cpu'", reason="elsewhere all shapes are compiled first"
 )
 
 SIZES = dataclasses.replace(CONFIG, max_running=4, max_step_tokens=16)  # 1, 4 and 16 tokens

@@ -24,6 +24,7 @@ FINAL = f"{CHANNEL}final{MESSAGE}"  # appended to the prompt, it makes the model
 _ENDS = re.compile(r"<\|(end|call|return|start|channel)\|>")
 _MARKS = ("<|end|>", CALL, "<|return|>", "<|start|>", CHANNEL)
 _BEGINS = ("<|", "to=")  # of a header
+_BEGIN = re.compile(r"\s*<\|(start|channel)\|>")
 _MAX_HEADER = 256  # characters; a longer header is treated as text
 
 
@@ -121,7 +122,8 @@ class HarmonySplitter:
     def _take_header(self) -> bool:
         """Parses the held text. Returns whether it is the header of a message."""
         header, mark, behind = self._held.partition(MESSAGE)
-        may_be = _may_be_header(self._held) and len(header) <= _MAX_HEADER
+        length = len(header) - (0 if mark else overlap(header, MESSAGE))
+        may_be = _may_be_header(self._held) and length <= _MAX_HEADER
         if may_be and not mark:
             return False
         self._is_header, self._channel, self._recipient = False, "final", ""
@@ -136,6 +138,8 @@ class HarmonySplitter:
             if self._recipient:
                 read = partial(GrowingCalls.arguments, name=self._recipient)
                 self._growing = GrowingCalls(read)
+        elif begin := _BEGIN.match(self._held):
+            self._searched = begin.end()  # the mark is text; it would end no message but this one
         return True
 
     def _end_message(self, text: str) -> Parts:
