@@ -50,7 +50,7 @@ class Beams:
         self.by_request: list[list[Run]] = [[] for _ in found]
         for index, run in runtime.runs(found, range(len(found))):
             self.by_request[index].append(run)
-        self._texts = runtime.texts
+        self._text_of = runtime.text_of
         self._searches = [
             BeamSearch(runs[0].seq, len(runs), length_penalty, runtime.config.eos_tokens)
             for runs in self.by_request
@@ -66,7 +66,7 @@ class Beams:
         ]
         if not self._in_step:
             for search, runs in zip(self._searches, self.by_request, strict=True):
-                events = search.events([run.seq for run in runs], self._texts)
+                events = search.events([run.seq for run in runs], self._text_of)
                 for run, event in zip(runs, events, strict=True):
                     run.add(event)
         return [run for _, runs in self._in_step for run in runs]

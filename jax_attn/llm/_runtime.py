@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import os
 import threading
@@ -37,7 +36,6 @@ from jax_attn.serve._openai.scores import ScoreReader
 from jax_attn.serve._scheduling import request
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import EngineStopped
-from jax_attn.serve._text.detokenizer import Texts
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | np.ndarray
 """A text, token ids, or the messages of a chat."""
@@ -206,9 +204,8 @@ class Runtime:
     def config(self) -> models.ModelConfig:
         return self._model.config
 
-    @functools.cached_property
-    def texts(self) -> Texts:
-        return Texts(self._model.tokenizer)
+    def text_of(self, seq: request.Sequence, tokens: list[int]) -> str:
+        return self._preparer.text_of(seq, tokens)
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@
 | `_chat` | the parts that depend on a model's chat template | `_text` |
 | `_grammar` | constrained decoding: compiled grammars, token masks | `_text` |
 | `_engine` | the life of a step: device, sampling, drafts, outputs | `_grammar _scheduling _text` |
-| `_openai` | OpenAI's protocol: bodies, answers, errors, limits | `_chat _grammar _scheduling` |
+| `_openai` | OpenAI's protocol: bodies, answers, limits | `_chat _grammar _scheduling _text` |
 | `_anthropic` | Anthropic's protocol, as a translation | `_openai _scheduling` |
 | `_ollama` | Ollama's protocol, as a translation | `_chat _openai _scheduling` |
 | `_ipc` | messages between the HTTP process and the engine's | `_engine _scheduling` |
@@ -38,6 +38,7 @@ The modules of each folder:
 | | `cache_events` | what the prefix cache stores and evicts |
 | | `drafts` | speculative decoding: drafts from a sequence's own text |
 | | `pictures` | pictures in prompts, and their numbers in the prefix cache |
+| | `beam_search` | the texts of beams: what a step reads, and when a search ends |
 | | `streams`, `protocols` | events until they are read; what HTTP needs of an engine |
 | `_text` | `detokenizer`, `stop_strings`, `token_bytes` | from tokens to text and bytes |
 | | `memory` | gives memory that long texts took back to the system |
@@ -72,6 +73,7 @@ The modules of each folder:
 | `_openai` | `schemas`, `response_schemas`, `fields` | bodies, and rules for their fields |
 | | `batch_schemas` | bodies of /v1/files and /v1/batches |
 | | `prepare`, `messages`, `text_encoder` | from a body to sequences |
+| | `beams` | requests with use_beam_search |
 | | `fill_in_middle` | prompts of a prefix and a suffix |
 | | `answers`, `response_format`, `logprobs` | from events to answers |
 | | `pictures` | from URLs to pixels, and to places in a prompt |

@@ -51,7 +51,8 @@ serve/_chat         serve/_text
 serve/_grammar      models/_weights serve/_text
 serve/_engine       jax_attn models models/_embedding models/_layers parallel serve/_grammar \
                     serve/_scheduling serve/_text
-serve/_openai       models models/_weights serve/_chat serve/_grammar serve/_scheduling
+serve/_openai       models models/_weights serve/_chat serve/_grammar serve/_scheduling \
+                    serve/_text
 serve/_anthropic    serve/_openai serve/_scheduling
 serve/_ollama       serve/_chat serve/_openai serve/_scheduling
 serve/_ipc          serve/_engine serve/_scheduling

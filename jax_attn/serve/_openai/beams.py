@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from jax_attn.serve._openai import schemas
 from jax_attn.serve._openai.errors import bad_field
 from jax_attn.serve._scheduling.admission import QueueFull
-from jax_attn.serve._scheduling.beam_search import MAX_WIDTH, BeamSearch, unsupported
+from jax_attn.serve._scheduling.beam_search import MAX_WIDTH, BeamSearch, TextOf, unsupported
 from jax_attn.serve._scheduling.events import TokenEvent
 from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.request import Sequence
-from jax_attn.serve._text.detokenizer import Texts
 
 _RETRY_SECONDS = 0.05  # if the queue has no room for the next step of a running search
 
@@ -45,7 +44,7 @@ class Beams:
 
     length_penalty: float
     eos_tokens: Collection[int]
-    texts: Texts
+    text_of: TextOf
 
     async def events(
         self, engine: ServedEngine, sequences: Seq[Sequence], width: int
@@ -66,7 +65,7 @@ class Beams:
                     found += await _run(engine, group, may_wait=has_begun)
                     has_begun = True
                 search.take(found)
-            for event in search.events(of_prompt, self.texts):
+            for event in search.events(of_prompt, self.text_of):
                 yield event
                 await asyncio.sleep(0)  # lets other requests run
 

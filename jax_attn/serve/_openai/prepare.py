@@ -33,7 +33,7 @@ from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.protocols import ServedEngine
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 from jax_attn.serve._scheduling.tenants import namespace
-from jax_attn.serve._text.detokenizer import Texts
+from jax_attn.serve._text.detokenizer import Detokenizer, Texts
 
 
 @dataclass(frozen=True)
@@ -486,6 +486,20 @@ class Preparer:
         # As a batch, which lets other threads run meanwhile.
         return self._tokenizer.decode_batch(tokens, skip_special_tokens=False)
 
+    def text_of(self, seq: Sequence, tokens: list[int]) -> str:
+        """The text of output tokens of a sequence, as the engine makes it."""
+        params = seq.params
+        text = Detokenizer(
+            self._output_texts,
+            skip_special_tokens=params.skip_special_tokens,
+            before=seq.tokens if params.goes_on else (),
+        )
+        return "".join(map(text.push, tokens)) + text.flush()
+
+    @functools.cached_property
+    def _output_texts(self) -> Texts:
+        return Texts(self._tokenizer)
+
     def _checked(self, tokens: list[int], field: str = "prompt") -> list[int]:
         if (largest := max(tokens, default=0)) >= self._vocab_size:
             raise bad_field(
@@ -657,11 +671,7 @@ class Preparer:
     def _beams(self, body: schemas.SamplingBody) -> Beams | None:
         if not body.use_beam_search:
             return None
-        return Beams(body.length_penalty, self._eos_tokens, self._output_texts)
-
-    @functools.cached_property
-    def _output_texts(self) -> Texts:
-        return Texts(self._tokenizer)
+        return Beams(body.length_penalty, self._eos_tokens, self.text_of)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -13,14 +13,15 @@ come before the finished texts any more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax_attn.serve._scheduling.events import TokenEvent, TokenLogprob
 from jax_attn.serve._scheduling.request import FinishReason, SamplingParams, Sequence
-from jax_attn.serve._text.detokenizer import Detokenizer, Texts
+
+TextOf: TypeAlias = Callable[[Sequence, list[int]], str]  # the text of a sequence's output
 
 _OFFERS = 20  # continuations of a beam: the most logprobs that the engine reports
 MAX_WIDTH = 10  # as many continuations may end a text
@@ -153,14 +154,14 @@ class BeamSearch:
             worst = self._score(self._finished[-1])
             self.is_done = all(self._most(beam) <= worst for beam in self._beams)
 
-    def events(self, sequences: Seq[Sequence], texts: Texts) -> list[TokenEvent]:
+    def events(self, sequences: Seq[Sequence], text_of: TextOf) -> list[TokenEvent]:
         """The texts of a search that is done, the best first, as the output of `sequences`.
 
         sequences: were not run, and have the params of the prompt; at most `width`. Those without
           a text end with an error.
         """
         pairs = zip(self._finished, sequences, strict=False)
-        made = [self._event(beam, seq, texts) for beam, seq in pairs]
+        made = [self._event(beam, seq, text_of) for beam, seq in pairs]
         if made and self._first:
             made[0].admitted = self._first[0].admitted
             made[0].num_cached_tokens = self._first[0].num_cached_tokens
@@ -176,15 +177,10 @@ class BeamSearch:
             is_clients_fault=True,
         )
 
-    def _event(self, beam: Beam, seq: Sequence, texts: Texts) -> TokenEvent:
+    def _event(self, beam: Beam, seq: Sequence, text_of: TextOf) -> TokenEvent:
         params, shown = seq.params, beam.tokens
         if beam.finish_reason is FinishReason.STOP and not params.include_stop:
             shown = shown[:-1]
-        text = Detokenizer(
-            texts,
-            skip_special_tokens=params.skip_special_tokens,
-            before=seq.tokens if params.goes_on else (),
-        )
         logprobs = None
         if params.logprobs is not None:
             logprobs = [each._replace(top=each.top[: params.logprobs]) for each in beam.logprobs]
@@ -192,7 +188,7 @@ class BeamSearch:
         return TokenEvent(
             seq.id,
             beam.tokens,
-            "".join(map(text.push, shown)) + text.flush(),
+            text_of(seq, shown),
             logprobs,
             beam.finish_reason,
             error=failed.error if failed else None,
