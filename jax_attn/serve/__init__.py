@@ -15,9 +15,9 @@
 | `_ipc` | messages between the HTTP process and the engine's | `_engine _scheduling` |
 | `_http` | routes, keys | `_anthropic _engine _ipc _ollama _openai _scheduling _text` |
 
-`__main__` and `_options` are the command line, `_batch` runs a file of requests, and `_one_process`
-serves embedding models, without the HTTP process. `_loading` loads models, `_sizing` computes how
-many pages fit, and `_executable_cache` keeps XLA's executables on disk.
+`__main__`, `_command` and `_options` are the command line, `_batch` runs a file of requests, and
+`_one_process` serves embedding models, without the HTTP process. `_loading` loads models, `_sizing`
+computes how many pages fit, and `_executable_cache` keeps XLA's executables on disk.
 A folder imports only those above it; tests/project/test_layout.py has the table of all folders.
 `_scheduling` is pure Python: none of its modules imports JAX or numpy.
 

@@ -58,7 +58,8 @@ serve/_ollama       serve/_chat serve/_openai serve/_scheduling
 serve/_ipc          serve/_engine serve/_scheduling
 serve/_http         models serve/_anthropic serve/_engine serve/_ipc serve/_ollama \
                     serve/_openai serve/_scheduling serve/_text
-serve               _environment models serve/_engine serve/_http serve/_openai serve/_scheduling
+serve               _environment models serve/_engine serve/_http serve/_ipc serve/_openai \
+                    serve/_scheduling
 llm                 models models/_layers serve serve/_engine serve/_grammar serve/_openai \
                     serve/_scheduling
 integrations        llm models models/_layers

@@ -19,12 +19,11 @@ from tokenizers import Tokenizer
 from helpers import model_cases
 from jax_attn import models
 from jax_attn.serve import __main__ as main
-from jax_attn.serve import _loading
+from jax_attn.serve import _command, _loading
 from jax_attn.serve import _sizing as sizing
 from jax_attn.serve._engine import device, progress
 from jax_attn.serve._engine.async_engine import AsyncEngine
 from jax_attn.serve._http import http_server
-from jax_attn.serve._http.http_process import HttpProcess
 from jax_attn.serve._options import engine_config, key_limits, parse
 from jax_attn.serve._scheduling.protocols import Limits
 
@@ -169,7 +168,7 @@ def test_what_is_there_when_the_engine_is_ready_is_not_collected_again(model, mo
         counts.append(gc.get_freeze_count())
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: model)
     monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up_first", lambda *args: [])
     monkeypatch.setattr(AsyncEngine, "_turn", count)
     try:
@@ -185,7 +184,7 @@ def test_an_engine_that_fails_ends_the_server(model, monkeypatch, caplog):
     def fail(engine, progress=None):
         raise RuntimeError("no memory for a step")
 
-    monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: model)
     monkeypatch.setattr("jax_attn.serve._engine.engine.Engine.warm_up_first", fail)
     assert main.main(["--port", "0", "--max-running", "2", "--max-step-tokens", "16"]) == 1
     assert "no memory for a step" in caplog.text
@@ -276,7 +275,7 @@ def test_a_port_that_is_no_port(capsys):
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(main, "load_all", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(_command, "load_all", lambda args: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main.main(["--port", str(port)]) == 1
@@ -367,12 +366,12 @@ def test_names_and_keys_of_the_command_line(model, monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("a-key-that-is-in-a-file\n")
     configs = []
 
-    def stop(process, engine, model, config, http, processes):
-        configs.append(config)
+    def stop(engine, setup, process, processes):
+        configs.append(setup.config)
         return 1
 
-    monkeypatch.setattr(main.models, "load", lambda *args, **kwargs: model)
-    monkeypatch.setattr(HttpProcess, "serve", stop)
+    monkeypatch.setattr(models, "load", lambda *args, **kwargs: model)
+    monkeypatch.setattr(_command, "_run", stop)
     keys = ["--api-key", "a-key-of-the-line", "--api-key-file", str(tmp_path / "keys")]
     names = ["--served-model-name", "gpt-4o", "tiny"]
     small = ["--max-running", "2", "--max-step-tokens", "16", "--num-pages", "200"]
@@ -400,7 +399,7 @@ def test_files_of_the_prefix_cache_belong_to_keys(monkeypatch, tmp_path):
         seen.append(args.owners)
         raise ValueError("enough")
 
-    monkeypatch.setattr(main, "load_all", stop)
+    monkeypatch.setattr(_command, "load_all", stop)
     assert main.main(["--port", "0", "--api-key-file", str(tmp_path / "keys")]) == 1
     assert main.main(["--port", "0"]) == 1
     (owners, none) = seen
@@ -410,8 +409,17 @@ def test_files_of_the_prefix_cache_belong_to_keys(monkeypatch, tmp_path):
 
 def test_the_process_of_the_engine_does_not_import_what_answers_http():
     """The two processes import at the same time, so it would start half a second later."""
-    code = "import sys, jax_attn.serve.__main__; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names = set(run.stdout.split())
+    names = imported_by("_command")
     assert "jax_attn.serve._engine.engine" in names
     assert not names & {"pydantic", "starlette", "uvicorn", "h11", "jinja2"}
+
+
+def test_the_process_that_answers_http_starts_before_the_imports_of_the_other():
+    assert not any("models" in name or "_engine" in name for name in imported_by("__main__"))
+
+
+def imported_by(module: str) -> set[str]:
+    """The modules that a module of the server imports."""
+    code = f"import sys, jax_attn.serve.{module}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())

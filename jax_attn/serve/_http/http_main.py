@@ -27,14 +27,15 @@ class _Server(HttpServer):
         yield
 
 
-def main(file_descriptor: int, format: str) -> int:
-    log_format.configure(format)
+def main(file_descriptor: int) -> int:
+    log_format.configure("text")
     for number in (signal.SIGTERM, signal.SIGINT):
         # A supervisor may send signals to all processes of a service.
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=file_descriptor)
     try:
         setup: Setup = receive(sock)
+        log_format.configure(setup.log_format)
         engine = RemoteEngine(Wire(sock), setup.limits, setup.stats)
         server = _Server(create_app(engine, setup.model, setup.config), setup.http)
     except EOFError:
@@ -52,4 +53,4 @@ def main(file_descriptor: int, format: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(int(sys.argv[1])))

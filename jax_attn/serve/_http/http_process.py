@@ -5,21 +5,12 @@ It runs `http_main`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-
-from jax_attn import models
-from jax_attn.serve._engine.async_engine import AsyncEngine
-from jax_attn.serve._engine.processes import Processes
-from jax_attn.serve._engine.replicas import Replicas
-from jax_attn.serve._http.settings import HttpConfig, ServerConfig, Setup
-from jax_attn.serve._ipc.engine_host import EngineHost
-from jax_attn.serve._ipc.wire import Wire
 
 log = logging.getLogger("jax_attn.serve")
 
@@ -28,19 +19,20 @@ _UNFLUSHED = 120  # Python's exit status if a stream, such as one to a full disk
 
 
 class HttpProcess:
-    """The HTTP process. It starts at once, so that it imports modules while the model is loaded.
+    """The HTTP process. It starts at once, so that it imports modules while this one does.
 
-    A context manager. The process has ended at its exit.
+    A context manager. The process has ended at its exit. This module imports nothing that takes
+    time.
+
+    socket: of a Wire, through which the process waits for its Setup.
     """
 
-    def __init__(self, format: str) -> None:
-        """format: of the log; see log_format.FORMATS."""
-        ours, theirs = socket.socketpair()
-        self._socket = ours
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
         with theirs:
             # A new session: signals of the terminal come here, and are passed on once.
             self._process = subprocess.Popen(
-                [sys.executable, *_flags(), "-m", _MAIN, str(theirs.fileno()), format],
+                [sys.executable, *_flags(), "-m", _MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -53,31 +45,21 @@ class HttpProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self.end()
+
+    def end(self) -> None:
+        """Ends it, if it runs. May be called again."""
+        self.socket.close()
         self._process.kill()
         self._process.wait()
 
-    def serve(
-        self,
-        engine: AsyncEngine | Replicas,
-        model: models.Model,
-        config: ServerConfig,
-        http: HttpConfig,
-        processes: Processes | None,
-    ) -> int:
-        """Runs the engine until the HTTP process ends. Returns the exit status of this process.
-
-        engine: not started. model: without weights.
-        """
-        host = EngineHost(engine, Wire(self._socket))
-        if processes is not None:
-            processes.on_leave = host.leave
-        asyncio.run(host.run(Setup(engine.limits, engine.stats(), model, config, http)))
+    def wait(self) -> bool:
+        """Waits until it has ended by itself. Returns whether as it should."""
         status = self._process.wait()
         if status < 0:
             name = signal.Signals(-status).name
             log.error("the process that answers HTTP was ended by %s", name)
-        return 0 if status in (0, _UNFLUSHED) and engine.failure is None else 1
+        return status in (0, _UNFLUSHED)
 
 
 def _flags() -> list[str]:

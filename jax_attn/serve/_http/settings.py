@@ -62,6 +62,7 @@ class Setup:
     model: models.Model  # without weights
     config: ServerConfig
     http: HttpConfig
+    log_format: str  # see log_format.FORMATS
 
 
 def check_address(host: str, port: int) -> None:
