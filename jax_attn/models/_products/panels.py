@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn._xla import ffi
+
+KernelActivation = Literal["gelu", "gelu_tanh", "relu"]
+"""What a product can end with. In the order of Activation of csrc/cpu/kernels.h."""
+KERNEL_ACTIVATIONS: tuple[KernelActivation, ...] = get_args(KernelActivation)
 
 _COLUMNS = 32  # columns of a panel
 _DEPTHS = 32  # the rows of a bf16 panel are a multiple of this
@@ -46,13 +51,20 @@ class Panels:
         found = self.panels[indices // _COLUMNS, :, indices % _COLUMNS]
         return found.reshape(len(indices), -1)[:, : self.shape[0]]
 
-    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-        """Computes x [n, in] @ the matrix -> [n, out].
+    def product(
+        self,
+        x: jax.Array,
+        dtype: jax.typing.DTypeLike | None,
+        bias: jax.Array | None = None,
+        activation: KernelActivation | None = None,
+    ) -> jax.Array:
+        """Computes activation(x [n, in] @ the matrix + bias [out]) -> [n, out], rounded once.
 
         x has the matrix's dtype. The result has it, too, or f32 if `dtype` asks for that. The bits
         of a row do not depend on the number of rows. Not differentiable.
         """
-        return ffi.product(x, self.panels, self.shape[1], dtype or x.dtype)
+        number = 0 if activation is None else 1 + KERNEL_ACTIVATIONS.index(activation)
+        return ffi.product(x, self.panels, self.shape[1], dtype or x.dtype, bias, number)
 
     def grouped_product(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Multiplies each row of x by its matrix of a stack, as experts.grouped_matmul.
