@@ -3,7 +3,8 @@
     taskset -c 0 python -m benchmarks.bench_models [tower] [rerank] [decode] [--rounds 3]
 
 tower: a picture of 1,024 x 1,024 through layers of Qwen3-VL-2B's tower.
-rerank: 64 pairs of 256 tokens through MiniLM's shapes, as a cross-encoder.
+rerank: 64 pairs of 256 tokens through MiniLM's shapes, as a cross-encoder, in batches of 2,048
+    tokens, beside batches of 32 pairs of transformers, as sentence-transformers has, and of 8.
 decode: layers of Gemma 4 E2B's shapes, for 1 and for 8 clients, with a part of its vocabulary.
 
 Random weights in f32 or bf16, the same on both sides. On one core a call's processor time is its
@@ -140,22 +141,26 @@ def tower(directory: Path, dtype: str) -> Sides:
     }
 
 
-def rerank(directory: Path, dtype: str) -> Sides:
+def rerank(directory: Path, dtype: str, their_pairs: int) -> Sides:
     theirs = transformers.BertForSequenceClassification(transformers.BertConfig(**RERANKER))
     theirs = theirs.to(getattr(torch, dtype)).eval()
     write(directory, theirs, config=RERANKER)
     make_tokenizer(RERANKER["vocab_size"]).save(str(directory / "tokenizer.json"))
     model = models.load_embedding(directory, dtype, in_panels=True)
     tokens = np.random.default_rng(0).integers(0, 30522, (64, 256))
-    ids = torch.tensor(tokens)
+    ids, pairs = torch.tensor(tokens), 8
 
     def ours() -> None:
-        batch = models.EmbeddingBatch.make(model, tokens.tolist(), 64 * 256, 64)
-        jax.block_until_ready(models.embed(model, batch))
+        scores = []
+        for begin in range(0, len(tokens), pairs):
+            part = tokens[begin : begin + pairs].tolist()
+            batch = models.EmbeddingBatch.make(model, part, pairs * 256, pairs)
+            scores.append(models.embed(model, batch))
+        jax.block_until_ready(scores)
 
     def run() -> None:
         with torch.inference_mode():
-            for part in ids.split(32):  # as sentence-transformers does
+            for part in ids.split(their_pairs):
                 theirs(part, attention_mask=torch.ones_like(part))
 
     return {"jax_attn": ours, "transformers": run}
@@ -211,7 +216,9 @@ def main() -> None:
             if what == "tower":
                 compare("1,024 x 1,024", tower(Path(directory), args.dtype), args.rounds)
             elif what == "rerank":
-                compare("64 x 256", rerank(Path(directory), args.dtype), args.rounds, 64)
+                for pairs in (32, 8):
+                    sides = rerank(Path(directory), args.dtype, pairs)
+                    compare(f"64 x 256 beside batches of {pairs}", sides, args.rounds, 64)
             else:
                 for number in (1, 8):
                     sides = decode(Path(directory), args.dtype, number)

@@ -121,37 +121,6 @@ struct CpuBackwardKernels {
               void* scratch);
 };
 
-// y = x w, where the columns of w are stored in panels of kWeightColumns, one step of depth after
-// the other; a bf16 step has two depths of each column, (2 k, 2 k + 1). Padding columns of the last
-// panel and padding depths of the last steps are 0.
-struct ProductParams {
-  const void* x;       // [num_rows, depth]
-  const void* panels;  // [num_panels, steps, kWeightColumns] or [.., kWeightColumns, 2]
-  void* y;             // [num_rows, columns], of x's type or f32
-  i64 num_rows, depth, columns;
-  bool is_wide;  // y is f32
-};
-
-inline constexpr i64 kWeightColumns = 32;
-// The depth of a bf16 panel is padded to a multiple of what a tile multiplies.
-inline constexpr i64 kWeightPairs = 16;
-
-static inline i64 WeightSteps(bool is_bf16, i64 depth) {
-  if (!is_bf16) return depth;
-  return (depth + 2 * kWeightPairs - 1) / (2 * kWeightPairs) * kWeightPairs;
-}
-
-// Matmuls for one type of x and w. Every element of y is one chain of sums in the order of depth,
-// so its bits depend neither on the other rows nor on how panels are divided among threads.
-struct CpuProductKernels {
-  // Bytes of a row of x as run reads it, a multiple of 4; 0: unchanged.
-  size_t (*row_bytes)(i64 depth);
-  void (*widen_row)(const void* row, i64 depth, void* lanes);
-
-  // Computes the columns of panels [begin, end). x: contiguous rows from widen_row.
-  void (*run)(const ProductParams& p, const float* x, i64 begin, i64 end);
-};
-
 // y += (x a^T) b with matrices of low rank, of the adapter of each row. The columns of y have
 // parts, each with its own a: those of q, k and v, for example.
 struct LoraParams {
@@ -179,6 +148,8 @@ struct CpuLoraKernels {
   void (*expand)(const LoraParams& p, const LoraRows& rows, i64 part, i64 begin, i64 end);
 };
 
+struct CpuProductKernels;  // product_kernels.h
+
 struct CpuKernels {
   const char* name;
   // By DType of spec.h: bf16, f16, f32. [kE4m3Format]: for e4m3 keys and values, used directly.
@@ -192,17 +163,22 @@ struct CpuKernels {
 };
 
 extern const CpuKernels kKernelsBaseline;
+// Products have files of their own (product_<isa>.cc), which compile in seconds.
+extern const CpuProductKernels kBaselineProductBf16, kBaselineProductF16, kBaselineProductF32;
 #if defined(__x86_64__)
+extern const CpuProductKernels kAvx2ProductBf16, kAvx2ProductF16, kAvx2ProductF32;
+extern const CpuProductKernels kAvx512ProductBf16, kAvx512ProductF16, kAvx512ProductF32;
+extern const CpuProductKernels kAvx512Bf16ProductBf16, kAmxProductBf16;
 // Shared by the AVX-512 tables, and by those with dot products of bf16 pairs.
 extern const CpuTypeKernels kAvx512F16, kAvx512F32, kAvx512F16E4m3, kAvx512F32E4m3;
 extern const CpuBackwardKernels kAvx512BackwardF16, kAvx512BackwardF32, kAvx512Bf16BackwardBf16;
-extern const CpuProductKernels kAvx512ProductF16, kAvx512ProductF32;
 extern const CpuLoraKernels kAvx512LoraBf16, kAvx512LoraF16, kAvx512LoraF32;
 extern const CpuKernels kKernelsAvx2;
 extern const CpuKernels kKernelsAvx512;
 extern const CpuKernels kKernelsAvx512Bf16;
 extern const CpuKernels kKernelsAmx;
 #elif defined(__aarch64__)
+extern const CpuProductKernels kNeonProductBf16, kNeonProductF16, kNeonProductF32;
 extern const CpuKernels kKernelsNeon;
 #endif
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/kernels.h"
+#include "cpu/product_kernels.h"
 #include "cpu/threads/task_pool.h"
 
 namespace jax_attn {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/product_kernels.h"
 #include "cpu/simd/simd_types.h"
 #include "cpu/threads/thread_scratch.h"
 #include "spec.h"

@@ -61,11 +61,22 @@ Status Unpack(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::
   return Status::Ok();
 }
 
-Status ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ResultBuffer y,
-                  bool poison) {
+// bias: [columns] of x's type, or no elements.
+Status ExecuteCpu(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                  ffi::AnyBuffer bias, ResultBuffer y, int64_t activation, bool poison) {
   DType dtype = {};
   ProductParams params = {};
   JAX_ATTN_RETURN_IF_ERROR(Unpack(x, panels, y, 0, &dtype, &params));
+  if (bias.element_count() > 0) {
+    JAX_ATTN_RETURN_IF_ERROR(CheckBuffer(kOp, "bias", bias, x.element_type(), {params.columns}));
+    params.bias = bias.untyped_data();
+  }
+  if (activation < 0 || activation >= kNumActivations) {
+    return Status::Error("product: activation: expected 0 to " +
+                         std::to_string(kNumActivations - 1) + ", got " +
+                         std::to_string(activation) + ".");
+  }
+  params.activation = static_cast<Activation>(activation);
   if (poison) PoisonOnHost({y});
   HelperPool task_pool(pool.num_threads());
   ProductCpu(dtype, params, task_pool);
@@ -94,7 +105,9 @@ XLA_FFI_DEFINE_HANDLER(
         .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()  // x
         .Arg<ffi::AnyBuffer>()  // panels
+        .Arg<ffi::AnyBuffer>()  // bias
         .Ret<ffi::AnyBuffer>()  // y
+        .Attr<int64_t>("activation")
         .Attr<bool>("poison"));
 
 XLA_FFI_DEFINE_HANDLER(

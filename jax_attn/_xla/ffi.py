@@ -286,14 +286,23 @@ def all_reduce(operands: tuple[jax.Array, ...], **attributes: Any) -> tuple[jax.
 
 
 def product(
-    x: jax.Array, panels: jax.Array, columns: int, dtype: jax.typing.DTypeLike
+    x: jax.Array,
+    panels: jax.Array,
+    columns: int,
+    dtype: jax.typing.DTypeLike,
+    bias: jax.Array | None = None,
+    activation: int = 0,
 ) -> jax.Array:
     """The matmul of x, [n, in], with a matrix in panels (csrc/cpu/kernels.h), on CPUs only.
+
+    bias: [columns] of x's dtype. activation: number of csrc/cpu/kernels.h, of product and bias.
 
     Returns [n, columns] of `dtype`.
     """
     results = [jax.ShapeDtypeStruct((len(x), columns), dtype)]
-    return _call("jax_attn_product", results, (x, panels), poison=_environment.poison)[0]
+    operands = x, panels, jnp.zeros(0, x.dtype) if bias is None else bias
+    target, number = "jax_attn_product", np.int64(activation)
+    return _call(target, results, operands, activation=number, poison=_environment.poison)[0]
 
 
 def grouped_panels(

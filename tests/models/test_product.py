@@ -8,7 +8,7 @@ import pytest
 from helpers import model_cases
 from jax_attn import _environment, models
 from jax_attn._xla import ffi
-from jax_attn.models._products.panels import Panels, to_panels
+from jax_attn.models._products.panels import KERNEL_ACTIVATIONS, Panels, to_panels
 from jax_attn.models._products.quantized import product
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,6 +57,39 @@ def test_nan_stays_in_its_row_and_column(isa):
         assert (got == expected).all()
 
 
+ENDS = {
+    None: lambda x: x,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ENDS)
+def test_bias_and_activation_are_computed_before_rounding(dtype, activation, isa):
+    assert {*ENDS} == {None, *KERNEL_ACTIVATIONS}
+    x, w = operands(dtype, 100, 257, 37)
+    bias = jnp.asarray(np.random.default_rng(0).standard_normal(257, np.float32), dtype)
+    panels = to_panels(w)
+    wide = panels.product(x, jnp.float32)
+    for added, sums in ((None, wide), (bias, wide + bias.astype(jnp.float32))):
+        with _environment.poisoned():
+            got = panels.product(x, jnp.float32, added, activation)
+            own = panels.product(x, None, added, activation)
+        np.testing.assert_allclose(got, ENDS[activation](sums), atol=1e-6, rtol=1e-5)
+        assert own.dtype == dtype
+        assert (np.asarray(own) == np.asarray(got.astype(dtype))).all()
+
+
+def test_nan_is_no_number_behind_an_activation(isa):
+    x, w = operands("float32", 8, 40, 2)
+    for activation in ENDS:
+        got = to_panels(w).product(x.at[1].set(jnp.nan), None, None, activation)
+        assert np.isnan(got).any(1).tolist() == [False, True]
+        assert np.isnan(got[1]).all()
+
+
 def test_no_rows():
     _, w = operands("float32", 33, 40, 1)
     assert to_panels(w).product(jnp.zeros((0, 33)), None).shape == (0, 40)
@@ -97,6 +130,24 @@ def test_gradients_are_those_of_the_matrix(dtype, transposed):
         assert a.dtype == dtype and (np.asarray(a) == np.asarray(b)).all()
 
 
+@pytest.mark.parametrize("activation", ENDS)
+def test_gradients_behind_a_bias_and_an_activation(activation):
+    x, w = operands("float32", 33, 40, 5)
+    bias = jnp.asarray(np.random.default_rng(0).standard_normal(40, np.float32))
+
+    def packed(*args):
+        x, w, bias = args
+        return to_panels(w).product(x, None, bias, activation).var()
+
+    def plain(*args):
+        x, w, bias = args
+        return ENDS[activation](x @ w + bias).var()
+
+    found, expected = (jax.jit(jax.grad(of, (0, 1, 2)))(x, w, bias) for of in (packed, plain))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5)
+
+
 def test_operands_that_do_not_fit_are_refused():
     x, w = operands("bfloat16", 64, 40, 2)
     panels = to_panels(w).panels
@@ -107,6 +158,9 @@ def test_operands_that_do_not_fit_are_refused():
         lambda: ffi.product(x, panels, 40, "float16"),
         lambda: ffi.product(x.astype(jnp.int32), panels, 40, "float32"),
         lambda: ffi.product(x[None], panels, 40, "float32"),
+        lambda: ffi.product(x, panels, 40, "float32", jnp.zeros(39, x.dtype)),
+        lambda: ffi.product(x, panels, 40, "float32", jnp.zeros(40)),
+        lambda: ffi.product(x, panels, 40, "float32", None, len(KERNEL_ACTIVATIONS) + 1),
     ):
         with pytest.raises(Exception, match="product: .*expected"):
             jax.block_until_ready(got())

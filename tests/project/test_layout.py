@@ -41,7 +41,7 @@ models/_loading     models/_config models/_families models/_weights
 models/_layers      jax_attn mla models/_config models/_products models/_weights parallel
 models/_embedding   jax_attn models/_config models/_families models/_layers models/_loading \
                     models/_products models/_weights
-models/_vision      jax_attn models/_config models/_families models/_products models/_weights
+models/_vision      jax_attn models/_config models/_families models/_weights
 models              models/_config models/_embedding models/_families models/_layers \
                     models/_loading models/_vision models/_weights
 

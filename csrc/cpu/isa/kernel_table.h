@@ -5,7 +5,6 @@
 #include "cpu/kernels/attend.h"
 #include "cpu/kernels/backward_pass.h"
 #include "cpu/kernels/lora_pass.h"
-#include "cpu/kernels/product_pass.h"
 #include "cpu/kernels/reduce.h"
 
 namespace jax_attn {
@@ -26,10 +25,6 @@ template <class Isa, typename T>
 constexpr CpuBackwardKernels kBackwardKernels = {BackwardScratchBytes<Isa, T>, RunBackward<Isa, T>};
 
 template <class Isa, typename T>
-constexpr CpuProductKernels kProductKernels = {Product<Isa, T>::RowBytes, Product<Isa, T>::WidenRow,
-                                               Product<Isa, T>::Run};
-
-template <class Isa, typename T>
 constexpr CpuLoraKernels kLoraKernels = {Lora<Isa, T>::Shrink, Lora<Isa, T>::Expand};
 
 template <class Isa, typename T, typename Kv = T>
@@ -40,8 +35,9 @@ constexpr CpuTypeKernels kCodeKernels = {Attend<Isa, float, Int8>::ScratchBytes,
                                          AttendCodes<Isa, T>::Run, MergeGroupRows<Isa, T>,
                                          MergeStateRows<Isa, T>};
 
+// products: by DType.
 template <class Isa>
-constexpr CpuKernels MakeKernels(const char* name) {
+constexpr CpuKernels MakeKernels(const char* name, const CpuProductKernels* const (&products)[3]) {
   return {
       name,
       {{&kTypeKernels<Isa, Bf16>, &kTypeKernels<Isa, F16>, &kTypeKernels<Isa, float>},
@@ -49,7 +45,7 @@ constexpr CpuKernels MakeKernels(const char* name) {
         &kTypeKernels<Isa, float, E4m3>}},
       {&kCodeKernels<Isa, Bf16>, &kCodeKernels<Isa, F16>, &kCodeKernels<Isa, float>},
       {&kBackwardKernels<Isa, Bf16>, &kBackwardKernels<Isa, F16>, &kBackwardKernels<Isa, float>},
-      {&kProductKernels<Isa, Bf16>, &kProductKernels<Isa, F16>, &kProductKernels<Isa, float>},
+      {products[0], products[1], products[2]},
       {&kLoraKernels<Isa, Bf16>, &kLoraKernels<Isa, F16>, &kLoraKernels<Isa, float>}};
 }
 

@@ -9,8 +9,6 @@ constexpr CpuTypeKernels kAvx512F16E4m3 = MakeTypeKernels<Avx512, F16, E4m3>();
 constexpr CpuTypeKernels kAvx512F32E4m3 = MakeTypeKernels<Avx512, float, E4m3>();
 constexpr CpuBackwardKernels kAvx512BackwardF16 = kBackwardKernels<Avx512, F16>;
 constexpr CpuBackwardKernels kAvx512BackwardF32 = kBackwardKernels<Avx512, float>;
-constexpr CpuProductKernels kAvx512ProductF16 = kProductKernels<Avx512, F16>;
-constexpr CpuProductKernels kAvx512ProductF32 = kProductKernels<Avx512, float>;
 constexpr CpuLoraKernels kAvx512LoraBf16 = kLoraKernels<Avx512, Bf16>;
 constexpr CpuLoraKernels kAvx512LoraF16 = kLoraKernels<Avx512, F16>;
 constexpr CpuLoraKernels kAvx512LoraF32 = kLoraKernels<Avx512, float>;
@@ -20,7 +18,7 @@ constexpr CpuKernels kKernelsAvx512 = {
      {&kTypeKernels<Avx512, Bf16, E4m3>, &kAvx512F16E4m3, &kAvx512F32E4m3}},
     {&kCodeKernels<Avx512, Bf16>, &kCodeKernels<Avx512, F16>, &kCodeKernels<Avx512, float>},
     {&kBackwardKernels<Avx512, Bf16>, &kAvx512BackwardF16, &kAvx512BackwardF32},
-    {&kProductKernels<Avx512, Bf16>, &kAvx512ProductF16, &kAvx512ProductF32},
+    {&kAvx512ProductBf16, &kAvx512ProductF16, &kAvx512ProductF32},
     {&kAvx512LoraBf16, &kAvx512LoraF16, &kAvx512LoraF32}};
 
 }  // namespace jax_attn

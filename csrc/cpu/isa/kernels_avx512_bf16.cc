@@ -10,6 +10,6 @@ constexpr CpuKernels kKernelsAvx512Bf16 = {
     {&kCodeKernels<Avx512Bf16, Bf16>, &kCodeKernels<Avx512Bf16, F16>,
      &kCodeKernels<Avx512Bf16, float>},
     {&kAvx512Bf16BackwardBf16, &kAvx512BackwardF16, &kAvx512BackwardF32},
-    {&kProductKernels<Avx512Bf16, Bf16>, &kAvx512ProductF16, &kAvx512ProductF32},
+    {&kAvx512Bf16ProductBf16, &kAvx512ProductF16, &kAvx512ProductF32},
     {&kAvx512LoraBf16, &kAvx512LoraF16, &kAvx512LoraF32}};
 }  // namespace jax_attn

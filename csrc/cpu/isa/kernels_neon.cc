@@ -2,5 +2,6 @@
 #include "cpu/simd/simd_neon.h"
 
 namespace jax_attn {
-constexpr CpuKernels kKernelsNeon = MakeKernels<Neon>("neon");
+constexpr CpuKernels kKernelsNeon =
+    MakeKernels<Neon>("neon", {&kNeonProductBf16, &kNeonProductF16, &kNeonProductF32});
 }  // namespace jax_attn

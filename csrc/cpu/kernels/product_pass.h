@@ -2,9 +2,10 @@
 // kernels.h.
 #pragma once
 
-#include "cpu/kernels.h"
 #include "cpu/kernels/gemm.h"
 #include "cpu/kernels/matrix_tiles.h"
+#include "cpu/product_kernels.h"
+#include "cpu/simd/simd_math.h"
 #include "cpu/simd/simd_types.h"
 
 namespace jax_attn {
@@ -63,6 +64,24 @@ struct WeightFetch {
   static constexpr i64 kAhead = 4096;
 };
 
+template <class Isa, Activation kActivation>
+JAX_ATTN_INLINE typename Isa::Vec Activate(typename Isa::Vec x) {
+  using Vec = typename Isa::Vec;
+  if constexpr (kActivation == Activation::kNone) {
+    return x;
+  } else if constexpr (kActivation == Activation::kRelu) {
+    return Isa::SelectLess(x, Isa::Zero(), Isa::Zero(), x);  // keeps NaN
+  } else {
+    const Vec half = Isa::Mul(Isa::Set(0.5f), x);
+    if constexpr (kActivation == Activation::kGelu) {
+      return Isa::Fma(half, Erf<Isa>(Isa::Mul(Isa::Set(0.70710678f), x)), half);
+    } else {
+      const Vec cubed = Isa::Fma(Isa::Mul(Isa::Mul(Isa::Set(0.044715f), x), x), x, x);
+      return Isa::Fma(half, Tanh<Isa>(Isa::Mul(Isa::Set(0.79788456f), cubed)), half);
+    }
+  }
+}
+
 template <class Isa, typename T>
 struct Product {
   using Source = WeightSource<Isa, T>;
@@ -90,8 +109,7 @@ struct Product {
   }
 
   static void Run(const ProductParams& p, const float* x, i64 begin, i64 end) {
-    // Panels at a time: several if there are few rows, so that there are enough independent chains.
-    const i64 at_once = p.num_rows * 4 <= kRows ? 4 : p.num_rows * 2 <= kRows ? 2 : 1;
+    const i64 at_once = PanelsAtOnce(p);
     for (i64 panel = begin; panel < end; panel += at_once) {
       for (i64 row = 0; row < p.num_rows; row += kRows) {
         Block(p, x, panel, Min(at_once, end - panel), row);
@@ -101,6 +119,18 @@ struct Product {
   }
 
  private:
+  // Several if there are few rows, so that there are enough independent chains. Tiles are done with
+  // a block so soon that they wait for the lines of y: longer pieces of its rows take two thirds of
+  // the time, while the panels fit in the second cache beside the rows of x.
+  static i64 PanelsAtOnce(const ProductParams& p) {
+    constexpr i64 kFewPanelBytes = 256 << 10;
+    if constexpr (Isa::kTiles) {
+      const i64 bytes = Steps(p.depth) * kWeightColumns * Source::kLane;
+      if (4 * bytes <= kFewPanelBytes) return 4;
+    }
+    return p.num_rows * 4 <= kRows ? 4 : p.num_rows * 2 <= kRows ? 2 : 1;
+  }
+
   static void Block(const ProductParams& p, const float* x, i64 panel, i64 panels, i64 row) {
     alignas(64) float sums[kRows * 4 * kWeightColumns];
     const i64 rows = Min(kRows, p.num_rows - row), width = panels * kWeightColumns;
@@ -110,24 +140,53 @@ struct Product {
     GemmRows<Isa>(rows, x + row * lanes, lanes, Source{first, bytes}, 0, panels * Source::kEach,
                   Steps(p.depth), Onto::kZero, nullptr, sums, width, fetch);
     const i64 column = panel * kWeightColumns, columns = Min(width, p.columns - column);
-    for (i64 r = 0; r < rows; ++r) {
-      const i64 at = (row + r) * p.columns + column;
-      if (p.is_wide) {
-        StoreRow(sums + r * width, columns, static_cast<float*>(p.y) + at);
-      } else {
-        StoreRow(sums + r * width, columns, static_cast<T*>(p.y) + at);
-      }
+    if (p.is_wide) {
+      StoreBlock<float>(p, sums, row, rows, column, columns, width);
+    } else {
+      StoreBlock<T>(p, sums, row, rows, column, columns, width);
     }
   }
 
   template <typename To>
-  static void StoreRow(const float* sums, i64 columns, To* y) {
-    i64 j = 0;
-    for (; j + Isa::kWidth <= columns; j += Isa::kWidth) Isa::Store(y + j, Isa::Load(sums + j));
-    if (j == columns) return;
-    To last[Isa::kWidth];
-    Isa::Store(last, Isa::Load(sums + j));
-    memcpy(y + j, last, (columns - j) * sizeof(To));
+  static void StoreBlock(const ProductParams& p, const float* sums, i64 row, i64 rows, i64 column,
+                         i64 columns, i64 width) {
+    alignas(64) float bias[4 * kWeightColumns];
+    if (p.bias) {
+      const T* own = static_cast<const T*>(p.bias) + column;
+      for (i64 j = 0; j < width; ++j) bias[j] = j < columns ? ToF32(own[j]) : 0.0f;
+    }
+    const float* added = p.bias ? bias : nullptr;
+    To* y = static_cast<To*>(p.y) + row * p.columns + column;
+    switch (p.activation) {
+      case Activation::kNone:
+        return StoreRows<Activation::kNone>(sums, added, rows, columns, width, y, p.columns);
+      case Activation::kGelu:
+        return StoreRows<Activation::kGelu>(sums, added, rows, columns, width, y, p.columns);
+      case Activation::kGeluTanh:
+        return StoreRows<Activation::kGeluTanh>(sums, added, rows, columns, width, y, p.columns);
+      case Activation::kRelu:
+        return StoreRows<Activation::kRelu>(sums, added, rows, columns, width, y, p.columns);
+    }
+  }
+
+  // y[r, j] = f(sums[r, j] + bias[j]). bias: null: none.
+  template <Activation kActivation, typename To>
+  JAX_ATTN_KERNEL static void StoreRows(const float* sums, const float* bias, i64 rows, i64 columns,
+                                        i64 width, To* y, i64 y_stride) {
+    for (i64 r = 0; r < rows; ++r, sums += width, y += y_stride) {
+      for (i64 j = 0; j < columns; j += Isa::kWidth) {
+        auto value = Isa::Load(sums + j);
+        if (bias) value = Isa::Add(value, Isa::Load(bias + j));
+        value = Activate<Isa, kActivation>(value);
+        if (columns - j >= Isa::kWidth) {
+          Isa::Store(y + j, value);
+        } else {
+          To last[Isa::kWidth];
+          Isa::Store(last, value);
+          memcpy(y + j, last, (columns - j) * sizeof(To));
+        }
+      }
+    }
   }
 };
 

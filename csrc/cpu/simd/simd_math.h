@@ -1,4 +1,4 @@
-// exp2 and tanh on Isa::Vec. Internal linkage: see kernels.h.
+// exp2, tanh and erf on Isa::Vec. Internal linkage: see kernels.h.
 #pragma once
 
 #include "cpu/simd/simd_types.h"
@@ -80,6 +80,29 @@ JAX_ATTN_INLINE typename Isa::Vec Tanh(typename Isa::Vec x) {
   series = Isa::Fma(series, x2, Isa::Set(-1.0f / 3));
   const Vec small = Isa::Fma(Isa::Mul(series, x2), magnitude, magnitude);
   return Isa::CopySign(Isa::SelectLess(magnitude, Isa::Set(0.35f), small, large), x);
+}
+
+// erf(x) within a few ulp: x times a rational function of x^2, minimax on [0, 3.92]; erf is +-1 in
+// f32 beyond.
+template <class Isa>
+JAX_ATTN_INLINE typename Isa::Vec Erf(typename Isa::Vec x) {
+  using Vec = typename Isa::Vec;
+  const Vec most = Isa::Set(3.92f), magnitude = Isa::Abs(x);
+  const Vec near = Isa::SelectLess(most, magnitude, Isa::CopySign(most, x), x);  // keeps NaN
+  const Vec x2 = Isa::Mul(near, near);
+  Vec p = Isa::Set(2.0500851860560942e-6f);
+  p = Isa::Fma(p, x2, Isa::Set(2.8488380485214293e-4f));
+  p = Isa::Fma(p, x2, Isa::Set(3.7656514905393124e-3f));
+  p = Isa::Fma(p, x2, Isa::Set(5.274882912635803e-2f));
+  p = Isa::Fma(p, x2, Isa::Set(1.9040723145008087e-1f));
+  p = Isa::Fma(p, x2, Isa::Set(1.1283791065216064f));
+  Vec q = Isa::Set(3.8091751775937155e-5f);
+  q = Isa::Fma(q, x2, Isa::Set(1.1625444749370217e-3f));
+  q = Isa::Fma(q, x2, Isa::Set(1.496928557753563e-2f));
+  q = Isa::Fma(q, x2, Isa::Set(1.1410943418741226e-1f));
+  q = Isa::Fma(q, x2, Isa::Set(5.020767450332642e-1f));
+  q = Isa::Fma(q, x2, Isa::Set(1.0f));
+  return Isa::Div(Isa::Mul(near, p), q);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Activations of MLPs, by the names of config.json."""
+"""Activations of MLPs, by the names of config.json, and products that end with one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn.models._config.keys import Keys
+from jax_attn.models._products.panels import KernelActivation, Panels
+from jax_attn.models._products.quantized import Matrix, product
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 
@@ -35,6 +37,32 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": _in_f32(jax.nn.silu),
 }
+
+
+_IN_KERNELS: dict[str, KernelActivation] = {
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_fast", "gelu_new", "gelu_pytorch_tanh"), "gelu_tanh"),
+    "relu": "relu",
+}
+
+
+def dense(
+    x: jax.Array,
+    weight: Matrix | Panels,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+) -> jax.Array:
+    """Computes activation(x [n, in] @ weight [in, out] + bias [out]) -> [n, out] of x's dtype.
+
+    Of a matrix in panels, the kernel adds the bias and computes the activation before it rounds
+    the sums and writes them.
+    """
+    if isinstance(weight, Panels) and (activation is None or activation in _IN_KERNELS):
+        end = None if activation is None else _IN_KERNELS[activation]
+        return weight.product(x, None, bias, end)
+    y = product(x, weight)
+    y = y if bias is None else y + bias
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 def activation_name(keys: Keys, key: str, default: str) -> str:

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_attn._xla import ffi
+
+KernelActivation = Literal["gelu", "gelu_tanh", "relu"]
+"""What a product can end with. In the order of Activation of csrc/cpu/kernels.h."""
+KERNEL_ACTIVATIONS: tuple[KernelActivation, ...] = get_args(KernelActivation)
+
+# The same in jax.numpy, for gradients.
+_PLAIN: dict[KernelActivation, Callable[[jax.Array], jax.Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 
 _COLUMNS = 32  # columns of a panel
 _DEPTHS = 32  # the rows of a bf16 panel are a multiple of this
@@ -47,13 +59,19 @@ class Panels:
         found = self.panels[indices // _COLUMNS, :, indices % _COLUMNS]
         return found.reshape(len(indices), -1)[:, : self.shape[0]]
 
-    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-        """Computes x [n, in] @ the matrix -> [n, out].
+    def product(
+        self,
+        x: jax.Array,
+        dtype: jax.typing.DTypeLike | None,
+        bias: jax.Array | None = None,
+        activation: KernelActivation | None = None,
+    ) -> jax.Array:
+        """Computes activation(x [n, in] @ the matrix + bias [out]) -> [n, out], rounded once.
 
         x has the matrix's dtype. The result has it, too, or f32 if `dtype` asks for that. The bits
         of a row do not depend on the number of rows.
         """
-        return _product(x, self, jnp.dtype(dtype or x.dtype))
+        return _product(x, self, bias, jnp.dtype(dtype or x.dtype), activation)
 
     def unpacked(self) -> jax.Array:
         """The matrix, or the stack of them, as it was before `to_panels`."""
@@ -72,20 +90,35 @@ class Panels:
         return ffi.grouped_panels(x, self.panels, group_sizes, self.shape[-1], x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, weight: Panels, dtype: jnp.dtype) -> jax.Array:
-    return ffi.product(x, weight.panels, weight.shape[1], dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(
+    x: jax.Array,
+    weight: Panels,
+    bias: jax.Array | None,
+    dtype: jnp.dtype,
+    activation: KernelActivation | None,
+) -> jax.Array:
+    number = 0 if activation is None else 1 + KERNEL_ACTIVATIONS.index(activation)
+    return ffi.product(x, weight.panels, weight.shape[1], dtype, bias, number)
 
 
-def _product_fwd(x: jax.Array, weight: Panels, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
-    return _product(x, weight, dtype), (x, weight)
+def _product_fwd(
+    x: jax.Array, weight: Panels, bias: jax.Array | None, *static: Any
+) -> tuple[jax.Array, Any]:
+    return _product(x, weight, bias, *static), (x, weight, bias)
 
 
-def _product_bwd(dtype: jnp.dtype, saved: tuple[jax.Array, Panels], gradient: jax.Array) -> Any:
+def _product_bwd(
+    dtype: jnp.dtype, activation: KernelActivation | None, saved: Any, gradient: jax.Array
+) -> Any:
     """XLA's products, as without panels."""
 
-    def plain(x: jax.Array, weight: Panels) -> jax.Array:
-        return jnp.dot(x, weight.unpacked(), preferred_element_type=dtype)
+    def plain(x: jax.Array, weight: Panels, bias: jax.Array | None) -> jax.Array:
+        ends = bias is not None or activation is not None
+        y = jnp.dot(x, weight.unpacked(), preferred_element_type=jnp.float32 if ends else dtype)
+        y = y if bias is None else y + bias
+        y = y if activation is None else _PLAIN[activation](y)
+        return y.astype(dtype)
 
     return jax.vjp(plain, *saved)[1](gradient)
 

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn as ja
-from jax_attn.models._config.activations import ACTIVATIONS
+from jax_attn.models._config.activations import ACTIVATIONS, dense
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._config.rope import rotate
-from jax_attn.models._products.quantized import product as product_of
 from jax_attn.models._weights.float_weights import Weight
 from jax_attn.models._weights.tensors import Shape
 from jax_attn.models._weights.weights import Params
@@ -257,9 +256,10 @@ def layer(
     o = ja.attention(q, k, v, plan).reshape(len(x), -1)
     x = x + post_norm(product(o, weights, "o"), "attention_post_norm")
     h = apply_norm(x, weights, "mlp_norm", config.norm_eps)
-    act = ACTIVATIONS[config.activation]
-    up = product(h, weights, "up")
-    h = act(product(h, weights, "gate")) * up if "gate" in weights else act(up)
+    if "gate" in weights:
+        h = product(h, weights, "gate", config.activation) * product(h, weights, "up")
+    else:
+        h = product(h, weights, "up", config.activation)
     return x + post_norm(product(h, weights, "down"), "mlp_post_norm")
 
 
@@ -280,18 +280,17 @@ def _angles(places: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Arr
     return jnp.cos(turns), jnp.sin(turns)
 
 
-def product(x: jax.Array, weights: Params, name: str) -> jax.Array:
+def product(x: jax.Array, weights: Params, name: str, activation: str | None = None) -> jax.Array:
     """x times a matrix, with its bias if it has one; inputs and outputs are clipped if it says so.
 
     {name}_clip: [4] f32, the least and the largest input and output.
     """
-    clip = weights.get(f"{name}_clip")
-    if clip is not None:
-        x = jnp.clip(x, *clip[:2].astype(x.dtype))
-    y = product_of(x, weights[name])
-    if f"{name}_bias" in weights:
-        y += weights[f"{name}_bias"]
-    return y if clip is None else jnp.clip(y, *clip[2:].astype(y.dtype))
+    weight, bias, clip = weights[name], weights.get(f"{name}_bias"), weights.get(f"{name}_clip")
+    if clip is None:
+        return dense(x, weight, bias, activation)
+    y = dense(jnp.clip(x, *clip[:2].astype(x.dtype)), weight, bias)
+    y = jnp.clip(y, *clip[2:].astype(y.dtype))
+    return y if activation is None else ACTIVATIONS[activation](y)
 
 
 def apply_norm(x: jax.Array, weights: Params, name: str, eps: float) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_attn.models._config.activations import ACTIVATIONS, activation_name
+from jax_attn.models._config.activations import activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -99,5 +99,5 @@ def finish(
     x = layers.apply_norm(x, params, "projector_norm", config.projector_eps)
     tokens = layers.merged(x, config)
     h = layers.product(tokens.reshape(len(tokens), -1), params, "merger")
-    h = ACTIVATIONS[config.projector_activation](layers.product(h, params, "projector_up"))
+    h = layers.product(h, params, "projector_up", config.projector_activation)
     return [layers.product(h, params, "projector_down")]

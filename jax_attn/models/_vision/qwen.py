@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn.models._config.activations import ACTIVATIONS, activation_name
+from jax_attn.models._config.activations import activation_name
 from jax_attn.models._config.config import ModelConfig
 from jax_attn.models._config.keys import Keys
 from jax_attn.models._vision import layers
@@ -165,5 +165,5 @@ def _merge(x: jax.Array, weights: Params, config: VisionConfig, *, is_deepstack:
         h = layers.apply_norm(x.reshape(size), weights, "norm", config.norm_eps)
     else:
         h = layers.apply_norm(x, weights, "norm", config.norm_eps).reshape(size)
-    h = ACTIVATIONS["gelu"](layers.product(h, weights, "up"))
+    h = layers.product(h, weights, "up", "gelu")
     return layers.product(h, weights, "down")

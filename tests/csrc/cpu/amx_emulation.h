@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cpu/isa/kernel_table.h"
+#include "cpu/isa/product_table.h"
 #include "cpu/simd/simd_baseline.h"
 
 namespace jax_attn {

@@ -1,5 +1,6 @@
 // Matmuls with weights in panels: every instruction set of this machine and emulated AMX, against
-// sums in f64; a row has the same bits beside other rows; threads.
+// sums in f64; biases and activations; a row has the same bits beside other rows; threads.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -51,12 +52,37 @@ std::vector<T> Panels(const std::vector<T>& w, i64 depth, i64 columns) {
   return panels;
 }
 
+// What a product ends with. bias: [columns]; empty: none.
+template <typename T>
+struct End {
+  std::vector<T> bias;
+  Activation activation = Activation::kNone;
+};
+
 template <typename T>
 std::vector<float> Multiply(DType dtype, const std::vector<T>& x, const std::vector<T>& panels,
-                            i64 rows, i64 depth, i64 columns, TaskPool& pool) {
+                            i64 rows, i64 depth, i64 columns, TaskPool& pool,
+                            const End<T>& end = {}) {
   std::vector<float> y(rows * columns + 1, NAN);
-  ProductCpu(dtype, {x.data(), panels.data(), y.data(), rows, depth, columns, true}, pool);
+  const T* bias = end.bias.empty() ? nullptr : end.bias.data();
+  ProductCpu(dtype,
+             {x.data(), panels.data(), y.data(), rows, depth, columns, true, bias, end.activation},
+             pool);
   return y;
+}
+
+double Activated(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kNone:
+      return x;
+    case Activation::kGelu:
+      return 0.5 * x * (1 + std::erf(x * std::sqrt(0.5)));
+    case Activation::kGeluTanh:
+      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / std::acos(-1)) * (x + 0.044715 * x * x * x)));
+    case Activation::kRelu:
+      return std::max(x, 0.0);
+  }
+  return NAN;
 }
 
 template <typename T>
@@ -82,6 +108,22 @@ void TestType(const std::string& isa, DType dtype, i64 max_rows, i64 depth, i64 
     }
     if (!(std::fabs(all[i] - sum) < 1e-5 * (1 + std::sqrt(depth)))) {
       return fail("is not the sum", max_rows, i);
+    }
+  }
+  std::vector<T> bias(columns);
+  for (T& value : bias) value = To<T>(random());
+  for (i64 number = 0; number < kNumActivations; ++number) {
+    const Activation activation = static_cast<Activation>(number);
+    for (const End<T>& end : {End<T>{{}, activation}, End<T>{bias, activation}}) {
+      const std::vector<float> y =
+          Multiply(dtype, x, panels, max_rows, depth, columns, threads, end);
+      for (i64 i = 0; i < max_rows * columns; ++i) {
+        const double sum = all[i] + (end.bias.empty() ? 0.0 : double{ToF32(bias[i % columns])});
+        const double want = Activated(activation, sum);
+        if (!(std::fabs(y[i] - want) < 1e-6 * (1 + std::fabs(sum)))) {
+          return fail(("activation " + std::to_string(number)).c_str(), max_rows, i);
+        }
+      }
     }
   }
   InlinePool alone;

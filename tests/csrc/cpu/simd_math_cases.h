@@ -1,5 +1,5 @@
-// Exp2, Weights and Tanh of cpu/simd/simd_math.h against double precision, for one instruction set.
-// A simd_math_<isa>_test.cc is compiled with the flags of its set, as the kernels are.
+// Exp2, Weights, Tanh and Erf of cpu/simd/simd_math.h against double precision, for one instruction
+// set. A simd_math_<isa>_test.cc is compiled with the flags of its set, as the kernels are.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,13 @@ void CheckMath() {
   CHECK(std::isnan(ValueOf<Isa>(tanh, NAN)), "Tanh(NaN) is a number");
   CHECK(ValueOf<Isa>(tanh, 1e30f) == 1 && ValueOf<Isa>(tanh, -1e30f) == -1,
         "Tanh of large numbers");
+  const auto erf = [](Vec x) { return Erf<Isa>(x); };
+  for (float x : Numbers(-6, 6)) {
+    const double y = ValueOf<Isa>(erf, x), want = std::erf(double{x});
+    CHECK(std::fabs(y - want) <= 0x1p-21 * std::fabs(want) + 0x1p-149,
+          "Erf(%.9g): got %.9g, want %.9g", double{x}, y, want);
+  }
+  CHECK(std::isnan(ValueOf<Isa>(erf, NAN)), "Erf(NaN) is a number");
 }
 
 // The exit status. If the processor lacks the instruction set, nothing is computed.
