@@ -4,6 +4,7 @@ import base64
 import contextlib
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from helpers.serve.live_server import (
     serving_encoder,
 )
 from jax_attn import models
-from jax_attn.serve._engine.embedder import Embedder
+from jax_attn.serve._engine.embedder import Embedder, _chunk
 from jax_attn.serve._openai import embeddings
 from jax_attn.serve._openai.bounds import KeyLimits
 from jax_attn.serve._scheduling.protocols import EmbedderStopped
@@ -228,6 +229,15 @@ def test_two_models_of_one_name(bert):
         serving(embedding=(bert, Embedder(bert, "tiny"))),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "each", "chunk"), [(256, 1, 256), (256, 5, 128), (256, 9, 64), (256, 99, 32)]
+)
+def test_pieces_have_at_most_so_many_operations(num_tokens, each, chunk):
+    model = types.SimpleNamespace(operations=lambda n: each if n == num_tokens else 0)
+    assert _chunk(model, num_tokens, 1000) == chunk
+    assert _chunk(model, num_tokens, each * num_tokens) == num_tokens
 
 
 # ---- the embedder ------------------------------------------------------------------------------

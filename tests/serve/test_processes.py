@@ -239,6 +239,19 @@ def test_a_watch_that_fails_ends_the_process(store, ended):
     )
 
 
+def test_a_leader_that_is_silent_is_dead(store, ended, monkeypatch):
+    """Stopped, or on a machine that is gone: its connections may stay open."""
+    monkeypatch.setattr(module.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(module, "_SILENCE_SECONDS", 0.1)
+    for key, text in (("name/0", "elsewhere, pid 4"), ("beat/0", "[1, 0, false]")):
+        store.key_value_set(f"{module._ROOT}/{key}", text, True)
+    Processes(None, None, None, 5)
+    status, sentence = ended.get(timeout=HANG_SECONDS)
+    assert status == 1 and re.fullmatch(
+        r"process 0 \(elsewhere, pid 4\) is dead: silent for 0.1 s\.", sentence
+    )
+
+
 def test_who_goes_when_told_has_not_failed(store, ended, monkeypatch):
     """The watch of process 0 sees the end of process 1 before the thread that waits for it."""
     processes = Processes(None, None, None, 5)

@@ -259,6 +259,23 @@ def test_logprobs():
         np.testing.assert_allclose(sampled.top_logprobs[i], expected[order], atol=1e-5)
 
 
+def test_logprobs_of_what_is_sampled_from():
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=VOCAB).astype(np.float32)
+    changes = {"logprobs": 5, "temperature": 0.5, "top_k": 3, "logit_bias": ((7, 2.0),)}
+    rows = {
+        0: {"logits": logits, "params": params(logprobs_of="sampled", **changes)},
+        1: {"logits": logits, "params": params(logprobs_of="model", **changes)},
+    }
+    sampled = Batch(rows).sample()
+    p = probabilities(logits, rows[0]["params"]), np.exp(logits) / np.exp(logits).sum()
+    for i, row in enumerate(p):
+        token = sampled.tokens[i]
+        np.testing.assert_allclose(sampled.logprobs[i], np.log(row[token]), atol=1e-5)
+        largest = np.sort(row)[::-1][:3]
+        np.testing.assert_allclose(sampled.top_logprobs[i][:3], np.log(largest), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", sampling.KINDS)
 def test_greedy_beside_a_row_with_a_mask(kind):
     """One token is masked in one row of many: only that row takes its second-best token."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import functools
 import os
 import stat
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +93,26 @@ def test_any_step_runs_in_the_first_buckets_with_the_same_tokens(model, compiled
     late_alone, ran = serve(engine, sequence(max_tokens=6))
     assert "1 tokens x 1 sequences" in ran
     assert (early, alone) == (late, late_alone)
+
+
+def test_what_ends_a_compilation_leaves_the_rest(model, monkeypatch):
+    device, ended, begun = Engine(model, SIZES).device, threading.Event(), []
+
+    def compile(i):
+        begun.append(i)
+        if i < 499:  # the last one is first
+            ended.wait(30)
+            time.sleep(0.01)
+
+    def progress(*_):
+        ended.set()
+        raise KeyboardInterrupt
+
+    tasks = {f"{i}": functools.partial(compile, i) for i in range(500)}
+    monkeypatch.setattr(device, "_tasks", lambda some: dict(tasks))
+    with pytest.raises(KeyboardInterrupt):
+        device.warm_up(progress)
+    assert len(begun) < 500
 
 
 def test_a_batch_invariant_engine_has_all_from_the_start(model, monkeypatch):

@@ -2,12 +2,16 @@
 
 import itertools
 import logging
+import os
+import types
 
+import jax
 import pytest
 
 import jax_attn as ja
-from jax_attn import _environment
+from jax_attn import _core, _environment
 from jax_attn._spec import spec as spec_module
+from jax_attn._spec import target
 
 # Fields of the kernel configuration for which JAX_ATTN_PRINT_CONFIG=1 must give a reason.
 _CHOSEN = {"tile_q", "tile_kv", "num_ctas", "item_cost", "split_cost", "kv_cost"}
@@ -156,3 +160,19 @@ def test_portable_loop_says_once_that_it_serves(caplog):
     e4m3 = caplog.records[-1].getMessage()
     assert len(caplog.records) == 3 and "sm_90 (H100, H200)" in e4m3 and "float8_e4m3fn" in e4m3
     assert "sm_97 (unknown)" in told[1] and "csrc/select/devices.cc" in told[1]
+
+
+def test_a_target_without_a_number_has_that_of_this_gpu(monkeypatch):
+    gpu = types.SimpleNamespace(compute_capability="9.0", core_count=99)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(5 + pid), raising=False)
+    parse = target.parse_target.__wrapped__  # not from its cache, nor into it
+    for backend, of_sm_90 in (("gpu", 99), ("cpu", _core.default_processors(90))):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert target.default_target() == {"gpu": "sm_90", "cpu": "cpu"}[backend]
+        assert parse("sm_90") == (90, of_sm_90) and parse("sm_90:7") == (90, 7)
+        assert parse("sm_80") == (80, _core.default_processors(80))
+        assert parse("cpu") == (0, 5)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="backend 'tpu': cpu and CUDA are supported"):
+        target.default_target()

@@ -141,7 +141,9 @@ _RULE = {"best": "amx", "dtype": "bfloat16", "kv_format": "plain", "up_to_rows":
         _file(numbers={"float32.item_cost": 1 << 70}),
         _file(isas=[{}]),
         _file(isas=[_RULE | {"dtype": "int3"}]),
-        _file(isas=[_RULE | {"up_to_rows": -1}]),
+        _file(isas=[_RULE | {"up_to_rows": 0}]),
+        _file(isas=[_RULE | {"up_to_rows": 1025}]),
+        _file(isas=[_RULE | {"up_to_rows": 1.5}]),
         _file(isas=[_RULE | {"isa": 3}]),
     ],
 )
@@ -150,6 +152,14 @@ def test_damaged_files_are_refused(tmp_path, text):
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"JAX_ATTN_TUNING: expected a file of .*; tune again"):
         tuning.read(str(path))
+
+
+@pytest.mark.parametrize("rows", [1, 1024])
+def test_a_file_is_read_as_it_was_written(tmp_path, rows):
+    rule = tuning.IsaRule(**_RULE | {"up_to_rows": rows})
+    written = tuning.Tuning(tuning.Device(0, "x"), {"float32.item_cost": 5}, (rule,))
+    written.write(tmp_path / "tuning.json")
+    assert tuning.read(str(tmp_path / "tuning.json")) == written
 
 
 def _import(path: object, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -181,9 +191,11 @@ def test_the_file_in_another_process(tmp_path):
     path.write_text(_file(isas=[_RULE | {"isa": "sve9"}]))
     assert "isas: expected some of" in _import(path).stderr
     assert "No such file" in _import(tmp_path / "none.json").stderr
-    # The file is for a GPU: specs of CPUs keep the built-in numbers.
+    # The file is for a GPU, whose name is compared once there is one: specs of CPUs keep the
+    # built-in numbers.
     path.write_text(_file(device=dataclasses.asdict(H100), numbers={"hopper.item_cost": 21}))
-    assert _import(path, _PRINT).stdout.split() == ["8"]
+    name = "from jax_attn._spec import tuning\nprint(tuning._CURRENT.device.name)"
+    assert _import(path, _PRINT + name).stdout.splitlines() == ["8", H100.name]
 
 
 def test_a_gpu_of_another_name(monkeypatch):
