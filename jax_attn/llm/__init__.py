@@ -24,11 +24,12 @@ from jax_attn.llm._llm import LLM
 from jax_attn.llm._outputs import Chunk, Completion, Output, Scores
 from jax_attn.llm._params import SamplingParams
 from jax_attn.serve._engine.hand_over import HandedOver
-from jax_attn.serve._engine.sampling import token_logprobs
+from jax_attn.serve._engine.sampling import BATCH_INVARIANT, token_logprobs
 from jax_attn.serve._scheduling.events import TokenLogprob
 from jax_attn.serve._scheduling.protocols import EngineStopped
 
 __all__ = [
+    "BATCH_INVARIANT",
     "LLM",
     "AsyncLLM",
     "Chunk",

@@ -10,7 +10,7 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import models
-from jax_attn.llm import token_logprobs
+from jax_attn.llm import BATCH_INVARIANT, token_logprobs
 
 PAGE = 8
 
@@ -67,5 +67,6 @@ def logprobs_and_gradients(
         found = token_logprobs(forward(params, *arguments), answers, **fields)
         return found @ np.cos(np.arange(len(answers), dtype=np.float32)), found
 
-    (_, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=BATCH_INVARIANT)
+    (_, found), gradients = run(params, batch)
     return found, gradients

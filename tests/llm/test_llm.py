@@ -3,6 +3,7 @@
 import _thread
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import multiprocessing
@@ -26,7 +27,7 @@ from helpers.model_cases import shallow
 from helpers.paths import DATA
 from helpers.small_llm import SMALL, check_at_rest
 from jax_attn import LLM, AsyncLLM, SamplingParams, models
-from jax_attn.llm import EngineStopped, token_logprobs
+from jax_attn.llm import BATCH_INVARIANT, EngineStopped, token_logprobs
 from jax_attn.serve import _options
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -499,7 +500,7 @@ def test_forward_passes_of_ones_own_have_the_samplers_bits(dtype):
     sampled = np.concatenate([each.token_logprobs() for each in output.completions])
     batch = trainers.group(config, output, kv_split, dtype)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=BATCH_INVARIANT)
     def of_forward(weights, batch):
         tokens, positions, plans, rows, answers = batch
         pages = models.init_pages(

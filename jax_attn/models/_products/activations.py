@@ -69,7 +69,17 @@ def rounded(x: jax.Array, how: Activations, of_files: Any = None) -> Rounded:
         groups = jnp.pad(x32, ((0, 0), (0, -depth % size))).reshape(len(x), -1, size)
         scales = _scales(groups, how, None if of_files is None else of_files[..., None])
         scales = jnp.broadcast_to(scales, groups.shape).reshape(len(x), -1)[:, :depth]
-    return Rounded(_nearest(x32 / scales, how.kind).astype(x.dtype), scales)
+    return Rounded(_nearest(_divided(x32, scales), how.kind).astype(x.dtype), scales)
+
+
+def _divided(x: jax.Array, divisor: Any) -> jax.Array:
+    """x / divisor, which is broadcast.
+
+    XLA would multiply by the reciprocal of a constant, and since jaxlib 0.10.2 of any number for
+    several elements: an ulp off, which counts, as the largest magnitude of int8 is a tie, 127.5
+    steps. So each element has a divisor of its own.
+    """
+    return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
 def _scales(x: jax.Array, how: Activations, of_files: Any) -> jax.Array:
@@ -77,17 +87,14 @@ def _scales(x: jax.Array, how: Activations, of_files: Any) -> jax.Array:
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     if how.limit is not None:
         largest = jnp.minimum(largest, how.limit)
-    # XLA would multiply by the reciprocal of a constant, an ulp off, which counts: the largest
-    # magnitude of int8 is a tie, 127.5 steps. So the divisor is no constant.
-    steps = 127.5 if how.kind == "int8" else _LARGEST[how.kind]
-    scales = largest / jnp.where(jnp.isnan(largest), largest, steps)
+    scales = _divided(largest, 127.5 if how.kind == "int8" else _LARGEST[how.kind])
     if how.powers:
         bits = jax.lax.bitcast_convert_type(scales, jnp.int32)
         exponents = (bits + 0x7FFFFF) & ~0x7FFFFF
         scales = jax.lax.bitcast_convert_type(exponents, jnp.float32)
     if how.kind == "e2m1":
         # A group of zeros has the scale that compressed-tensors gives it.
-        inner = _nearest(scales / of_files, "e4m3")
+        inner = _nearest(_divided(scales, of_files), "e4m3")
         scales = jnp.where(inner == 0, 0.125, inner) * of_files
     return jnp.maximum(scales, _TINY)  # a row of zeros
 

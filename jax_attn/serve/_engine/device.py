@@ -150,6 +150,7 @@ class Device:
             for bucket in self.buckets
         }
         self._batch_invariant = config.batch_invariant
+        self._xla_options = sampling.BATCH_INVARIANT if config.batch_invariant else {}
         self._executables: dict[str, Compiled] = {}  # by name
         self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
@@ -649,7 +650,7 @@ class Device:
             for kind in sampling.KINDS:
                 sample = partial(compile_jitted, sampling.sample, state, logits, rows, mask)
                 tasks[_sample_name(num_rows, kind)] = partial(
-                    sample, kind=kind, has_drafts=self._has_drafts
+                    sample, kind=kind, has_drafts=self._has_drafts, options=self._xla_options
                 )
         return tasks
 
@@ -675,7 +676,9 @@ class Device:
         forward = jax.jit(
             compute,
             donate_argnums=(3, 4, 5),
-            compiler_options=xla_options(bucket.num_tokens, weights) | (options or {}),
+            compiler_options=xla_options(bucket.num_tokens, weights)
+            | self._xla_options
+            | (options or {}),
         )
         words = jax.ShapeDtypeStruct((bucket.num_words,), jnp.int32, sharding=self._sharding)
         features = None
@@ -847,10 +850,12 @@ def xla_options(num_tokens: int, weights: list[jax.ShapeDtypeStruct]) -> dict[st
     return {"xla_gpu_enable_triton_gemm": False}
 
 
-def compile_jitted(function: Any, *args: Any, **kwargs: Any) -> Compiled:
-    """Compiles a function made by jax.jit."""
+def compile_jitted(
+    function: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Compiled:
+    """Compiles a function made by jax.jit. options: of XLA, beside the function's own."""
     with compilations.expected():
-        executable: Compiled = function.lower(*args, **kwargs).compile()
+        executable: Compiled = function.lower(*args, **kwargs).compile(compiler_options=options)
     return executable
 
 

@@ -24,6 +24,12 @@ import numpy as np
 
 from jax_attn.serve._scheduling.request import SamplingParams
 
+BATCH_INVARIANT: dict[str, str] = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""Options of XLA for jax.jit(..., compiler_options=). With them the bits of a row do not depend on
+the number of rows on CPUs; since jaxlib 0.10.2 XLA otherwise sums rows in an order that does. An
+engine with batch_invariant is compiled with them, and a trainer with its bits is, too
+(docs/rl.md)."""
+
 MAX_LOGPROBS = 20  # the most alternatives a request may ask for
 MAX_LOGIT_BIAS = 300  # entries of a sequence, the limit of OpenAI's API
 
@@ -368,7 +374,11 @@ def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
     """Divides by temperatures [rows, 1] or []; of 0 by 1. The maximum of each row becomes 0."""
     # At most 0, so the smallest temperature gives -inf beside a 0, never inf or NaN.
     most = jax.lax.stop_gradient(jnp.max(scores, axis=1, keepdims=True))
-    return (scores - most) / jnp.where(temperature > 0, temperature, 1)
+    scores = scores - most
+    divisor = jnp.where(temperature > 0, temperature, 1)
+    # Since jaxlib 0.10.2 XLA multiplies by the reciprocal of a row's divisor: an ulp off what a
+    # trainer's one temperature gives. So each element has its own.
+    return scores / jnp.where(jnp.isnan(scores), scores, divisor)
 
 
 def _greedy(scores: jax.Array, mask: jax.Array) -> jax.Array:
