@@ -132,7 +132,7 @@ def _serve(args: argparse.Namespace, process: HttpProcess) -> int:
                 "anyone who can reach %s can use this server; see --api-key-file", args.host
             )
         if answers_http:
-            # Of what answers HTTP this process imports nothing else: it takes half a second.
+            # This process imports nothing else that answers HTTP, which takes half a second.
             from jax_attn.serve import _one_process
 
             return _one_process.serve(loaded, config, http)

@@ -150,7 +150,6 @@ class Device:
             for bucket in self.buckets
         }
         self._batch_invariant = config.batch_invariant
-        self._xla_options = sampling.BATCH_INVARIANT if config.batch_invariant else {}
         self._executables: dict[str, Compiled] = {}  # by name
         self._usable = self.buckets  # replaced, not changed: another thread reads it
         self._host: HostPages | None = None
@@ -653,6 +652,11 @@ class Device:
                     sample, kind=kind, has_drafts=self._has_drafts, options=self._xla_options
                 )
         return tasks
+
+    @property
+    def _xla_options(self) -> dict[str, str]:
+        """Options of XLA for what computes logits and samples."""
+        return sampling.BATCH_INVARIANT if self._batch_invariant else {}
 
     def _compile_rotate(self) -> Compiled:
         config = self.config

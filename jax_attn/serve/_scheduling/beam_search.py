@@ -138,7 +138,7 @@ class BeamSearch:
             for beam, event in zip(self._beams, events, strict=True)
             for token, logprob in _offered(event)
         ]
-        # Of equal sums the earlier beam's comes first.
+        # The sort is stable: an earlier beam's text comes before another with the same sum.
         offers.sort(key=lambda offer: offer[0], reverse=True)
         self._beams = []
         for rank, (_, beam, token, logprob, event) in enumerate(offers):
