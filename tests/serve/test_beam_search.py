@@ -25,12 +25,13 @@ BEAMS = {"prompt": "import os", "use_beam_search": True, "n": 3, "max_tokens": 5
 PROMPT = [5, 6]
 
 
-def searched(search, logprobs_of, limit=100):
+def searched(search, logprobs_of, width, limit=100):
     """Runs a search on a model that is a function from tokens to the logprobs of the next."""
     for _ in range(limit):
         if search.is_done:
             return
         events = []
+        assert len(search.sequences()) <= width
         for seq in search.sequences():
             offers = logprobs_of(tuple(seq.tokens))
             top = sorted(enumerate(offers), key=lambda each: -each[1])[: seq.params.logprobs]
@@ -71,7 +72,7 @@ def test_with_beams_for_all_prefixes_the_best_of_all_texts_are_found(penalty, ma
         best = sorted(every, key=every.get, reverse=True)[:10]
         prompt = Sequence("p", "", PROMPT, SamplingParams(max_tokens=max_tokens))
         search = BeamSearch(prompt, 10, penalty, (2,))
-        searched(search, logprobs_of)
+        searched(search, logprobs_of, 10)
         found = outputs(search, len(best), max_tokens=max_tokens, logprobs=2)
         assert [tuple(event.tokens) for event in found] == best
         for event in found:
@@ -82,7 +83,8 @@ def test_with_beams_for_all_prefixes_the_best_of_all_texts_are_found(penalty, ma
             assert event.finish_reason == (FinishReason.STOP if ended else FinishReason.LENGTH)
 
 
-def test_the_search_ends_when_nothing_can_change():
+@pytest.mark.parametrize("penalty", [0.0, -1.0])
+def test_the_search_ends_when_nothing_can_change(penalty):
     """Beams that go on lose against the finished texts after two steps, not after 50."""
     steps = []
 
@@ -91,12 +93,12 @@ def test_the_search_ends_when_nothing_can_change():
         return [math.log(p) for p in (0.3, 0.3, 0.4)]
 
     prompt = Sequence("p", "", PROMPT, SamplingParams(max_tokens=50))
-    search = BeamSearch(prompt, 2, 0.0, (2,))
-    searched(search, logprobs_of)
+    search = BeamSearch(prompt, 2, penalty, (2,))
+    searched(search, logprobs_of, 2)
     assert max(map(len, steps)) == len(PROMPT) + 1
     assert [event.tokens for event in outputs(search, 2, max_tokens=50)] == [[2], [0, 2]]
     patient = BeamSearch(prompt, 2, 3.0, (2,))  # long texts may still win
-    searched(patient, logprobs_of)
+    searched(patient, logprobs_of, 2)
     assert max(map(len, steps)) > len(PROMPT) + 1
 
 
