@@ -168,7 +168,7 @@ struct PlanRules {
   i32 tile_kv;
   i32 min_chunk[kMaxTiles];  // of each tile M
   i32 item_cost;
-  i32 split_cost;
+  i32 split_cost[kMaxTiles];
   i32 kv_cost[kMaxTiles];
   i32 cached_tokens;  // see GoesByWeight
 

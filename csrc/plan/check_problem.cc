@@ -50,6 +50,7 @@ Status CheckConfig(const AttentionSpec& s, const KernelConfig& c) {
       {"min_tall_chunk", c.min_tall_chunk, 0, kPositionLimit},
       {"item_cost", c.item_cost, 0, kMaxCost},
       {"split_cost", c.split_cost, 0, kMaxCost},
+      {"tall_split_cost", c.tall_split_cost, 0, kMaxCost},
       {"kv_cost_0", c.kv_cost[0], 1, kMaxCost},
       {"kv_cost_1", c.kv_cost[1], 1, kMaxCost},
       {"kv_cost_2", c.kv_cost[2], 1, kMaxCost},

@@ -98,10 +98,12 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
     rules.kv_cost[i] = static_cast<i32>(config.kv_cost[i]);
     const int64_t tall = i > 0 ? config.min_tall_chunk : 0;
     rules.min_chunk[i] = static_cast<i32>(std::max(config.min_chunk, tall));
+    const bool has_own = i > 0 && config.tall_split_cost > 0;
+    rules.split_cost[i] =
+        static_cast<i32>(has_own ? config.tall_split_cost : config.split_cost);
   }
   rules.tile_kv = static_cast<i32>(config.tile_kv);
   rules.item_cost = static_cast<i32>(config.item_cost);
-  rules.split_cost = static_cast<i32>(config.split_cost);
   rules.cached_tokens = static_cast<i32>(config.cached_tokens);
   rules.num_ctas = static_cast<i32>(config.num_ctas);
   rules.num_partitions = static_cast<i32>(partitions);

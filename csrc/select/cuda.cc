@@ -348,6 +348,9 @@ void TakeCosts(Choice& c) {
   c.config.min_chunk = take("min_chunk", costs->min_chunk);
   c.config.item_cost = take("item_cost", costs->item_cost);
   c.config.split_cost = take("split_cost", costs->split_cost);
+  if (costs->tall_split_cost.why != nullptr) {
+    c.config.tall_split_cost = take("tall_split_cost", costs->tall_split_cost);
+  }
   const char* why = costs->kv_cost.why;
   for (int i = 0; i < c.config.num_tiles; ++i) {
     const std::string field = "kv_cost_" + std::to_string(i);

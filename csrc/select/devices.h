@@ -82,6 +82,7 @@ struct KernelCosts {
   Number item_cost;   // to fill and drain the pipeline
   Number split_cost;  // cost of a state in the workspace: the fence, a share of the merge
   Steps kv_cost;      // by the rows of a tile: time of 16 kv tokens; a decode tile has 16
+  Number tall_split_cost = {0, nullptr};  // of tiles after the first, if it is not split_cost
 };
 
 // The kernels of Costs, as tuning files name them (tuning.h).

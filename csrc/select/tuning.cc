@@ -26,6 +26,7 @@ constexpr Field kCudaFields[] = {
     {"min_chunk", 1, kMostChunk},
     {"item_cost", 0, kMostCost},
     {"split_cost", 0, kMostCost},
+    {"tall_split_cost", 0, kMostCost},
     {"kv_cost_1", 1, kMostCost},
 };
 

@@ -183,7 +183,10 @@ class AttentionPlan:
             by_rows = np.maximum(kv_cost[0], by_rows)
             item_kv_cost = np.where(is_shared(items), by_rows, item_kv_cost)
         kv_tokens = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
-        fixed = config["item_cost"] + config["split_cost"] * ~is_final(items)
+        split_cost = np.full(3, config["split_cost"])
+        if not is_shared(items).any():  # else states cost by their rows
+            split_cost[1:] = config["tall_split_cost"] or config["split_cost"]
+        fixed = config["item_cost"] + split_cost[items["tile"]] * ~is_final(items)
         return fixed + kv_tokens * item_kv_cost / kv_cost[0]
 
     def queue_costs(self) -> np.ndarray:

@@ -77,7 +77,9 @@ class Tiles:
         self.kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)])[items["tile"]]
         self.len = (items["kv_end"] - items["kv_begin"]).astype(np.int64)
         self.fixed = config["item_cost"] * config["kv_cost_0"]
-        self.state = config["split_cost"] * config["kv_cost_0"]
+        tall_state = config["tall_split_cost"] or config["split_cost"]
+        self.state = np.where(items["tile"] > 0, tall_state, config["split_cost"])
+        self.state = self.state * config["kv_cost_0"]
         tall = config["min_tall_chunk"] if items["tile"].any() else 0
         shortest = max(config["tile_kv"], config["min_chunk"], tall)
         self.step = -(-shortest // config["tile_kv"]) * config["tile_kv"]
@@ -85,9 +87,9 @@ class Tiles:
     def fixed_split(self, size):
         """Load of the fullest queue: FlashDecoding, the heaviest chunk to the least loaded."""
         chunks = []
-        for length, kv_cost in zip(self.len, self.kv_cost, strict=True):
+        for length, kv_cost, state in zip(self.len, self.kv_cost, self.state, strict=True):
             num = max(1, -(-length // size))
-            fixed = self.fixed + (self.state if num > 1 else 0)
+            fixed = self.fixed + (state if num > 1 else 0)
             chunks += [fixed + size * kv_cost] * (num - 1)
             chunks.append(fixed + (length - (num - 1) * size) * kv_cost)
         if len(chunks) > len(self.len) + self.most_states:
@@ -111,7 +113,7 @@ class Tiles:
                 a, b = max(begin, begins[i]) - begins[i], min(end, ends[i]) - begins[i]
                 tokens = min(self.len[i], b * self.step) - a * self.step
                 loads[queue] += self.fixed + tokens * self.kv_cost[i]
-                loads[queue] += self.state if b - a < num_steps[i] else 0
+                loads[queue] += self.state[i] if b - a < num_steps[i] else 0
         return loads.max() * self.together
 
 

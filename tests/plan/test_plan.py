@@ -320,7 +320,9 @@ def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
     kv_cost = np.array([config[f"kv_cost_{i}"] for i in range(3)]) / config["kv_cost_0"]
     kv_tokens = items["kv_end"].astype(int) - items["kv_begin"]
     item_costs = config["item_cost"] + kv_tokens * kv_cost[items["tile"]]
-    item_costs += config["split_cost"] * (items["merge_idx"] >= 0)
+    tall_split_cost = config["tall_split_cost"] or config["split_cost"]
+    split_cost = np.where(items["tile"] > 0, tall_split_cost, config["split_cost"])
+    item_costs += split_cost * (items["merge_idx"] >= 0)
     np.testing.assert_allclose(plan.item_costs(), item_costs)
     assert np.isclose(costs.sum(), item_costs.sum())
     largest_unit = item_costs.max() * config["heads_per_unit"]

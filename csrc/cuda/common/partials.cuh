@@ -190,11 +190,59 @@ __device__ __forceinline__ void ReduceOneBatchInline(const AttentionParams& p,
     WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, row, lane, all);
   }
 }
+// The same for at most kStates states of many strips: a warp takes kTogether of them at a time, so
+// that as many loads are on their way as with kReduceBatch states. An answer takes longer than its
+// arithmetic: with one strip at a time two states of 128 rows of 256 columns took 20 us.
+template <class Traits, class Team, int kStates, int kTogether>
+__device__ __forceinline__ void ReduceFewStates(const AttentionParams& p,
+                                                const MergeScratch& scratch) {
+  using Strips = ReduceStrips<Traits>;
+  const MergeGroup& group = scratch.group;
+  const int lane = Team::thread() % kWarpSize, num_warps = Team::num_threads() / kWarpSize;
+  const int num_partials = Uniform(group.num_partials);
+  const Strips strips(p, group.kv_head);
+  const int num_strips = Uniform(strips.Count(group.qo_len));
+  int first_rows[kStates];  // anything behind num_partials
+#pragma unroll
+  for (int i = 0; i < kStates; ++i) first_rows[i] = scratch.partial_rows[i];
+#pragma unroll 1
+  for (int first = Uniform(Team::thread() / kWarpSize); first < num_strips;
+       first += kTogether * num_warps) {
+    PartialState states[kTogether][kStates];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int strip = first + j * num_warps;
+      const int row = strips.Row(strip), vector = Strips::Vector(strip, lane);
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) {
+        states[j][i] = LoadState<Traits>(p, i < num_partials && strip < num_strips,
+                                         i64{first_rows[i]} + row, vector);
+      }
+    }
+    __syncwarp();  // else ptxas would issue half of the loads behind the first answers
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int strip = first + j * num_warps;
+      PartialState all = SumOfStates(states[j]);
+      if (strip >= num_strips) break;
+      WriteStrip<Traits>(p, true, group.qo_begin, group.kv_head, 0, strip, strips.Row(strip), lane,
+                         all);
+    }
+  }
+}
+
 // Not inlined: one copy of the code serves all tile sizes.
 template <class Traits, class Team>
 __device__ __noinline__ void ReduceOneBatch(typename Team::Params params,
                                             const MergeScratch& scratch) {
-  ReduceOneBatchInline<Traits, Team>(params, scratch);
+  const int num_partials = scratch.group.num_partials;
+  if (num_partials <= 2) {
+    ReduceFewStates<Traits, Team, 2, 4>(params, scratch);
+  } else if (num_partials <= kFewStates) {
+    ReduceFewStates<Traits, Team, kFewStates, 2>(params, scratch);
+  } else {
+    ReduceOneBatchInline<Traits, Team>(params, scratch);
+  }
 }
 
 // A batch of the states of a strip.

@@ -93,8 +93,10 @@ __device__ __forceinline__ PartialState IdentityState() {
 // batch (kReduceBatch in params.h), and the results are added one after the other. Both are exact
 // where a state is the identity. few: all but the first kFewStates are the identity.
 inline constexpr int kFewStates = 4;
-__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kReduceBatch],
-                                                    bool few) {
+template <int kStates>
+__device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)[kStates],
+                                                    bool few = false) {
+  constexpr int kFew = kStates < kFewStates ? kStates : kFewStates;
   PartialState sum = IdentityState();
   auto take_max = [&](const PartialState& state) {
     sum.row.max_log4 = fmaxf(sum.row.max_log4, state.row.max_log4);
@@ -105,16 +107,16 @@ __device__ __forceinline__ PartialState SumOfStates(const PartialState (&states)
     Accumulate(sum.o, weight, state.o);
   };
 #pragma unroll
-  for (int i = 0; i < kFewStates; ++i) take_max(states[i]);
+  for (int i = 0; i < kFew; ++i) take_max(states[i]);
   if (!few) {
 #pragma unroll
-    for (int i = kFewStates; i < kReduceBatch; ++i) take_max(states[i]);
+    for (int i = kFew; i < kStates; ++i) take_max(states[i]);
   }
 #pragma unroll
-  for (int i = 0; i < kFewStates; ++i) add(states[i]);
+  for (int i = 0; i < kFew; ++i) add(states[i]);
   if (!few) {
 #pragma unroll
-    for (int i = kFewStates; i < kReduceBatch; ++i) add(states[i]);
+    for (int i = kFew; i < kStates; ++i) add(states[i]);
   }
   return sum;
 }

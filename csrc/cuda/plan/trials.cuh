@@ -273,7 +273,7 @@ __device__ __forceinline__ PlanFault MakeTrial(Context& c, const typename Contex
   const i64 num_split = r > 0 ? NumSplitChunks(c, tiles, t.chunks) : 0;
   const auto may_win = [&] {
     const i64 fixed =
-        (num_chunks - tiles.num_tiles) * rules.item_cost + num_split * rules.split_cost;
+        (num_chunks - tiles.num_tiles) * rules.item_cost + num_split * rules.split_cost[0];
     const i64 cost = WholeCost(rules, tiles.num_tiles, tiles.span_cost) +
                      fixed * rules.kv_cost[0] * rules.num_units;
     return MayBeWorthMoreSplits(t.margin, cost, rules.num_queues, than);

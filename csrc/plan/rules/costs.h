@@ -1,7 +1,7 @@
 // The planners' model of time. Costs are in 1/16 kv token of tile_q[0].
 //
-// An item takes item_cost + kv tokens * kv_cost[tile] / 16, plus split_cost if its state is merged,
-// in kv tokens of tile_q[0]. A queue takes the sum of its items; a schedule takes as long as its
+// An item takes item_cost + kv tokens * kv_cost[tile] / 16, plus split_cost[tile] if its state is
+// merged, in kv tokens of tile_q[0]. A queue takes the sum of its items; a schedule takes as long as its
 // fullest queue. FlashInfer's model (arXiv 2501.01005, section 3.3.1, Algorithm 1) is alpha * l_q +
 // beta * l_kv of a tile. Here l_q is part of kv_cost, because tile M decides whether memory or
 // arithmetic is the limit, and item_cost is the rest of alpha * l_q. LeanAttention's model (arXiv
@@ -16,7 +16,7 @@ namespace jax_attn {
 
 // Cost of kv_tokens for a tile; split: the state goes through the workspace and a merge.
 inline i64 ItemCost(const PlanRules& rules, const QueryTile& t, i64 kv_tokens, bool split) {
-  const i64 fixed = rules.item_cost + (split ? rules.split_cost : 0);
+  const i64 fixed = rules.item_cost + (split ? rules.split_cost[t.tile] : 0);
   return fixed * rules.kv_cost[0] + kv_tokens * t.kv_cost;
 }
 

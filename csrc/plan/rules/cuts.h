@@ -65,7 +65,7 @@ inline TileCut CutTile(const PlanRules& rules, i64 longest_cost, const QueryTile
 // us with 118 of 128 tiles split in two, 156 us without.
 inline i64 LongestWholeCost(const PlanRules& rules, i64 num_tiles, i64 longest_cost) {
   if (num_tiles * rules.num_units > rules.num_queues) return -1;
-  const i64 fixed = i64{rules.item_cost} + 2 * rules.split_cost;
+  const i64 fixed = i64{rules.item_cost} + 2 * rules.split_cost[0];
   return longest_cost + fixed * rules.kv_cost[0];
 }
 // Longest chunks of the first schedule, given the limit longest_cost for split tiles.

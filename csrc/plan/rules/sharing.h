@@ -9,7 +9,7 @@ namespace jax_attn {
 // Extra fields of a tile in a batch with shared prefixes. A unit is the only tile of a request, or
 // the part of it that is not shared.
 struct TileSharing {
-  i32 state_cost;  // cost of a state beyond split_cost, likewise in kv tokens of tile_q[0]
+  i32 state_cost;  // cost of a state beyond split_cost[0], likewise in kv tokens of tile_q[0]
   i32 unit;        // index of the unit if shared tiles cover part of its span; else -1
   i32 first_unit, num_units;  // shared tile: the units whose tokens it has, in order; else 0
 
@@ -47,9 +47,11 @@ inline i32 StateCost(const PlanRules& rules, const SharingRules& sharing, i64 nu
   return static_cast<i32>(num_tokens * rules.state_bytes / sharing.token_bytes);
 }
 
-// Cost of an item whose state goes through the workspace, as in all tiles that share.
+// Cost of an item whose state goes through the workspace, as in all tiles that share. state_cost
+// counts the rows of the state, so split_cost is that of the smallest tile.
 inline i64 PartialCost(const PlanRules& rules, const QueryTile& t, i32 state_cost, i64 kv_tokens) {
-  return ItemCost(rules, t, kv_tokens, true) + static_cast<i64>(state_cost) * rules.kv_cost[0];
+  const i64 of_state = static_cast<i64>(rules.split_cost[0]) + state_cost;
+  return ItemCost(rules, t, kv_tokens, false) + of_state * rules.kv_cost[0];
 }
 
 // Makes a shared tile of `tokens` query tokens over [kv_begin, kv_end); the caller sets
