@@ -64,6 +64,11 @@ struct WeightFetch {
   static constexpr i64 kAhead = 4096;
 };
 
+template <i64 kRowLines>
+struct SpreadFetch;
+template <i64 kRowLines>
+constexpr int kStepsOfFetch<SpreadFetch<kRowLines>> = 4;
+
 // Fetches lines beside the products of a block of rows, a few at a time: those of y that it will
 // write, because stores wait for lines that come from beyond the second cache, and a share of the
 // next panels. kRowLines: lines of a row of y in the block.
@@ -95,8 +100,6 @@ struct SpreadFetch {
     }
   }
 };
-template <i64 kRowLines>
-constexpr int kStepsOfFetch<SpreadFetch<kRowLines>> = 4;
 
 template <class Isa, Activation kActivation>
 JAX_ATTN_INLINE typename Isa::Vec Activate(typename Isa::Vec x) {
@@ -158,8 +161,9 @@ struct Product {
   }
 
  private:
-  // Whether blocks of many rows are wide and few rows high, and fetch what the next ones need.
-  static constexpr bool kSpreads = Isa::kWidePanels > 1 && !(Isa::kTiles && Source::kDot);
+  // Whether blocks of many rows are wide and few rows high, and fetch what the next ones need. Not
+  // if elements of panels are widened, because each block does that again.
+  static constexpr bool kSpreads = Isa::kWidePanels > 1 && (sizeof(T) == 4 || Source::kDot);
   static constexpr i64 kWidePanels = Isa::kWidePanels, kWideRows = kRows / kWidePanels;
 
   template <typename To>
