@@ -158,6 +158,10 @@ struct NoFetch {
   void Line() {}
 };
 
+// Steps for which a Fetch is called once.
+template <class Fetch>
+constexpr int kStepsOfFetch = 1;
+
 // c[kRows, kPanels * kPanel] = a b, or c + a b, or scale[r] * c + a b if scale is not null, for the
 // panels from `panel` on. lda, ldc: f32 lanes between rows. kSets: the panels form this many sets
 // of equal size; each set has its own kRows rows of a and of c, right after those of the previous
@@ -198,19 +202,43 @@ JAX_ATTN_KERNEL void GemmTile(const float* a, i64 lda, const Source& b, i64 pane
   };
   Fetch ahead = fetch;  // and the source: keeps them in registers
   Source from = b;
+  constexpr int kAtOnce = kStepsOfFetch<Fetch>;
+  if constexpr (kAtOnce == 1) {
 #pragma GCC unroll 4
-  for (i64 k = 0; k < steps; ++k) {
-    ahead.template Step<kPanels * Source::kBytes>(k);
-    Vec x[kVecs];
-    JAX_ATTN_UNROLL
-    for (int j = 0; j < kPanels; ++j) from.template Load<0>(k, panel + j, x + j * Isa::kVecs);
-    multiply(x, Source::kParts * k);
-    if constexpr (Source::kParts == 2) {
-      asm("" : "+r"(k));  // forces a second load: the registers do not hold both halves
+    for (i64 k = 0; k < steps; ++k) {
+      ahead.template Step<kPanels * Source::kBytes>(k);
+      Vec x[kVecs];
       JAX_ATTN_UNROLL
-      for (int j = 0; j < kPanels; ++j) from.template Load<1>(k, panel + j, x + j * Isa::kVecs);
-      multiply(x, 2 * k + 1);
+      for (int j = 0; j < kPanels; ++j) from.template Load<0>(k, panel + j, x + j * Isa::kVecs);
+      multiply(x, Source::kParts * k);
+      if constexpr (Source::kParts == 2) {
+        asm("" : "+r"(k));  // forces a second load: the registers do not hold both halves
+        JAX_ATTN_UNROLL
+        for (int j = 0; j < kPanels; ++j) from.template Load<1>(k, panel + j, x + j * Isa::kVecs);
+        multiply(x, 2 * k + 1);
+      }
     }
+  } else {
+    // As above, in a form that unrolls into as many steps as a call of the Fetch is for.
+    const auto step = [&](i64& k) __attribute__((always_inline)) {
+      Vec x[kVecs];
+      JAX_ATTN_UNROLL
+      for (int j = 0; j < kPanels; ++j) from.template Load<0>(k, panel + j, x + j * Isa::kVecs);
+      multiply(x, Source::kParts * k);
+      if constexpr (Source::kParts == 2) {
+        asm("" : "+r"(k));
+        JAX_ATTN_UNROLL
+        for (int j = 0; j < kPanels; ++j) from.template Load<1>(k, panel + j, x + j * Isa::kVecs);
+        multiply(x, 2 * k + 1);
+      }
+    };
+    i64 k = 0;
+    while (k + kAtOnce <= steps) {
+      ahead.template Step<kAtOnce * kPanels * Source::kBytes>(k);
+      JAX_ATTN_UNROLL
+      for (int i = 0; i < kAtOnce; ++i, ++k) step(k);
+    }
+    for (; k < steps; ++k) step(k);
   }
   fetch = ahead;
   JAX_ATTN_UNROLL

@@ -64,6 +64,43 @@ struct WeightFetch {
   static constexpr i64 kAhead = 4096;
 };
 
+template <i64 kRowLines>
+struct SpreadFetch;
+template <i64 kRowLines>
+constexpr int kStepsOfFetch<SpreadFetch<kRowLines>> = 4;
+
+// Fetches lines beside the products of a block of rows, a few at a time: those of y that it will
+// write, because stores wait for lines that come from beyond the second cache, and a share of the
+// next panels. kRowLines: lines of a row of y in the block.
+template <i64 kRowLines>
+struct SpreadFetch {
+  const char* y;
+  i64 y_stride, y_lines;
+  const char* next;
+  i64 next_lines, next_at_once;
+
+  // y: the rows of the block, y_stride bytes apart; steps: of its products.
+  SpreadFetch(const char* y, i64 y_stride, i64 y_rows, const char* next, i64 next_lines, i64 steps)
+      : y(y),
+        y_stride(y_stride),
+        y_lines(y_rows * kRowLines),
+        next(next),
+        next_lines(next_lines),
+        next_at_once(CeilDiv(next_lines, Max(i64{1}, steps / kStepsOfFetch<SpreadFetch>))) {}
+
+  template <i64 kBytes>
+  JAX_ATTN_INLINE void Step(i64 k) {
+    const i64 i = k / kStepsOfFetch<SpreadFetch>;
+    if (i < y_lines) {
+      __builtin_prefetch(y + i / kRowLines * y_stride + i % kRowLines * kCacheLine, 1, 3);
+    }
+    const i64 begin = i * next_at_once, end = Min(next_lines, begin + next_at_once);
+    for (i64 line = begin; line < end; ++line) {
+      __builtin_prefetch(next + line * kCacheLine, 0, 2);
+    }
+  }
+};
+
 template <class Isa, Activation kActivation>
 JAX_ATTN_INLINE typename Isa::Vec Activate(typename Isa::Vec x) {
   using Vec = typename Isa::Vec;
@@ -109,6 +146,11 @@ struct Product {
   }
 
   static void Run(const ProductParams& p, const float* x, i64 begin, i64 end) {
+    if constexpr (kSpreads) {
+      if (p.num_rows > kRows) {
+        return p.is_wide ? RunSpread<float>(p, x, begin, end) : RunSpread<T>(p, x, begin, end);
+      }
+    }
     const i64 at_once = PanelsAtOnce(p);
     for (i64 panel = begin; panel < end; panel += at_once) {
       for (i64 row = 0; row < p.num_rows; row += kRows) {
@@ -119,6 +161,43 @@ struct Product {
   }
 
  private:
+  // Whether blocks of many rows are wide and few rows high, and fetch what the next ones need. Not
+  // if elements of panels are widened, because each block does that again.
+  static constexpr bool kSpreads = Isa::kWidePanels > 1 && (sizeof(T) == 4 || Source::kDot);
+  static constexpr i64 kWidePanels = Isa::kWidePanels, kWideRows = kRows / kWidePanels;
+
+  template <typename To>
+  static void RunSpread(const ProductParams& p, const float* x, i64 begin, i64 end) {
+    constexpr i64 kColumnBytes = sizeof(To);
+    constexpr i64 kRowLines = kWidePanels * kWeightColumns * kColumnBytes / kCacheLine;
+    alignas(64) float sums[kWideRows * kWidePanels * kWeightColumns];
+    const i64 steps = Steps(p.depth), lanes = RowLanes(p.depth), y_bytes = p.columns * kColumnBytes;
+    const i64 panel_bytes = steps * kWeightColumns * Source::kLane;
+    for (i64 panel = begin; panel < end; panel += kWidePanels) {
+      const i64 panels = Min(kWidePanels, end - panel), width = panels * kWeightColumns;
+      const i64 column = panel * kWeightColumns, columns = Min(width, p.columns - column);
+      const Source source{static_cast<const char*>(p.panels) + panel * panel_bytes, panel_bytes};
+      const char* next = source.panels + panels * panel_bytes;
+      const i64 next_bytes = Min(kWidePanels, end - panel - panels) * panel_bytes;
+      const i64 share = CeilDiv(next_bytes, kCacheLine * CeilDiv(p.num_rows, kWideRows));
+      for (i64 row = 0; row < p.num_rows; row += kWideRows) {
+        const i64 rows = Min(kWideRows, p.num_rows - row);
+        const auto multiply = [&](auto fetch) {
+          GemmRows<Isa, kWideRows>(rows, x + row * lanes, lanes, source, 0, panels * Source::kEach,
+                                   steps, Onto::kZero, nullptr, sums, width, fetch);
+        };
+        if (panel == begin && row == 0) {  // nothing has fetched the first panels
+          multiply(WeightFetch<kWeightColumns * Source::kLane>{source.panels, panel_bytes});
+        } else {
+          const char* y = static_cast<const char*>(p.y) + row * y_bytes + column * kColumnBytes;
+          multiply(SpreadFetch<kRowLines>(y, y_bytes, rows, next, share, steps));
+        }
+        next += share * kCacheLine;
+        StoreBlock<To>(p, sums, row, rows, column, columns, width);
+      }
+    }
+  }
+
   // Several if there are few rows, so that there are enough independent chains. Tiles are done with
   // a block so soon that they wait for the lines of y: longer pieces of its rows take two thirds of
   // the time, while the panels fit in the second cache beside the rows of x.

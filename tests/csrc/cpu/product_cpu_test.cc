@@ -141,9 +141,14 @@ void TestIsa(const std::string& isa, TaskPool& threads) {
   struct Case {
     i64 max_rows, depth, columns;
   };
-  // 200 rows of 1,400 are two parts.
-  for (const auto& [rows, depth, columns] :
-       {Case{70, 1, 1}, {70, 33, 40}, {70, 64, 32}, {70, 300, 257}, {200, 1400, 33}}) {
+  // 96 columns are three panels, so a wide block and one that is not; 35 steps end with a part of a
+  // group. 200 rows of 1,400 are two parts.
+  for (const auto& [rows, depth, columns] : {Case{70, 1, 1},
+                                             {70, 33, 40},
+                                             {70, 35, 96},
+                                             {70, 64, 32},
+                                             {70, 300, 257},
+                                             {200, 1400, 33}}) {
     TestType<Bf16>(isa, kBF16, rows, depth, columns, threads);
     TestType<F16>(isa, kF16, rows, depth, columns, threads);
     TestType<float>(isa, kF32, rows, depth, columns, threads);
