@@ -1,30 +1,34 @@
-"""Kv policies of prompts in the engine: pages and processor time beside what the model still knows.
+"""Kv policies of prompts, and page selection, in the engine: what the model knows, and times.
 
     python -m benchmarks.prompt_policies [--tiny]
 
 The bundled model reads a prompt of modules that Python ships. Each policy keeps a share of its
-keys. The model goes on with the text that follows (perplexity), and with a passage of the prompt's
-first half that comes again, whose first tokens end the prompt (a needle: the share of its tokens
-that are the likeliest). Each token of both is a request of its own, which has the tokens before it
-as output. Times are those of the processor, of all threads of the process: of a prompt until its
-first token, and of each token after it.
+keys, or each token reads a share of its pages. The model goes on with the text that follows
+(perplexity), and with a passage of the prompt's first half that comes again, whose first tokens end
+the prompt (a needle: the share of its tokens that are the likeliest). Each token of both is a
+request of its own, which has the tokens before it as output. With page selection these go through
+the model one by one, as tokens that are read together read all pages. Times are those of the
+processor, of all threads of the process: of a prompt until its first token, and of each token after
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import math
 import statistics
 import textwrap
 import time
+from typing import Any
 
 from jax_attn import models
 from jax_attn.serve._engine.engine import Engine
 from jax_attn.serve._engine.engine_config import EngineConfig
 from jax_attn.serve._scheduling.events import TokenLogprob
-from jax_attn.serve._scheduling.kv_policies import parse
+from jax_attn.serve._scheduling.kv_policies import parse, parse_selection
 from jax_attn.serve._scheduling.request import SamplingParams, Sequence
 
 FOLLOWING = 64  # tokens whose perplexity is measured
@@ -72,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1400, help="of the prompt")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.3], help="of its keys")
+    parser.add_argument("--only", nargs="*", help="beginnings of names of rows; all rows")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="tries the script")
     args = parser.parse_args()
@@ -80,26 +85,31 @@ def main() -> None:
         args.tokens, args.shares, args.rounds, num_following = 300, [0.5], 1, 4
 
     model = models.load(models.BUNDLED, dtype="float32")
-    kept = {share: int(share * args.tokens) for share in args.shares}
-    policies: dict[str, str | None] = {"all keys": None}
-    for keep in kept.values():
-        policies |= {
-            f"snapkv, {keep}": f"snapkv:keep={keep}",
-            f"h2o, {keep}": f"h2o:keep={keep}",
+    options: dict[str, dict[str, Any]] = {"all keys": {}}
+    for keep in (int(share * args.tokens) for share in args.shares):
+        pages = keep // PAGE
+        options |= {
+            f"snapkv, {keep}": {"kv_policy": parse(f"snapkv:keep={keep}")},
+            f"h2o, {keep}": {"kv_policy": parse(f"h2o:keep={keep}")},
+            f"quest, {pages} pages": {"kv_select": parse_selection(f"quest:pages={pages}")},
         }
+    if args.only:
+        options = {x: y for x, y in options.items() if x.startswith(tuple(args.only))}
     texts = [
         model.tokenizer.encode(inspect.getsource(source)).ids
         for source in (json.decoder, textwrap, statistics, argparse)[: 1 if args.tiny else None]
     ]
     print("policy            pages  perplexity  needle  ms to the first token  ms/token")
-    for name, policy in policies.items():
+    for name, option in options.items():
         limits = EngineConfig(
-            num_pages=512, page_size=PAGE, max_running=1, max_step_tokens=256,
-            kv_policy=None if policy is None else parse(policy),
+            num_pages=512, page_size=PAGE, max_running=1, max_step_tokens=256, **option
         )  # fmt: skip
         engine = Engine(model, limits)
         engine.warm_up()
         times = [timed(engine, text[: args.tokens]) for text in texts for _ in range(args.rounds)]
+        if "kv_select" in option:
+            engine = Engine(model, dataclasses.replace(limits, max_step_tokens=1))
+            engine.warm_up()
         losses, right = [], []
         for text in texts:
             prompt, needle = text[: args.tokens], text[args.tokens // 4 :][: GIVEN + ASKED]

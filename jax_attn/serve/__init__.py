@@ -32,6 +32,7 @@ The modules of each folder:
 | | `kv_policies` | the kv policies by their names |
 | | `streaming` | the kv policy of long texts: which pages they keep |
 | | `prompt_policy` | kv policies of prompts: how many keys their heads keep |
+| | `quest` | what tokens of outputs read of the cache |
 | | `host_tier` | pages of the prefix cache in the host's memory |
 | | `file_tier` | and in files: their names, what is read, and whether that is worth it |
 | | `states` | slots of recurrent states; checkpoints |
@@ -62,6 +63,7 @@ The modules of each folder:
 | | `device`, `buckets`, `sampling` | the device half of a step, in static shapes |
 | | `compilations` | counts compilations that nobody expected |
 | | `prompt_keys` | chooses the keys that heads keep, and copies them |
+| | `selected_rows` | which rows of a step read selected pages, and their plan |
 | | `pool_copies` | copies of pages and states out of the device's pools, and into them |
 | | `file_store`, `file_copies` | files of the prefix cache; the threads that write and read them |
 | | `hand_over`, `leaving` | a request that leaves one engine and goes on in another |

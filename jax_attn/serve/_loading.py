@@ -98,10 +98,13 @@ def _wants_panels(args: argparse.Namespace) -> bool:
 
 def load_vision(directory: Path, args: argparse.Namespace) -> models.VisionModel | None:
     """Loads the model's vision tower; None: it has none that is supported, or this server serves
-    texts only (several processes, a kv policy, engines that share experts).
+    texts only (several processes, a kv policy or selection, engines that share experts).
     Raises ModelDirectoryError."""
     serves_texts_only = (
-        args.processes is not None or args.kv_policy is not None or shares_experts(args)
+        args.processes is not None
+        or args.kv_policy is not None
+        or args.kv_select is not None
+        or shares_experts(args)
     )
     if serves_texts_only or not models.has_vision(directory):
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import jax
@@ -20,11 +20,14 @@ from jax_attn.serve._http.settings import MAX_CONNECTIONS
 from jax_attn.serve._openai.bounds import MAX_PICTURES, KeyLimits
 from jax_attn.serve._scheduling import kv_policies
 from jax_attn.serve._scheduling.kv_policies import KvPolicy
+from jax_attn.serve._scheduling.quest import Quest
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS
 from jax_attn.serve._scheduling.streaming import Streaming
 from jax_attn.serve._scheduling.tenants import TenantLimits
 
 _DRAFTS = 4  # of a draft model: each takes time, and all after a wrong one are useless
+
+_T = TypeVar("_T")
 
 MTP = "mtp"  # --draft-model: the model's own layer for multi-token prediction
 
@@ -201,6 +204,9 @@ def parse(
         (StreamingLLM), or a prompt the KEEP keys of each head that it looks at most (SnapKV, H2O):
         {", ".join(kv_policies.EXAMPLES)} (everything)"""
     add("--kv-policy", type=_kv_policy, metavar="POLICY", help=kept)
+    read = f"""what a token of an output reads of its cache: in each layer as many pages, those that
+        it may look at most (Quest): {", ".join(kv_policies.SELECT_EXAMPLES)} (everything)"""
+    add("--kv-select", type=_kv_select, metavar="SELECTION", help=read)
     host = """memory of the host for pages that the device's prefix cache has no room for (0)"""
     add("--host-cache-bytes", type=_non_negative, default=0, metavar="BYTES", help=host)
     files = """a directory for what the host's memory has no room for either; it outlives the server
@@ -414,8 +420,16 @@ def _host(text: str) -> str:
 
 
 def _kv_policy(text: str) -> KvPolicy:
+    return _of_name(kv_policies.parse, text)
+
+
+def _kv_select(text: str) -> Quest:
+    return _of_name(kv_policies.parse_selection, text)
+
+
+def _of_name(parse: Callable[[str], _T], text: str) -> _T:
     try:
-        return kv_policies.parse(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -472,6 +486,7 @@ def engine_config(
         starvation_seconds=args.starvation_seconds,
         tenant_limits=TenantLimits(max_running=args.max_running_per_key),
         kv_policy=_limited_kv_policy(args),
+        kv_select=args.kv_select,
         prefix_cache=args.prefix_cache,
         max_drafts=args.max_drafts,
         burst_steps=args.burst_steps,

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax_attn.serve._engine.expert_group import ExpertGroup
 from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.mtp_drafts import with_hidden
 from jax_attn.serve._engine.replicas import Replicas
+from jax_attn.serve._engine.selected_rows import bytes_of_bounds
 from jax_attn.serve._options import (
     KV_DTYPES,
     LORA_RANK,
@@ -56,6 +58,7 @@ def make_engine(
     # A draft model has one page for each page of the model.
     configs = [each.config for each in (model, draft_model) if each is not None]
     page_bytes = sum(bytes_of_page(config, args) for config in configs)
+    page_bytes += _bytes_of_bounds(model.config, args)
     of_host = _host_capacities(model.config, args)
     if args.file_cache is not None and args.file_store is None:
         args = argparse.Namespace(**vars(args) | {"file_store": _file_store(model, args)})
@@ -126,6 +129,21 @@ def make_replicas(
 
 def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
     """Bytes of a page on one device."""
+    pages = _shapes_of_page(config, args)
+    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    return int(page_bytes // args.context_parallel)
+
+
+def _bytes_of_bounds(config: models.ModelConfig, args: argparse.Namespace) -> int:
+    """Bytes of a page's bounds on one device, with --kv-select."""
+    k_pages, _ = _shapes_of_page(config, args)
+    if args.kv_select is None or isinstance(k_pages, tuple):  # such models are refused
+        return 0
+    return bytes_of_bounds(k_pages)
+
+
+def _shapes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> tuple[Any, Any]:
+    """k_pages and v_pages of one page."""
     part = config
     if not config.has_special_layers:
         part = dataclasses.replace(
@@ -140,9 +158,7 @@ def bytes_of_page(config: models.ModelConfig, args: argparse.Namespace) -> int:
         page_size=args.page_size,
         max_kv_pages=1,
     )
-    pages = jax.eval_shape(lambda: models.init_pages(part, specs, 1))
-    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
-    return int(page_bytes // args.context_parallel)
+    return jax.eval_shape(lambda: models.init_pages(part, specs, 1))
 
 
 def _host_capacities(config: models.ModelConfig, args: argparse.Namespace) -> dict[str, int]:
@@ -189,6 +205,7 @@ _OF_PAGES = (
     "kv_cache_dtype",
     "eight_bit_products",
     "page_size",
+    "kv_select",  # keys of outputs depend on what the layers before read
     "tensor_parallel",
     "context_parallel",
 )

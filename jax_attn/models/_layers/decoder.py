@@ -28,6 +28,7 @@ from jax_attn.models._layers import (
     recurrence,
 )
 from jax_attn.models._layers.lora import Adapters, adapted
+from jax_attn.models._layers.selected_pages import PageSelection
 from jax_attn.models._products.panels import Panels
 from jax_attn.models._products.quantized import product
 from jax_attn.models._weights.weights import Params
@@ -215,6 +216,7 @@ def forward(
     state_plan: ja.StatePlan | None = None,
     pictures: PictureRows | None = None,
     hidden: jax.Array | None = None,
+    selection: PageSelection | None = None,
 ) -> tuple[Any, ...]:
     """Runs one step of a batch: appends the tokens to the cache and attends over it.
 
@@ -236,6 +238,8 @@ def forward(
       hidden: [max_qo_tokens, hidden]. With a result of `mtp_config`: the last hidden states of the
         tokens before `tokens`, whose positions and places in the cache they have; params also has
         the model's embedding, and its head if there is one.
+      selection: of the pages that rows read; None: rows read all that the plans have. For models
+        without `why_not_kept`. Not an argument of jit: make it inside.
 
     Returns:
       logits: [n, vocab_size] f32.
@@ -288,6 +292,8 @@ def forward(
                 qkv.reshape(len(qkv), -1), *angles_of[kind], k, v, some_plan, layer=idx
             )
         k_groups[group], v_groups[group] = k, v
+        if selection is not None:
+            plan = selection.plan(idx, q, k, plan)
         seen = {}
         if kind.sees_pictures and pictures is not None:
             seen = {"variant_operands": {"last": jnp.maximum(positions, pictures.ends - 1)}}

@@ -15,6 +15,8 @@ import numpy as np
 
 import jax_attn as ja
 from jax_attn import models, parallel
+from jax_attn.models._layers.selected_pages import PageSelection, SelectedRows
+from jax_attn.serve._engine import selected_rows
 from jax_attn.serve._engine.sampling import ROW_WORDS, Kind, SlotParams, as_records
 from jax_attn.serve._scheduling.pictures import Picture
 from jax_attn.serve._scheduling.request import Sequence
@@ -59,6 +61,7 @@ class Bucket:
     position_parts: int = 1  # see ModelConfig.position_parts
     # [number, hidden]: the shape of what a token of a picture has; None: no token may be of one.
     picture_shape: tuple[int, int] | None = None
+    selected: selected_rows.SelectedShape | None = None  # None: all rows read all their pages
 
     def holds(self, needs: Needs) -> bool:
         """Whether a step that needs so much fits."""
@@ -85,6 +88,8 @@ class Bucket:
             assert self.specs[0].max_kv_pages is not None
             n = self.num_rows
             plans = [n + 1, n, n + 1, self.specs[0].max_kv_pages]
+        if self.selected is not None:
+            plans += self.selected.sizes
         adapters = self.num_tokens if self.has_adapters else 0
         of_states = 0 if self.state_spec is None else self.state_spec.plan_words
         sizes = (
@@ -105,12 +110,17 @@ class Bucket:
     @property
     def plans_begin(self) -> int:
         """Where the attention plans begin in `words`, or the lengths that they are made of."""
-        return self._bounds[-1 - (4 if self.kv_shards else len(self.specs))]
+        num_parts = 4 if self.kv_shards else len(self.specs)
+        num_parts += 0 if self.selected is None else len(self.selected.sizes)
+        return self._bounds[-1 - num_parts]
 
     def unpack(self, words: Any) -> Arguments:
         """Views of `words` [num_words] i32, a numpy or a traced array."""
         parts = (words[begin:end] for begin, end in itertools.pairwise(self._bounds))
         inputs, logit_rows, rows, adapters, picture_ends, of_states, *plans = parts
+        selected = None
+        if self.selected is not None:
+            selected, plans = self.selected.unpack(*plans[-3:]), plans[:-3]
         planned: tuple[ja.AttentionPlan, ...] = ()
         if not self.kv_shards:
             planned = tuple(ja.AttentionPlan(*plan) for plan in zip(plans, self.specs, strict=True))
@@ -121,7 +131,15 @@ class Bucket:
             state_plan = ja.StatePlan(of_states, self.state_spec)
         inputs = inputs.reshape(1 + self.position_parts, -1)
         return Arguments(
-            inputs, logit_rows, rows, adapters, picture_ends, planned, lengths, state_plan
+            inputs,
+            logit_rows,
+            rows,
+            adapters,
+            picture_ends,
+            planned,
+            lengths,
+            state_plan,
+            selected,
         )
 
 
@@ -138,6 +156,7 @@ class Arguments(NamedTuple):
     lengths: with KV shards, the arguments of plan_kv_shards, padded to the bucket's capacities:
       [num_rows + 1], [num_rows], [num_rows + 1] and [max_kv_pages] i32.
     state_plan: of recurrent states; None: the model has none.
+    selected: which rows select pages; None: none does.
     """
 
     inputs: Any
@@ -148,6 +167,7 @@ class Arguments(NamedTuple):
     plans: tuple[ja.AttentionPlan, ...]
     lengths: tuple[Any, ...]
     state_plan: ja.StatePlan | None = None
+    selected: SelectedRows | None = None
 
 
 class Batch(NamedTuple):
@@ -331,7 +351,7 @@ def make_batch(
 
     words = np.zeros(bucket.num_words, np.int32)
     arguments = bucket.unpack(words)
-    inputs, logit_rows, rows, adapters, picture_ends, _, _, state_plan = arguments
+    inputs, logit_rows, rows, adapters, picture_ends, _, _, state_plan, _ = arguments
     if state_plan is not None:
         state_plan.buffer[:] = _plan_states(state_plan.spec, entries, qo_indptr).buffer
     inputs[0, : len(tokens)] = tokens
@@ -355,7 +375,7 @@ def make_batch(
         kind = "full"
     drafted = _draft(entries, qo_indptr, logit_rows, rows, slots.max_running)
     batch = qo_indptr, kv_lens, page_indptr, page_indices
-    _plan_attention(arguments, batch)
+    _plan_attention(arguments, batch, selected_rows.of_outputs(entries))
     return Batch(bucket, words, kind, scored, drafted, features, batch)
 
 
@@ -375,12 +395,20 @@ def later_batch(first: Batch, entries: Seq[ScheduledSequence], step: int) -> Bat
     inputs[1:, :n] += step
     fields["position"][:n] += step
     of_pages = page_indptr[: n + 1], page_indices[: page_indptr[n]]
-    _plan_attention(arguments, (qo_indptr[: n + 1], kv_lens[:n] + step, *of_pages))
+    of_all = qo_indptr[: n + 1], kv_lens[:n] + step, *of_pages
+    _plan_attention(arguments, of_all, np.ones(n, bool))  # it has tokens of outputs alone
     return first._replace(words=words)
 
 
-def _plan_attention(arguments: Arguments, batch: tuple[np.ndarray, ...]) -> None:
-    """Fills in plans, or the lengths that devices make them of. batch: as Batch.lengths."""
+def _plan_attention(
+    arguments: Arguments, batch: tuple[np.ndarray, ...], may_select: np.ndarray
+) -> None:
+    """Fills in plans, or the lengths that devices make them of.
+
+    batch: as Batch.lengths. may_select: see selected_rows.of_outputs.
+    """
+    if arguments.selected is not None:
+        selected_rows.fill(arguments.selected, batch, may_select)
     for plan in arguments.plans:
         ja.plan(plan.spec, *batch, buffer=plan.buffer)
     qo_indptr, _, page_indptr, _ = batch
@@ -514,12 +542,13 @@ def _indptr(lens: np.ndarray) -> np.ndarray:
 def make_forward(
     config: models.ModelConfig, tree: Any, lora_tree: Any, bucket: Bucket
 ) -> Callable[..., Any]:
-    """(weights, words, last_tokens, *cache, lora, features) -> logits, rows, *cache.
+    """(weights, words, last_tokens, *cache, lora, features, *bounds) -> logits, rows, *cache,
+    *bounds.
 
     weights: the leaves of the model's params, whose structure is `tree`. words: Batch.words. rows:
     the rows in `words`, for `sample`. cache: k_pages, v_pages and states; None without recurrent
     layers. To be jitted with the cache donated. lora: the leaves of the adapters' pools. features:
-    Batch.features.
+    Batch.features. bounds: of pages, if the bucket selects some: see selected_pages.init_bounds.
     """
 
     def forward(
@@ -531,10 +560,12 @@ def make_forward(
         states: models.States | None,
         lora: list[jax.Array],
         features: jax.Array | None,
+        *bounds: jax.Array,
     ) -> tuple[Any, ...]:
         params = jax.tree.unflatten(tree, weights)
         (tokens, *parts), *given = bucket.unpack(words)
-        logit_rows, rows, slots, picture_ends, planned, lengths, state_plan = given
+        logit_rows, rows, slots, picture_ends, planned, lengths, state_plan, selected = given
+        selection = None if selected is None else PageSelection(bounds[0], selected)
         positions = jnp.stack(parts) if len(parts) > 1 else parts[0]
         pictures = None
         if features is not None:
@@ -558,7 +589,10 @@ def make_forward(
             states,
             state_plan,
             pictures,
+            selection=selection,
         )
-        return logits, rows, k_pages, v_pages, *(new or [None])
+        if selection is not None:
+            bounds = (selection.bounds,)
+        return logits, rows, k_pages, v_pages, *(new or [None]), *bounds
 
     return forward

@@ -6,6 +6,7 @@ Every call returns before the device is done. The device works in the order of c
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import os
@@ -25,6 +26,7 @@ from jax.stages import Compiled
 
 from jax_attn import models, parallel
 from jax_attn.models._layers.moved_pages import move_keys
+from jax_attn.models._layers.selected_pages import DENSE_LAYERS, bound_pages, init_bounds
 from jax_attn.models._layers.weight_updates import Update as WeightUpdate
 from jax_attn.serve._engine import buckets, compilations, sampling
 from jax_attn.serve._engine.buckets import Batch, Bucket
@@ -33,13 +35,16 @@ from jax_attn.serve._engine.file_store import FileStore
 from jax_attn.serve._engine.pool_copies import PAGES, HostPages, PoolCopies, copy_within
 from jax_attn.serve._engine.progress import progress_bar
 from jax_attn.serve._engine.prompt_keys import PromptKeys
+from jax_attn.serve._engine.selected_rows import SelectedShape
 from jax_attn.serve._scheduling.host_tier import Move, OneMove, PageCopy
 from jax_attn.serve._scheduling.prompt_policy import KeptKeys
+from jax_attn.serve._scheduling.quest import Quest
 from jax_attn.serve._scheduling.request import SamplingParams
 from jax_attn.serve._scheduling.step_plan import ScheduledSequence, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Rotation
 
 _COPY = "copies of pages"  # the executable of `copy_pages`
+_BOUNDS = "bounds of pages"  # that of `_bound`
 
 # Called with the number of executables done, their total, and the last one's name.
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -74,6 +79,7 @@ class DeviceConfig:
     # [number, hidden], see Bucket; None: no sequence has pictures.
     picture_shape: tuple[int, int] | None = None
     longest_picture: int = 0  # tokens
+    kv_select: Quest | None = None
 
 
 class Device:
@@ -85,6 +91,14 @@ class Device:
         self._split = _split(model.config, config)
         self._has_drafts = config.max_drafts > 0
         self._rotates = capacities.streaming is not None
+        longest = min(-(-model.config.max_positions // capacities.page_size), capacities.num_pages)
+        # Else there is no layer, or no request with pages, to leave something out.
+        self._selects = (
+            config.kv_select is not None
+            and config.kv_select.pages < longest
+            and model.config.page_groups[0] > DENSE_LAYERS
+        )
+        self._page_bounds: tuple[jax.Array, ...] = ()  # one array, if `_selects`
         params = self._place(params)
         # The config of what one device computes.
         self.config = model.config if self._split is None else self._split.config
@@ -118,6 +132,15 @@ class Device:
                 eight_bit_products=config.eight_bit_products,
                 longest_picture=config.longest_picture if shape is not None else 0,
             )
+            selected = None
+            if self._selects:
+                assert config.kv_select is not None
+                # Requests that share pages read different ones.
+                selected = SelectedShape(
+                    config.kv_select.pages,
+                    longest,
+                    dataclasses.replace(specs[0], share_prefixes=False),
+                )
             kv_shards = () if self._split is None else map(self._split.kv_shards, specs)
             sharded = tuple(x for x in kv_shards if x is not None)
             of_states = buckets.state_spec(
@@ -140,6 +163,7 @@ class Device:
                     if config.picture_shape is None
                     else model.config.position_parts,
                     picture_shape=shape,
+                    selected=selected,
                 )
             )
         self._slots = sampling.SlotParams(capacities.max_running)
@@ -167,6 +191,7 @@ class Device:
                 self._state,
                 (self._k_pages, self._v_pages, self._states),
                 self._lora_arrays,
+                self._page_bounds,
             ),
         )
         self._page_copies = PoolCopies("pages", self.pages, PAGES)
@@ -200,6 +225,10 @@ class Device:
             pages = self._split.init_pages(specs, num_pages)
             self._states = self._split.init_states(self._num_states, self.dtype)
         self._k_pages, self._v_pages = pages
+        if self._selects:
+            made = jax.eval_shape(init_bounds, self._k_pages)
+            sharding = None if self._split is None else self._k_pages.sharding
+            self._page_bounds = (jnp.zeros(made.shape, made.dtype, device=sharding),)
         state = sampling.init_state(self._max_running, self.config.vocab_size)
         self._state = jax.tree.map(self._everywhere, state)
         if self._prompt_keys is not None:
@@ -211,6 +240,7 @@ class Device:
         """Frees the kv cache and all states, until `reset`. No step may be in flight."""
         for name in ("_k_pages", "_v_pages", "_states", "_state"):
             setattr(self, name, None)
+        self._page_bounds = ()
         if self._prompt_keys is not None:
             self._prompt_keys.free()
         for host in (self._host, self._host_states):
@@ -300,7 +330,7 @@ class Device:
 
     def _count_bytes(self) -> None:
         self._bytes_held: collections.Counter[int] = collections.Counter()
-        cache: list[Any] = [self._k_pages, self._v_pages, self._states]
+        cache: list[Any] = [self._k_pages, self._v_pages, self._states, self._page_bounds]
         if self._prompt_keys is not None:
             cache += self._prompt_keys.arrays
         for array in (*self._weights, *self._lora_arrays, *jax.tree.leaves(cache)):
@@ -333,7 +363,7 @@ class Device:
         """Runs a step, which adds its tokens to the kv cache. newest: another device's `newest`."""
         forward = self._executables[_forward_name(batch.bucket)]
         newest = self.newest if newest is None else newest
-        logits, rows, self._k_pages, self._v_pages, self._states = forward(
+        logits, rows, self._k_pages, self._v_pages, self._states, *bounds = forward(
             self._weights,
             batch.words,
             newest,
@@ -342,7 +372,9 @@ class Device:
             self._states,
             self._lora_arrays,
             batch.features,
+            *self._page_bounds,
         )
+        self._page_bounds = tuple(bounds)
         return Scores(logits, rows)
 
     @property
@@ -374,6 +406,7 @@ class Device:
             assert self._host is not None
             with_host = [x for x in group if not isinstance(x, elsewhere)]
             self._k_pages, self._v_pages = self._host.move(self.pages, with_host)
+            self._bound([x.page for x in with_host if isinstance(x, Move) and not x.to_host])
         if states:
             assert self._host_states is not None
             self._states = self._host_states.move(self._states, states)
@@ -395,6 +428,17 @@ class Device:
         copy = self._executables[_COPY]
         for pages in copies:
             self._k_pages, self._v_pages = copy(self.pages, *map(np.int32, pages))
+
+    def _bound(self, pages: list[int]) -> None:
+        """Computes the bounds of full pages that no step has written, if any are needed.
+
+        A page of `copy_pages` is not full of its request's own tokens yet.
+        """
+        for begin in range(0, len(pages) if self._selects else 0, PAGES):
+            some = np.array(pages[begin : begin + PAGES], np.int32)
+            padded = np.pad(some, (0, PAGES - len(some)), mode="edge")
+            bound = self._executables[_BOUNDS]
+            self._page_bounds = (bound(*self._page_bounds, self._k_pages, padded),)
 
     def keep_keys(self, moves: Sequence[KeptKeys]) -> None:
         """Chooses and copies the keys that prompts keep, after the steps before."""
@@ -431,6 +475,7 @@ class Device:
         if not (pages or states):
             return
         self._k_pages, self._v_pages = self._page_copies.put(self.pages, pages, of_pages)
+        self._bound(pages)
         self._states = self._state_copies.put(self._states, states, of_states)
 
     def shapes_of_copies(self) -> tuple[Any, Any]:
@@ -627,11 +672,13 @@ class Device:
         if self._rotates:
             tasks["rotate"] = self._compile_rotate
         if self._prompt_keys is not None:
-            weights, _, (k_pages, v_pages, _), lora = self._shapes
+            weights, _, (k_pages, v_pages, _), lora, _ = self._shapes
             trees = self._tree, None if self._loras is None else self._loras.tree
             specs = [] if self._loras is None else self._loras.specs
             shapes = weights, k_pages, v_pages, lora
             tasks |= self._prompt_keys.tasks(compile_jitted, shapes, trees, specs)
+        if self._selects:
+            tasks[_BOUNDS] = self._compile_bounds
         some = list(some)
         for bucket in some:
             tasks[_forward_name(bucket)] = partial(self.compile_forward, bucket)
@@ -670,16 +717,21 @@ class Device:
         rotations = np.zeros((_ROTATIONS, len(Rotation._fields)), np.int32)
         return compile_jitted(rotate, *pools, rotations)
 
+    def _compile_bounds(self) -> Compiled:
+        (bounds,), (k_pages, *_) = self._shapes[4], self._shapes[2]
+        function: Any = jax.jit(bound_pages, donate_argnums=0, out_shardings=bounds.sharding)
+        return compile_jitted(function, bounds, k_pages, np.zeros(PAGES, np.int32))
+
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """Compiles the bucket's forward pass. options: of XLA, added to those of its size."""
         lora_tree = None if self._loras is None else self._loras.tree
-        weights, state, cache, lora_arrays = self._shapes
+        weights, state, cache, lora_arrays, bounds = self._shapes
         compute = buckets.make_forward(self.config, self._tree, lora_tree, bucket)
         if self._split is not None:
             compute = self._on_each_device(compute)
         forward = jax.jit(
             compute,
-            donate_argnums=(3, 4, 5),
+            donate_argnums=(3, 4, 5, 8) if self._selects else (3, 4, 5),
             compiler_options=xla_options(bucket.num_tokens, weights)
             | self._xla_options
             | (options or {}),
@@ -690,7 +742,7 @@ class Device:
             shape = bucket.num_tokens, *bucket.picture_shape
             features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding)
         return compile_jitted(
-            forward, weights, words, state.last_tokens, *cache, lora_arrays, features
+            forward, weights, words, state.last_tokens, *cache, lora_arrays, features, *bounds
         )
 
     def _shape_of(self, array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -701,6 +753,7 @@ class Device:
         """Wraps one device's forward pass for all devices. Plans are the same on all."""
         assert self._split is not None
         pages, states = self._split.pages_spec, self._split.states_spec
+        bounds = [pages] * self._selects  # their heads are where the keys are
         return jax.shard_map(
             forward,
             mesh=self._split.mesh,
@@ -713,8 +766,9 @@ class Device:
                 states,
                 [] if self._loras is None else self._loras.specs,
                 P(),
+                *bounds,
             ),
-            out_specs=(P(), P(), pages, pages, states),
+            out_specs=(P(), P(), pages, pages, states, *bounds),
             check_vma=False,  # gathered logits and sums are the same on all devices
         )
 
@@ -777,6 +831,7 @@ class Device:
             self.move([Move(True, 0, 0, is_state=True), Move(False, 0, 0, is_state=True)])
         if self._copies_pages:
             self.move([PageCopy(0, 0)])
+        self._bound([0])
         if self._rotates:
             self.rotate([Rotation(0, 1, 0)])
         if self._prompt_keys is not None:

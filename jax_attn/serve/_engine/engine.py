@@ -148,8 +148,9 @@ class Engine:
         )
         self._texts = Texts(model.tokenizer)
         _check_recurrent(model.config, config, draft_model)
-        several = processes is not None
-        _check_kv_policy(model.config, config, several, draft_model is not None, vision is not None)
+        beside = processes is not None, draft_model is not None, vision is not None
+        _check_kv_policy(model.config, config, *beside)
+        _check_kv_select(config, *beside)
         capacity = capacities(config, model.config)
         self._pictures = None
         self.picture_numbers = PictureNumbers()
@@ -820,7 +821,8 @@ def _check_kv_policy(
     if policy is None:
         return
     is_of_prompts = isinstance(policy, PromptPolicy)
-    refused: list[tuple[str, Any, Any]] = [
+    _refuse_beside(
+        "kv_policy",
         ("tensor_parallel", 1, 1 if is_of_prompts else config.tensor_parallel),
         ("experts of several engines", False, is_of_prompts and config.expert_group is not None),
         ("kv_dtype", None, config.kv_dtype),
@@ -828,12 +830,7 @@ def _check_kv_policy(
         ("several processes", False, has_processes),
         ("a draft model", False, has_draft_model),
         ("pictures", False, has_pictures),
-    ]
-    for name, neutral, value in refused:
-        if value != neutral:
-            raise ValueError(
-                f"EngineConfig: {name}: expected {neutral} with kv_policy, got {value}."
-            )
+    )
     if isinstance(policy, PromptPolicy):
         if policy.keep >= model.max_positions:
             raise ValueError(
@@ -848,6 +845,35 @@ def _check_kv_policy(
             f" tokens, the model's positions, got {most} with a block of the text and whole pages;"
             " use a smaller window."
         )
+
+
+def _check_kv_select(
+    config: EngineConfig, has_processes: bool, has_draft_model: bool, has_pictures: bool
+) -> None:
+    """Refuses what does not work with page selection. `capacities` refuses models."""
+    if config.kv_select is None:
+        return
+    _refuse_beside(
+        "kv_select",
+        ("kv_policy", None, config.kv_policy),
+        # A text that is read again, or was cached as an output, has keys of other reads.
+        ("batch_invariant", False, config.batch_invariant),
+        ("experts of several engines", False, config.expert_group is not None),
+        ("kv_dtype", None, config.kv_dtype),
+        ("context_parallel", 1, config.context_parallel),
+        ("several processes", False, has_processes),
+        ("a draft model", False, has_draft_model),
+        ("pictures", False, has_pictures),
+    )
+
+
+def _refuse_beside(option: str, *refused: tuple[str, Any, Any]) -> None:
+    """refused: name, the value that goes with the option, and the value."""
+    for name, neutral, value in refused:
+        if value != neutral:
+            raise ValueError(
+                f"EngineConfig: {name}: expected {neutral} with {option}, got {value}."
+            )
 
 
 def _check_draft_model(

@@ -13,6 +13,7 @@ from jax_attn.models._layers.moved_pages import why_not_moved
 from jax_attn.serve._engine import buckets
 from jax_attn.serve._engine.device import DeviceConfig
 from jax_attn.serve._scheduling.kv_policies import KvPolicy
+from jax_attn.serve._scheduling.quest import Quest
 from jax_attn.serve._scheduling.step_plan import STARVATION_SECONDS, SchedulerConfig
 from jax_attn.serve._scheduling.streaming import Streaming, StreamingPages
 from jax_attn.serve._scheduling.tenants import TenantLimits
@@ -46,6 +47,7 @@ class EngineConfig:
     starvation_seconds: float = STARVATION_SECONDS  # see SchedulerConfig
     # What a sequence keeps of its cache; None: everything. See `streaming` and `prompt_policy`.
     kv_policy: KvPolicy | None = None
+    kv_select: Quest | None = None  # what a decode reads of its cache; None: everything
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the prefix cache in the host's memory, for evicted pages
     # Slots of evicted states there; None: as many as of the device, if it has pages.
@@ -127,14 +129,15 @@ _STATES_EACH = 4  # slots for each running sequence: its own, and some checkpoin
 def capacities(config: EngineConfig, model: models.ModelConfig) -> SchedulerConfig:
     """The scheduler's configuration.
 
-    Raises ValueError: a kv policy for a model that it does not suit.
+    Raises ValueError: kv_policy or kv_select for a model that it does not suit.
     """
-    if config.kv_policy is not None:
-        why_not = why_not_moved if isinstance(config.kv_policy, Streaming) else why_not_kept
-        if (reason := why_not(model)) is not None:
+    for name in ("kv_policy", "kv_select"):
+        policy = getattr(config, name)
+        why_not = why_not_moved if isinstance(policy, Streaming) else why_not_kept
+        if policy is not None and (reason := why_not(model)) is not None:
             raise ValueError(
-                f"EngineConfig: kv_policy: expected None, as {model.family} has {reason}, got"
-                f" {config.kv_policy}."
+                f"EngineConfig: {name}: expected None, as {model.family} has {reason}, got"
+                f" {policy}."
             )
     max_positions, num_states = model.max_positions, 0
     if model.recurrent is not None:
@@ -195,4 +198,5 @@ def device_config(
         devices=config.devices,
         picture_shape=picture_shape,
         longest_picture=longest_picture,
+        kv_select=config.kv_select,
     )

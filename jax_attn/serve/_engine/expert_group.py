@@ -337,7 +337,7 @@ class ExpertDevice(Device):
 
     def shapes_of_step(self, bucket: Bucket) -> tuple[Any, Any, Any]:
         """Shapes of words, newest tokens and the cache of this device."""
-        _, state, cache, _ = self._shapes
+        _, state, cache, *_ = self._shapes
         words = jax.ShapeDtypeStruct((bucket.num_words,), np.int32)
         return words, state.last_tokens, cache
 

@@ -95,7 +95,7 @@ class MtpDevice(Device):
 
     def compile_forward(self, bucket: Bucket, options: dict[str, Any] | None = None) -> Compiled:
         """See Device.compile_forward."""
-        weights, state, (k_pages, v_pages, _), _ = self._shapes
+        weights, state, (k_pages, v_pages, _), *_ = self._shapes
         shared, model_pages, made = jax.tree.map(
             self._shape_of,
             (self._of_model.embedding_and_head(), self._of_model.pages, self._made),
