@@ -54,7 +54,7 @@ headers := build/ffi_headers
 INSTALL = $(PIP) install --verbose --no-compile --no-build-isolation \
   --config-settings=build-dir=$(build_dir) \
   --config-settings=cmake.define.JAX_ATTN_TESTS=ON \
-  --config-settings=cmake.define.JAX_ATTN_NATIVE=ON \
+  --config-settings=cmake.define.JAX_ATTN_NATIVE=BEST \
   --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
   --editable
 sources := $(shell find csrc -type f 2>/dev/null) build_tools/CMakeLists.txt \
