@@ -34,9 +34,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PY
 ready :=
+full :=
 else
 PY := $(VENV)/bin/python
 ready := $(VENV)/ready.stamp
+full := $(VENV)/full.stamp
 test_ready := $(VENV)/test.stamp
 dev_ready := $(VENV)/dev.stamp
 docs_ready := $(VENV)/docs.stamp
@@ -48,13 +50,14 @@ QUIETLY = build_tools/quietly.sh
 # --no-compile below: most installed modules are never imported; the others are compiled on import.
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 build_dir := build/$(subst /,-,$(VENV))
+native := BEST
 headers := build/ffi_headers
 # Without build isolation, objects are reused by the next build, and only changes are compiled.
 # --verbose prints the compiler's steps, which $(QUIETLY) counts.
 INSTALL = $(PIP) install --verbose --no-compile --no-build-isolation \
   --config-settings=build-dir=$(build_dir) \
   --config-settings=cmake.define.JAX_ATTN_TESTS=ON \
-  --config-settings=cmake.define.JAX_ATTN_NATIVE=ON \
+  --config-settings=cmake.define.JAX_ATTN_NATIVE=$(native) \
   --config-settings=cmake.define.XLA_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
   --editable
 sources := $(shell find csrc -type f 2>/dev/null) build_tools/CMakeLists.txt \
@@ -104,13 +107,13 @@ fuzz: $(test_ready)
 	$(if $(ready),$(VENV)/bin/cmake --build build/sanitize/address --target fuzz_plan >/dev/null)
 	$(PY) -m tests.fuzz $(ARGS)
 
-bench: $(ready)
+bench: $(full)
 	$(PY) -m benchmarks.bench_cpu $(ARGS)
 
-bench-gpu: $(ready) $(cuda_ready)
+bench-gpu: $(cuda_ready) $(full)
 	$(PY) -m benchmarks.bench_gpu $(ARGS)
 
-bench-serve: $(ready)
+bench-serve: $(full)
 	$(PY) -m benchmarks.bench_serve $(ARGS)
 
 lint: $(ready) $(dev_ready)
@@ -152,15 +155,25 @@ $(VENV)/ready.stamp: $(VENV)/tools.stamp $(headers)/ready.stamp $(sources)
 	@$(QUIETLY) 'jax, and jax_attn compiled, into $(VENV)' \
 	  $(INSTALL) '.[serve$(if $(with_tests),$(comma)test)]' '$(JAX)'
 	@touch $@ $(if $(with_tests),$(VENV)/test.stamp)
+	@rm -f $(VENV)/full.stamp
+
+# What is measured is compiled as for a wheel.
+$(VENV)/full.stamp: private native := OFF
+$(VENV)/full.stamp: private build_dir := $(build_dir)-full
+$(VENV)/full.stamp: $(VENV)/ready.stamp
+	@$(QUIETLY) 'jax_attn compiled with all optimization, into $(VENV)' $(INSTALL) . --no-deps
+	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@test $@ -nt $(VENV)/tools.stamp || \
 	  $(QUIETLY) 'what tests need into $(VENV)' $(INSTALL) '.[serve,test]' '$(JAX)'
 	@touch $@
+	@rm -f $(VENV)/full.stamp
 
 $(VENV)/dev.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'linters into $(VENV)' $(INSTALL) '.[dev]' '$(JAX)'
 	@touch $@ $(VENV)/test.stamp  # dev includes the packages of test
+	@rm -f $(VENV)/full.stamp
 
 $(VENV)/docs.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'Sphinx into $(VENV)' $(PIP) install --no-compile --group docs
@@ -169,3 +182,4 @@ $(VENV)/docs.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 $(VENV)/cuda.stamp: $(VENV)/tools.stamp | $(VENV)/ready.stamp
 	@$(QUIETLY) 'CUDA into $(VENV)' $(INSTALL) '.[cuda13]' '$(JAX)'
 	@touch $@
+	@rm -f $(VENV)/full.stamp

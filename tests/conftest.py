@@ -96,6 +96,7 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.hookimpl(trylast=True)  # -k has chosen: of these --at-most and --covering keep some
 def pytest_collection_modifyitems(config, items):
     if (at_most := config.option.at_most) is not None:
         keep(config, items, spread(items, at_most))

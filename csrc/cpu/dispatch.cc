@@ -57,16 +57,20 @@ std::vector<const CpuKernels*> SupportedKernels() {
   std::vector<const CpuKernels*> kernels = {&kKernelsBaseline};
 #if defined(__x86_64__)
   const X86Features features;
+#if !defined(JAX_ATTN_WITHOUT_AVX2)
   if (features.avx2) kernels.push_back(&kKernelsAvx2);
+#endif
+  [[maybe_unused]] const CpuKernels* avx512 = nullptr;
 #if !defined(JAX_ATTN_WITHOUT_AVX512)
-  if (features.avx512) kernels.push_back(&kKernelsAvx512);
+  if (features.avx512) kernels.push_back(avx512 = &kKernelsAvx512);
 #endif
 #if !defined(JAX_ATTN_WITHOUT_AVX512_BF16)
   if (features.avx512_bf16) {
     // On Intel's cores a dot product of bf16 pairs takes longer than two multiply-adds: prefill of
     // 2,048 tokens 91 ms against 51, decode of 8 x 2,048 tokens 5.2 against 4.7 (Sapphire Rapids, 2
     // threads). On AMD's cores it is faster.
-    kernels.insert(kernels.end() - (features.is_intel ? 1 : 0), &kKernelsAvx512Bf16);
+    const bool is_slower = features.is_intel && kernels.back() == avx512;
+    kernels.insert(kernels.end() - (is_slower ? 1 : 0), &kKernelsAvx512Bf16);
   }
 #endif
 #if !defined(JAX_ATTN_WITHOUT_AMX)
@@ -116,8 +120,11 @@ void SetActiveKernels(const CpuKernels& kernels) {
 const CpuLinearTable& ActiveLinearKernels() {
   [[maybe_unused]] const CpuKernels* active = &ActiveKernels();
 #if defined(__x86_64__)
+#if !defined(JAX_ATTN_WITHOUT_AVX2)
   if (active == &kKernelsAvx2) return kLinearAvx2;
-#if !defined(JAX_ATTN_WITHOUT_AVX512)
+#endif
+#if !defined(JAX_ATTN_WITHOUT_AVX512) || !defined(JAX_ATTN_WITHOUT_AVX512_BF16) || \
+    !defined(JAX_ATTN_WITHOUT_AMX)
   if (active != &kKernelsBaseline) return kLinearAvx512;
 #endif
 #elif defined(__aarch64__)

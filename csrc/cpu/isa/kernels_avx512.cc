@@ -2,16 +2,6 @@
 #include "cpu/simd/simd_avx512.h"
 
 namespace jax_attn {
-
-constexpr CpuTypeKernels kAvx512F16 = MakeTypeKernels<Avx512, F16, F16>();
-constexpr CpuTypeKernels kAvx512F32 = MakeTypeKernels<Avx512, float, float>();
-constexpr CpuTypeKernels kAvx512F16E4m3 = MakeTypeKernels<Avx512, F16, E4m3>();
-constexpr CpuTypeKernels kAvx512F32E4m3 = MakeTypeKernels<Avx512, float, E4m3>();
-constexpr CpuBackwardKernels kAvx512BackwardF16 = kBackwardKernels<Avx512, F16>;
-constexpr CpuBackwardKernels kAvx512BackwardF32 = kBackwardKernels<Avx512, float>;
-constexpr CpuLoraKernels kAvx512LoraBf16 = kLoraKernels<Avx512, Bf16>;
-constexpr CpuLoraKernels kAvx512LoraF16 = kLoraKernels<Avx512, F16>;
-constexpr CpuLoraKernels kAvx512LoraF32 = kLoraKernels<Avx512, float>;
 constexpr CpuKernels kKernelsAvx512 = {
     "avx512",
     {{&kTypeKernels<Avx512, Bf16>, &kAvx512F16, &kAvx512F32},
@@ -20,5 +10,4 @@ constexpr CpuKernels kKernelsAvx512 = {
     {&kBackwardKernels<Avx512, Bf16>, &kAvx512BackwardF16, &kAvx512BackwardF32},
     {&kAvx512ProductBf16, &kAvx512ProductF16, &kAvx512ProductF32},
     {&kAvx512LoraBf16, &kAvx512LoraF16, &kAvx512LoraF32}};
-
 }  // namespace jax_attn
