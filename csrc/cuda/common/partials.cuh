@@ -64,9 +64,11 @@ struct ReduceParams {
 };
 
 // The threads that execute an item together, and how they pass parameters to a reduction. The
-// portable kernels have no registers left for ReduceParams, so they pass a reference.
+// portable kernels have no registers left for ReduceParams, so they pass a reference, nor for
+// several strips of a warp.
 struct WholeCta {
   using Params = const AttentionParams&;
+  static constexpr bool kTakesStripsTogether = false;
   __device__ static int thread() { return threadIdx.x; }
   __device__ static int num_threads() { return blockDim.x; }
   __device__ static void Sync() { __syncthreads(); }
@@ -235,14 +237,14 @@ __device__ __forceinline__ void ReduceFewStates(const AttentionParams& p,
 template <class Traits, class Team>
 __device__ __noinline__ void ReduceOneBatch(typename Team::Params params,
                                             const MergeScratch& scratch) {
-  const int num_partials = scratch.group.num_partials;
-  if (num_partials <= 2) {
-    ReduceFewStates<Traits, Team, 2, 4>(params, scratch);
-  } else if (num_partials <= kFewStates) {
-    ReduceFewStates<Traits, Team, kFewStates, 2>(params, scratch);
-  } else {
-    ReduceOneBatchInline<Traits, Team>(params, scratch);
+  if constexpr (Team::kTakesStripsTogether) {
+    const int num_partials = scratch.group.num_partials;
+    if (num_partials <= 2) return ReduceFewStates<Traits, Team, 2, 4>(params, scratch);
+    if (num_partials <= kFewStates) {
+      return ReduceFewStates<Traits, Team, kFewStates, 2>(params, scratch);
+    }
   }
+  ReduceOneBatchInline<Traits, Team>(params, scratch);
 }
 
 // A batch of the states of a strip.

@@ -99,10 +99,12 @@ using HopperRoles = HopperRolesOf<2>;
 template <int kConsumers>
 struct HopperReduce {
   using Params = ReduceParams;
+  static constexpr bool kTakesStripsTogether = true;
 };
 template <>
 struct HopperReduce<3> {
   using Params = const AttentionParams&;
+  static constexpr bool kTakesStripsTogether = false;
 };
 
 // All consumers as one group of threads.
