@@ -100,6 +100,8 @@ ROWS = {
     "backward_1x8192_16_32": Row(1, 8192, 16, 32, "float32", calls=1, backward=True),
     "backward_4x4096_16_32": Row(4, 4096, 16, 32, "float32", calls=1, backward=True),
     "backward_1x8192_2_8": Row(1, 8192, 2, 8, "float32", calls=1, backward=True),
+    "backward_1x2048_kda": Row(1, 2048, 32, 32, "float32", "channel", calls=1, backward=True),
+    "backward_1x8192_kda": Row(1, 8192, 32, 32, "float32", "channel", calls=1, backward=True),
     "prefill_1x8192_kda": Row(1, 8192, 32, 32, "float32", "channel", calls=1),
 }
 

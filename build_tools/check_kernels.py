@@ -142,6 +142,11 @@ _LINEAR_CHAINS = (
     "sm_80: four words beside a state of 64 registers, its operands and a product; not looked into,"
     " no such GPU was at hand",
 )
+_LINEAR_CHANNEL_GRADIENTS = (
+    160,
+    "three products of 32 registers each go through sums over rows, and half of them wait while a"
+    " thread has 16 tokens of a channel: 32 to 40 words, written and read once a head",
+)
 _LINEAR_TERMS = (
     8,
     "96 registers, so that a multiprocessor has five CTAs: two words on sm_100a; not looked into,"
@@ -160,6 +165,13 @@ SPILLS: dict[str, tuple[int, str]] = {
         for state in ("bf16", "f32")
         for loop in ("chunks", "wgmma")
     },
+    **{
+        f"linear_attention-bf16-d128x128-channel-delta-l2-sf32-{loop}-n64-gradients": (
+            _LINEAR_CHANNEL_GRADIENTS
+        )
+        for loop in ("chunks", "wgmma")
+    },
+    "linear_attention-bf16-d128x128-channel-delta-l2-sf32-chunks-n64-states": _LINEAR_CHAINS,
     **{
         f"linear_attention-bf16-d128x128-head-delta-l2-s{state}-chunks-n64-{phase}": _LINEAR_CHAINS
         for state in ("bf16", "f32")

@@ -802,7 +802,8 @@ struct LinearTerms {
 };
 
 // The same with a decay a channel, for rows of q and k that have their decays and norms
-// (LinearChannelWorkspace): factors are 1 but for beta. Behind it is f32 exp(G_last)[dim_k].
+// (LinearChannelWorkspace): factors are 1 but for beta. Behind it, or with gradients behind
+// LinearGradientTerms, is f32 exp(G_last)[dim_k].
 struct LinearChannelTerms : LinearTerms {
   static constexpr i64 Bytes(i64 dim_k) {
     return static_cast<i64>(sizeof(LinearTerms)) + 4 * dim_k;
@@ -812,7 +813,11 @@ struct LinearChannelTerms : LinearTerms {
 // The same for gradients; solve is (I + A)^-1.
 struct LinearGradientTerms : LinearTerms {
   float beta[kLinearTokens];
-  float sums[kLinearTokens];  // G in units of log2
+  float sums[kLinearTokens];  // G in units of log2; not with a decay a channel
+  // With a decay a channel.
+  static constexpr i64 ChannelBytes(i64 dim_k) {
+    return static_cast<i64>(sizeof(LinearTerms)) + 8 * kLinearTokens + 4 * dim_k;
+  }
 };
 
 // Segments of a call, in the order of their chunks.
@@ -893,13 +898,43 @@ struct LinearGradientWorkspace {
 
   // dim_k, dim_v: with the padding of tiles. own_dim_v: v's.
   constexpr LinearGradientWorkspace(i64 max_chunks, i64 max_tokens, i64 num_v_heads, i64 dim_k,
-                                    i64 dim_v, i64 own_dim_v)
-      : base(max_chunks, num_v_heads, dim_k, dim_v, 0, sizeof(LinearGradientTerms)),
+                                    i64 dim_v, i64 own_dim_v,
+                                    i64 terms_bytes = sizeof(LinearGradientTerms))
+      : base(max_chunks, num_v_heads, dim_k, dim_v, 0, terms_bytes),
         states(LinearWorkspace::RoundUpTo128(base.size)),
         d_states(states + max_chunks * num_v_heads * dim_k * dim_v * 2),
         fresh(d_states + max_chunks * num_v_heads * dim_k * dim_v * 2),
         d_r(LinearWorkspace::RoundUpTo128(fresh + max_tokens * num_v_heads * own_dim_v * 2)),
         size(LinearWorkspace::RoundUpTo128(d_r + max_tokens * num_v_heads * own_dim_v * 2)) {}
+};
+
+// Whether kLinearGradients with a decay a channel has sums over v heads in shared memory, else in
+// the workspace. dim_k: with the padding of tiles.
+constexpr bool KeepsChannelSums(i64 arch, i64 dim_k) { return arch >= 90 || dim_k <= 64; }
+
+// With a decay a channel.
+struct LinearChannelGradientWorkspace {
+  LinearGradientWorkspace base;
+  i64 k_since, q_since, k_until;  // as in LinearChannelWorkspace
+  // i32[max_chunks]. Of the first one of the plan's chunks that are computed together, the first of
+  // those before; of a request's first one, the first of its last ones. -1: none of these.
+  i64 previous;
+  i64 sums;  // f32[max_tokens][num_qk_heads][2][dim_k], of dQ and dK, where KeepsChannelSums is not
+  i64 size;
+
+  // As above.
+  constexpr LinearChannelGradientWorkspace(i64 arch, i64 max_chunks, i64 max_tokens,
+                                           i64 num_qk_heads, i64 num_v_heads, i64 dim_k, i64 dim_v,
+                                           i64 own_dim_k, i64 own_dim_v)
+      : base(max_chunks, max_tokens, num_v_heads, dim_k, dim_v, own_dim_v,
+             LinearGradientTerms::ChannelBytes(dim_k)),
+        k_since(base.size),
+        q_since(LinearWorkspace::RoundUpTo128(k_since + max_tokens * num_v_heads * own_dim_k * 2)),
+        k_until(q_since + q_since - k_since),
+        previous(k_until + q_since - k_since),
+        sums(LinearWorkspace::RoundUpTo128(previous + max_chunks * 4)),
+        size(sums +
+             (KeepsChannelSums(arch, dim_k) ? 0 : max_tokens * num_qk_heads * 2 * dim_k * 4)) {}
 };
 
 // A causal depthwise convolution of the requests of a plan (jax_attn/_ops/short_convolution.py).

@@ -106,11 +106,11 @@ LinearAttentionLaunch SizeLinearAttention(const LinearAttentionProblem& problem)
 std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionProblem& problem) {
   std::vector<LinearAttentionKernel> kernels;
   const int64_t arch = problem.kernel.arch;
-  // kLinearGradients needs 130 KB of shared memory.
+  // kLinearGradients needs 130 KB of shared memory, or 155 with a decay a channel.
   const bool has_room = arch == 80 || arch == 87 || (arch >= 90 && arch < 120);
   if (!has_room || !HasLinearChunks(problem)) return kernels;
   // Gradients of states are operands, too, and are as large as the loss is scaled: no f16.
-  if (problem.kernel.decay == kChannelDecay || problem.kernel.dtype != kBF16) return kernels;
+  if (problem.kernel.dtype != kBF16) return kernels;
   for (const LinearPhase phase :
        {kLinearGradientTerms, kLinearStates, kLinearStateGradients, kLinearGradients}) {
     kernels.push_back(SelectLinearGradient(problem));
@@ -121,11 +121,19 @@ std::vector<LinearAttentionKernel> LinearGradientKernels(const LinearAttentionPr
 
 LinearAttentionLaunch SizeLinearGradient(const LinearAttentionProblem& problem) {
   const LinearAttentionKernel kernel = SelectLinearGradient(problem);
-  const LinearGradientWorkspace workspace(
-      problem.max_chunks, problem.max_tokens, problem.num_v_heads, RoundUp(kernel.head_dim_k, 64),
-      RoundUp(kernel.head_dim_v, kernel.tile_columns), kernel.head_dim_v);
+  const int64_t dim_k = RoundUp(kernel.head_dim_k, 64);
+  const int64_t dim_v = RoundUp(kernel.head_dim_v, kernel.tile_columns);
+  const int64_t bytes =
+      kernel.decay == kChannelDecay
+          ? LinearChannelGradientWorkspace(kernel.arch, problem.max_chunks, problem.max_tokens,
+                                           problem.num_qk_heads, problem.num_v_heads, dim_k, dim_v,
+                                           kernel.head_dim_k, kernel.head_dim_v)
+                .size
+          : LinearGradientWorkspace(problem.max_chunks, problem.max_tokens, problem.num_v_heads,
+                                    dim_k, dim_v, kernel.head_dim_v)
+                .size;
   LinearAttentionLaunch launch;
-  launch.workspace_words = workspace.size / 4;
+  launch.workspace_words = bytes / 4;
   return launch;
 }
 

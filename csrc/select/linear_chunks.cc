@@ -64,6 +64,15 @@ int64_t ChannelHeads(const LinearAttentionProblem& problem) {
   return problem.num_v_heads % 4 == 0 ? 4 : problem.num_v_heads % 2 == 0 ? 2 : 1;
 }
 
+// Chunks of the plan that a CTA of kLinearGradients has. With a decay a channel most plans have
+// chunks of kChannelTokens, of which so many are computed together; those of sequences without a
+// plan have kLinearTokens.
+int64_t ChunksTogether(const LinearAttentionProblem& problem) {
+  const bool has_small_chunks = problem.kernel.decay == kChannelDecay &&
+                                problem.max_chunks * 2 * kChannelTokens > problem.max_tokens;
+  return has_small_chunks ? kLinearTokens / kChannelTokens : 1;
+}
+
 // Columns of v of one CTA where requests are not split, so that the longest is a chain of chunks.
 // Half as many columns make a chunk shorter where twice as many CTAs still are on the device at
 // once.
@@ -129,13 +138,14 @@ int64_t LinearChunkCtas(const LinearAttentionProblem& problem, const LinearAtten
                         int64_t num_processors) {
   const int64_t chunks = std::max<int64_t>(problem.max_chunks, 1);
   // One CTA of the terms lists segments.
-  if (kernel.decay == kChannelDecay && kernel.phase == kLinearTerms) {
-    return chunks * problem.num_v_heads / ChannelHeads(problem) + 1;
-  }
   if (kernel.phase == kLinearTerms || kernel.phase == kLinearGradientTerms) {
-    return chunks * PartsOfChunk(problem, num_processors) + 1;
+    return chunks * (kernel.decay == kChannelDecay ? problem.num_v_heads / ChannelHeads(problem)
+                                                   : PartsOfChunk(problem, num_processors)) +
+           1;
   }
-  if (kernel.phase == kLinearGradients) return chunks * problem.num_qk_heads;
+  if (kernel.phase == kLinearGradients) {
+    return CeilDiv(chunks, ChunksTogether(problem)) * problem.num_qk_heads;
+  }
   // One CTA on each multiprocessor takes items in turn.
   int64_t items = chunks * ItemsOfSegment(problem, kernel.tile_columns);
   if (kernel.phase == kLinearStarts) items *= kernel.tile_columns / kStartColumns;

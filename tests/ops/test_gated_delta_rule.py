@@ -1,5 +1,7 @@
 """gated_delta_rule: the drop-in on [batch, seq, heads, dim]."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import jax_attn as ja
 from helpers.backends import on_every_platform
 from helpers.mesh_checks import run_on_cpus
 from helpers.paths import DATA
+from jax_attn import _core
 from jax_attn._plan.state_plan import words_of_sequences
 
 
@@ -74,6 +77,45 @@ def test_no_tokens(backend):
     o, state = run(*arrays)
     assert o.shape == (2, 0, 4, 16)
     np.testing.assert_array_equal(state, arrays[-1])
+
+
+@on_every_platform
+@pytest.mark.parametrize("seq", [65, 150])
+def test_gradients_of_a_decay_a_channel(seq, backend):
+    """In bfloat16, on GPUs by kernels, against those of the recurrence in float32; by norms."""
+    shapes = {"seq": seq, "dim_k": 128, "dim_v": 64, "channel": True}
+    q, k, v, *rest = arrays_of(**shapes)
+    given = (*(jnp.asarray(x, "bfloat16") for x in (q, k, v)), *rest)
+
+    def by_tokens(q, k, v, g, beta, state):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q * 128**-0.5, k))
+
+        def step(state, token):
+            q, k, v, g, beta = token
+            state = jnp.exp(g)[..., None] * state
+            change = beta[..., None] * (v - jnp.einsum("bhd,bhde->bhe", k, state))
+            state += k[..., None] * change[..., None, :]
+            return state, jnp.einsum("bhd,bhde->bhe", q, state)
+
+        tokens = [jnp.swapaxes(x, 0, 1) for x in (q, k, v, g, beta)]
+        state, o = jax.lax.scan(step, state, tokens)
+        return jnp.swapaxes(o, 0, 1), state
+
+    weights = [np.random.default_rng(1).standard_normal(x.shape) for x in (v, rest[-1])]
+
+    def loss(of, *arrays):
+        return sum((w * x).sum() for w, x in zip(weights, of(*arrays), strict=True))
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(jax.grad(functools.partial(loss, by_tokens), range(6)))(*given)
+    before = _core.jit_stats()["linear_gradient_launches"]
+    found = jax.jit(jax.grad(functools.partial(loss, run), range(6)))(*given)
+    assert (_core.jit_stats()["linear_gradient_launches"] > before) == (backend.platform == "gpu")
+    for which, x, y in zip(("q", "k", "v", "g", "beta", "state"), found, expected, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= 1.5e-2 * np.linalg.norm(y), which
 
 
 @on_every_platform

@@ -399,7 +399,7 @@ def test_gradients_of_kernels(name, backend):
 
 
 @on_every_platform
-@pytest.mark.parametrize("name", ["qwen", "bf16_chunks", "mamba_chunks"])
+@pytest.mark.parametrize("name", ["qwen", "bf16_chunks", "mamba_chunks", "kda_chunks"])
 def test_gradients_of_16_bits(name, backend):
     """By norms: chunks round the operands of products."""
     arrays, weights, expected = gradients_in_jnp(name)
@@ -442,9 +442,9 @@ def test_a_gpu_is_asked_for_the_gradients_that_are_called(monkeypatch):
     def loss(q, k, v, g, beta):
         return ja.gated_delta_rule(q, k, v, g, beta)[0].astype(jnp.float32).sum()
 
-    def found(dtype, seq):
+    def found(dtype, seq, *channels):
         rows = [jax.ShapeDtypeStruct((2, seq, heads, 64), dtype) for heads in (2, 2, 4)]
-        factors = [jax.ShapeDtypeStruct((2, seq, 4), jnp.float32)] * 2
+        factors = [jax.ShapeDtypeStruct((2, seq, 4, *of), jnp.float32) for of in (channels, ())]
         asked.clear()
         jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(*rows, *factors)
         words = [words for target, words in asked if target == (90, 132)]
@@ -453,7 +453,7 @@ def test_a_gpu_is_asked_for_the_gradients_that_are_called(monkeypatch):
         assert len(words) == 2 + has_kernels, "forward, the question, and gradients"
         return has_kernels
 
-    assert found("bfloat16", 130)
+    assert found("bfloat16", 130) and found("bfloat16", 130, 64)
     assert not found("bfloat16", 1) and not found("float32", 130)
 
 

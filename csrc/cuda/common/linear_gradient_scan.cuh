@@ -7,6 +7,8 @@
 // the state behind a chunk, which is kept, too, from the last chunk to the first:
 //   dV'^T = (dS^T K^T) (.) until_k + dO^T qk,  dR^T = dV'^T T
 //   dS^T <- decay dS^T - (dR^T (.) (beta since_k)) K + (dO^T (.) since_q) Q
+// With a decay a channel K and Q have since_k and since_q already, K (.) until_k is a tile of its
+// own, and decays are those of columns of S^T.
 // Without the delta rule R is beta V, T is I, and dS has no middle term.
 #pragma once
 
@@ -55,6 +57,18 @@ class LinearGradientScan : protected LinearColumnScan<Traits, Products> {
     }
   }
 
+  __device__ __forceinline__ void DecayState(const Stage& stage, float (&s)[kK / 8][4]) const {
+    if constexpr (Shape::kHasChannels) {
+      this->ScaleChannels(s, stage.channels);
+    } else {
+      this->Scale(s, stage.decay[0]);
+    }
+  }
+  // The tile of K that has until_k, if there is one.
+  __device__ __forceinline__ static u32 KeysUntilEnd(const Stage& stage) {
+    return SharedAddress(Shape::kHasChannels ? stage.k_until : stage.k);
+  }
+
   const LinearGradientParams& params_;
 };
 
@@ -93,10 +107,29 @@ class LinearStatesPhase : LinearGradientScan<Traits, Products> {
   __device__ __forceinline__ void RunItem(const Item& item) {
     float s[kK / 8][4];
     this->BeginState(item, plan_.Chunk(item.segment.begin), s);
+    int last = -1;
     this->template ForChunks<false>(
-        item, [&](int chunk, const StateChunk& rows, Stage& stage, const auto& ahead) {
-          Step(item, chunk, rows, stage, ahead, s);
+        item, [&](const typename Base::Chunk& chunk, Stage& stage, const auto& ahead) {
+          if constexpr (Shape::kHasChannels) Link(item, chunk, &last);
+          Step(item, chunk.number, chunk.rows, stage, ahead, s);
         });
+    if constexpr (Shape::kHasChannels) {
+      if (Links(item)) this->PreviousChunk(item.segment.begin) = last;
+    }
+  }
+
+  // One thread for all that have the same chunks.
+  __device__ __forceinline__ static bool Links(const Item& item) {
+    return item.head == 0 && item.column == 0 && threadIdx.x == 0;
+  }
+  // last: the chunk before, which becomes this one.
+  __device__ __forceinline__ void Link(const Item& item, const typename Base::Chunk& chunk,
+                                       int* last) const {
+    if (Links(item)) {
+      this->PreviousChunk(chunk.number) = *last;
+      for (int i = chunk.number + 1; i < chunk.next; ++i) this->PreviousChunk(i) = -1;
+    }
+    *last = chunk.number;
   }
 
   template <class Ahead>
@@ -132,13 +165,13 @@ class LinearStatesPhase : LinearGradientScan<Traits, Products> {
       Products::Pin(x);
     }
     this->WriteTokens(item, rows, stage, this->template At<u16>(this->Arrays().fresh), x);
-    this->ScaleTokens(x, stage.until_k);
-    this->Scale(s, stage.decay[0]);
+    if constexpr (!Shape::kHasChannels) this->ScaleTokens(x, stage.until_k);
+    this->DecayState(stage, s);
     ToFragments<kDtype, 4>(x, fragments);
     Products::Pin(fragments);
     Products::Pin(s);
     Products::Start();
-    Products::template Columns<true, false>(s, fragments, SharedAddress(stage.k));
+    Products::template Columns<true, false>(s, fragments, this->KeysUntilEnd(stage));
     Products::Commit();
     Products::template Wait<0>();
     Products::Pin(s);
@@ -201,34 +234,35 @@ class LinearStateGradientsPhase : LinearGradientScan<Traits, Products> {
 
   __device__ __forceinline__ void RunItem(const Item& item) {
     const int begin = item.segment.begin;
-    int chunk =
-        plan_.template FirstRequest<kWarps>(begin + 1, maxima_, [](int) { return true; }) - 1;
+    int chunk = LastChunk(begin);
     constexpr int kStages = Shape::kStages;
     float s[kK / 8][4];
     SetZero(s);
-    StateChunk rows = plan_.Chunk(chunk), next = rows;
+    StateChunk rows = this->ChunkAt(chunk).rows, next = rows;
     int to_load = chunk;  // `next` is its row of the plan
     const auto load = [&](int stage) {
       if (to_load >= begin) {
         this->template LoadChunk<true>(stages_[stage], to_load, next, item.head, item.column,
                                        params_.d_o);
-        --to_load;
-        next = plan_.Chunk(Max(to_load, begin));
+        to_load = Before(to_load, begin);
+        next = this->ChunkAt(Max(to_load, begin)).rows;
       }
       CommitCopies();
     };
     load(0);
-    for (int step = 0; chunk >= begin; ++step, --chunk) {
+    for (int step = 0; chunk >= begin; ++step) {
       WaitCopies<0>();
       Products::FenceTiles();
       __syncthreads();  // all have computed the step before
       if (rows.write_slot >= 0) TakeGradient(item, rows.write_slot, s);
-      const StateChunk before = plan_.Chunk(Max(chunk - 1, begin));
+      const int before = Before(chunk, begin);
+      const StateChunk of_before = this->ChunkAt(Max(before, begin)).rows;
       const auto ahead = [&] {
         if constexpr (kStages == 2) load((step + 1) % 2);
       };
       Step(item, chunk, rows, stages_[kStages == 2 ? step % 2 : 0], ahead, s);
-      rows = before;
+      rows = of_before;
+      chunk = before;
       if constexpr (kStages == 1) {
         __syncthreads();
         load(0);
@@ -240,6 +274,19 @@ class LinearStateGradientsPhase : LinearGradientScan<Traits, Products> {
     if (slot < 0) return;
     ForGradients(item, slot, s,
                  [&](float& x, State& pool) { this->Store(pool, this->ToFloat(pool) + x); });
+  }
+
+  // The first of the chunks that are computed together, the last ones of the request that begins
+  // with `begin`, and those before `chunk`; less than begin before the first one.
+  __device__ __forceinline__ int LastChunk(int begin) const {
+    if constexpr (Shape::kHasChannels) return this->PreviousChunk(begin);
+    return plan_.template FirstRequest<kWarps>(begin + 1, maxima_, [](int) { return true; }) - 1;
+  }
+  __device__ __forceinline__ int Before(int chunk, int begin) const {
+    if constexpr (Shape::kHasChannels) {
+      if (chunk != begin) return this->PreviousChunk(chunk);
+    }
+    return chunk == begin ? begin - 1 : chunk - 1;
   }
 
   // The gradient of a slot that is written moves to the state that is written there.
@@ -271,20 +318,20 @@ class LinearStateGradientsPhase : LinearGradientScan<Traits, Products> {
       ToFragments<kDtype, kK / 16>(s, of_s);
       Products::Pin(of_s);
       Products::Start();
-      Products::template Rows<false, false>(x, of_s, SharedAddress(stage.k));
+      Products::template Rows<false, false>(x, of_s, this->KeysUntilEnd(stage));
       Products::Commit();
       ahead();
       this->KeepState(item, this->Arrays().d_states, chunk, of_s);
       Products::template Wait<0>();
       Products::Pin(x);
     }
-    this->ScaleTokens(x, stage.until_k);
+    if constexpr (!Shape::kHasChannels) this->ScaleTokens(x, stage.until_k);
     Products::Pin(d_o);
     Products::Pin(x);
     Products::Start();
     Products::template Columns<true, true>(x, d_o, SharedAddress(stage.qk));
     Products::Commit();
-    this->Scale(s, stage.decay[0]);
+    this->DecayState(stage, s);
     Products::template Wait<0>();
     Products::Pin(x);
     if constexpr (Traits::kHasDeltaRule) {
@@ -297,7 +344,7 @@ class LinearStateGradientsPhase : LinearGradientScan<Traits, Products> {
       Products::template Wait<0>();
       Products::Pin(y);
       this->WriteTokens(item, rows, stage, this->template At<u16>(this->Arrays().d_r), y);
-      this->ScaleTokens(y, stage.since_k);
+      if constexpr (!Shape::kHasChannels) this->ScaleTokens(y, stage.since_k);
       this->ScaleTokens(y, stage.beta);
       this->Scale(y, -1.0f);
       ToFragments<kDtype, 4>(y, fragments);
@@ -305,7 +352,7 @@ class LinearStateGradientsPhase : LinearGradientScan<Traits, Products> {
     } else {
       this->WriteTokens(item, rows, stage, this->template At<u16>(this->Arrays().d_r), x);
     }
-    ScaleFragments(d_o, stage.since_q);
+    if constexpr (!Shape::kHasChannels) ScaleFragments(d_o, stage.since_q);
     Products::Pin(d_o);
     Products::Pin(s);
     Products::Start();

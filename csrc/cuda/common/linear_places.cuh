@@ -23,9 +23,11 @@ class LinearPlaces {
   using Dims = LinearDims<Traits>;
   static constexpr bool kIsGradient = IsGradientPhase(Traits::kPhase);
   static constexpr bool kHasChannels = Traits::kDecay == kChannelDecay;
-  static constexpr i64 kTermsBytes = kHasChannels  ? LinearChannelTerms::Bytes(Dims::kK)
-                                     : kIsGradient ? static_cast<i64>(sizeof(LinearGradientTerms))
-                                                   : static_cast<i64>(sizeof(LinearTerms));
+  static constexpr i64 kTermsBytes =
+      kHasChannels
+          ? (kIsGradient ? LinearGradientTerms::ChannelBytes(Dims::kK)
+                         : LinearChannelTerms::Bytes(Dims::kK))
+          : static_cast<i64>(kIsGradient ? sizeof(LinearGradientTerms) : sizeof(LinearTerms));
   using Terms = typename Conditional<kIsGradient, LinearGradientTerms, LinearTerms>::Type;
 
   // The plan is older than all launches of a call, so the words of its header are on their way
@@ -44,7 +46,7 @@ class LinearPlaces {
   }
   __device__ __forceinline__ LinearGradientWorkspace Arrays() const {
     return LinearGradientWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
-                                   Dims::kK, Dims::kV, Dims::kDimV);
+                                   Dims::kK, Dims::kV, Dims::kDimV, kTermsBytes);
   }
   template <class T>
   __device__ __forceinline__ T* At(i64 offset) const {
@@ -64,9 +66,19 @@ class LinearPlaces {
   __device__ __forceinline__ static float* ChannelDecays(Terms& terms) {
     return reinterpret_cast<float*>(&terms + 1);
   }
-  __device__ __forceinline__ LinearChannelWorkspace ChannelArrays() const {
-    return LinearChannelWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
-                                  Dims::kK, Dims::kV, Dims::kDimK);
+  __device__ __forceinline__ auto ChannelArrays() const {
+    if constexpr (kIsGradient) {
+      return LinearChannelGradientWorkspace(Traits::kArch, Opaque(p_.plan.max_chunks),
+                                            p_.plan.max_tokens, p_.num_qk_heads, p_.num_v_heads,
+                                            Dims::kK, Dims::kV, Dims::kDimK, Dims::kDimV);
+    } else {
+      return LinearChannelWorkspace(Opaque(p_.plan.max_chunks), p_.plan.max_tokens, p_.num_v_heads,
+                                    Dims::kK, Dims::kV, Dims::kDimK);
+    }
+  }
+  // See LinearChannelGradientWorkspace.
+  __device__ __forceinline__ i32& PreviousChunk(int number) const {
+    return At<i32>(ChannelArrays().previous)[number];
   }
 
   // Tokens that are computed together: a chunk of the plan, or with a decay a channel, whose chunks

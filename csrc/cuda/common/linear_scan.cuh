@@ -131,9 +131,10 @@ class LinearScan : protected LinearPlaces<Traits> {
                                        of_head * Shape::kDimK, Shape::kDimK);
     };
     if constexpr (Shape::kHasChannels) {
-      const LinearChannelWorkspace at = this->ChannelArrays();
+      const auto at = this->ChannelArrays();
       load(to.k, this->template At<u16>(at.k_since), p_.num_v_heads, head);
-      load(to.q, this->template At<u16>(at.q_since), p_.num_v_heads, head);
+      if constexpr (kHasQueries)
+        load(to.q, this->template At<u16>(at.q_since), p_.num_v_heads, head);
       load(to.k_until, this->template At<u16>(at.k_until), p_.num_v_heads, head);
       const int channel = static_cast<int>(threadIdx.x) % kNumThreads * 4;
       if (channel < Shape::kK) {
@@ -484,7 +485,7 @@ class LinearColumnScan
     return length > 0 ? Min(plan_.num_chunks, item.segment.begin + length) : plan_.num_chunks;
   }
 
-  // Calls fn(chunk, its row of the plan, its tiles, ahead) for the item's chunks, in their order.
+  // Calls fn(chunk, its tiles, ahead) for the item's chunks, in their order.
   // fn calls ahead() once to start the copies of the next chunk.
   template <bool kHasQueries, class Fn>
   __device__ __forceinline__ void ForChunks(const Item& item, const Fn& fn) {
@@ -509,7 +510,7 @@ class LinearColumnScan
       const auto ahead = [&] {
         if constexpr (kStages == 2) load((step + 1) % 2);
       };
-      fn(loaded.number, loaded.rows, stages_[kStages == 2 ? step % 2 : 0], ahead);
+      fn(loaded, stages_[kStages == 2 ? step % 2 : 0], ahead);
       if constexpr (kStages == 1) {
         __syncthreads();
         load(0);
@@ -564,6 +565,19 @@ class LinearColumnScan
   __device__ __forceinline__ void WriteState(const Item& item, int slot, float (&s)[kK / 8][4]) {
     ForState<Shape::kDimV>(item, this->StateOf(slot, item.head), s,
                            [&](float& x, State& to) { this->Store(to, x); });
+  }
+
+  // Columns of S^T times the decays of their channels.
+  __device__ __forceinline__ static void ScaleChannels(float (&s)[kK / 8][4], const float* decays) {
+    const int lane = Base::Lane();
+#pragma unroll
+    for (int j = 0; j < kK / 8; ++j) {
+      const float2 f = *reinterpret_cast<const float2*>(&decays[8 * j + lane % 4 * 2]);
+      s[j][0] *= f.x;
+      s[j][1] *= f.y;
+      s[j][2] *= f.x;
+      s[j][3] *= f.y;
+    }
   }
 
   // x <- V^T - x (.) since_k, or V^T (.) beta.
@@ -728,9 +742,9 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
     float s[kK / 8][4];
     this->BeginState(item, plan_.Chunk(item.segment.begin), s);
     this->template ForChunks<true>(
-        item, [&](int, const StateChunk& rows, Stage& stage, const auto& ahead) {
-          Step(item, rows, stage, ahead, s);
-          if (rows.write_slot >= 0) this->WriteState(item, rows.write_slot, s);
+        item, [&](const typename Base::Chunk& chunk, Stage& stage, const auto& ahead) {
+          Step(item, chunk.rows, stage, ahead, s);
+          if (chunk.rows.write_slot >= 0) this->WriteState(item, chunk.rows.write_slot, s);
         });
   }
 
@@ -770,7 +784,7 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
       Products::Pin(o);
     }
     if constexpr (Shape::kHasChannels) {
-      ScaleChannels(s, stage.channels);
+      this->ScaleChannels(s, stage.channels);
     } else {
       this->ScaleTokens(o, stage.since_q);
       this->Scale(s, stage.decay[0]);
@@ -800,19 +814,6 @@ class LinearOutputsPhase : LinearColumnScan<Traits, Products> {
     this->WriteTokens(item, rows, stage, static_cast<u16*>(p_.o), o);
     Products::template Wait<0>();
     Products::Pin(s);
-  }
-
-  // Columns of S^T times the decays of their channels.
-  __device__ __forceinline__ static void ScaleChannels(float (&s)[kK / 8][4], const float* decays) {
-    const int lane = Base::Lane();
-#pragma unroll
-    for (int j = 0; j < kK / 8; ++j) {
-      const float2 f = *reinterpret_cast<const float2*>(&decays[8 * j + lane % 4 * 2]);
-      s[j][0] *= f.x;
-      s[j][1] *= f.y;
-      s[j][2] *= f.x;
-      s[j][3] *= f.y;
-    }
   }
 
   Shared& shared_;

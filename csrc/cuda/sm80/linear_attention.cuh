@@ -4,6 +4,7 @@
 
 #include "cuda/common/linear_gradient_scan.cuh"
 #include "cuda/common/linear_scan.cuh"
+#include "cuda/sm80/linear_channel_gradients.cuh"
 #include "cuda/sm80/linear_channel_terms.cuh"
 #include "cuda/sm80/linear_gradients.cuh"
 #include "cuda/sm80/linear_starts.cuh"
@@ -32,9 +33,8 @@ struct LinearPhaseOf<Traits, Products, kLinearOutputs> {
   using Body = LinearOutputsPhase<Traits, Products>;
 };
 template <class Traits, class Products>
-struct LinearPhaseOf<Traits, Products, kLinearGradientTerms> {
-  using Body = LinearTermsPhase<Traits>;
-};
+struct LinearPhaseOf<Traits, Products, kLinearGradientTerms>
+    : LinearPhaseOf<Traits, Products, kLinearTerms> {};
 template <class Traits, class Products>
 struct LinearPhaseOf<Traits, Products, kLinearStates> {
   using Body = LinearStatesPhase<Traits, Products>;
@@ -45,7 +45,9 @@ struct LinearPhaseOf<Traits, Products, kLinearStateGradients> {
 };
 template <class Traits, class Products>
 struct LinearPhaseOf<Traits, Products, kLinearGradients> {
-  using Body = LinearGradientsPhase<Traits>;
+  using Body =
+      typename Conditional<Traits::kDecay == kChannelDecay, LinearChannelGradientsPhase<Traits>,
+                           LinearGradientsPhase<Traits>>::Type;
 };
 
 template <class Traits, class Products>

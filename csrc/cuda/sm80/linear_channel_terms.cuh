@@ -1,5 +1,5 @@
-// kLinearTerms with a decay a channel (LinearChannelTerms): what chunks compute without their
-// states, all chunks at once.
+// kLinearTerms and kLinearGradientTerms with a decay a channel (LinearChannelTerms): what chunks
+// compute without their states, all chunks at once.
 //
 // A CTA has a chunk and some v heads, one after the other. Each of its four warps has 16 of the
 // chunk's 64 rows, a row of blocks of A and of Q K^T. Nothing is a quotient of exponentials, which
@@ -19,7 +19,7 @@ namespace jax_attn {
 template <class Traits>
 class LinearChannelTermsPhase : LinearPlaces<Traits> {
   using Places = LinearPlaces<Traits>;
-  using Places::p_, Places::plan_;
+  using Places::p_, Places::plan_, Places::kIsGradient;
   using typename Places::Terms;
 
  public:
@@ -93,7 +93,7 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
       LinearInverse<kDtype> inverse(shared_.pairs, shared_.diagonal, warp_);
       inverse.InvertDiagonal();
       __syncthreads();
-      inverse.template Substitute<true>(shared_.beta, terms.solve);
+      inverse.template Substitute<!kIsGradient>(shared_.beta, terms.solve);
     }
   }
 
@@ -153,7 +153,7 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
   // Rows with the decays since the chunk began and until it ends.
   __device__ __forceinline__ void WriteRows(Terms& terms, const StateChunk& rows, int head) const {
     constexpr int kVectors = kDimK / 8;  // of a row
-    const LinearChannelWorkspace arrays = this->ChannelArrays();
+    const auto arrays = this->ChannelArrays();
     const float* const last = shared_.sums[kLinearTokens - 1];
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows.length * kVectors; i += kNumThreads) {
@@ -192,6 +192,7 @@ class LinearChannelTermsPhase : LinearPlaces<Traits> {
     if (static_cast<int>(threadIdx.x) < kLinearTokens) {
       const int token = static_cast<int>(threadIdx.x);
       terms.since_k[token] = kHasDeltaRule ? 1.0f : shared_.beta[token];
+      if constexpr (kIsGradient) terms.beta[token] = shared_.beta[token];
     }
   }
 

@@ -152,6 +152,7 @@ struct LinearCase {
   bool repeats_keys = false;  // three tokens in four have the key of the one before, and beta 1
   int fast_tokens = -1;       // these 64 tokens have decays that make a state 0
   int segment_chunks = 0;     // of chunked loops
+  int chunk_tokens = 0;       // of the plan; 0: as specs choose them
 };
 
 // The arrays of a case, drawn, and its plan. Rows of padding, slots that nobody reads, and the
@@ -160,7 +161,7 @@ template <class Traits>
 struct LinearBatch {
   static constexpr int kK = Traits::kHeadDimK, kV = Traits::kHeadDimV, kLayers = 2;
   static constexpr int kStateDtype = Traits::kHasBf16States ? kElementBf16 : kElementF32;
-  static constexpr int kChunk = Traits::kDecay == kChannelDecay ? 16 : 64;
+  static constexpr int kChunk = Traits::kDecay == kChannelDecay ? kChannelTokens : kLinearTokens;
   static constexpr int kChannels = Traits::kDecay == kChannelDecay ? kK : 1;
   static constexpr float kScale = 0.7f;
 
@@ -177,7 +178,7 @@ struct LinearBatch {
 
   explicit LinearBatch(const LinearCase& of)
       : c(of),
-        plan(MakeStatePlan(of.requests, kChunk, 2)),
+        plan(MakeStatePlan(of.requests, of.chunk_tokens > 0 ? of.chunk_tokens : kChunk, 2)),
         heads(of.num_v_heads),
         group(of.num_v_heads / of.num_qk_heads),
         tokens(plan.words[kStatePlanTokens]),

@@ -55,16 +55,26 @@ void RunChunksCase(const LinearCase& c, int parts = 0) {
   });
 }
 
+// chunks_of_cta: of the plan, in the last launch.
 template <class Shape, template <class> class BodyOf>
-void RunGradientCase(const LinearCase& c) {
+void RunGradientCase(const LinearCase& c, int chunks_of_cta = 1) {
   RunLinearGradientCase<Shape>(c, kGradientTolerance, [&](LinearGradientParams p) {
-    const LinearGradientWorkspace at(p.forward.plan.max_chunks, p.forward.plan.max_tokens,
-                                     p.forward.num_v_heads, kPaddedK<Shape>, kPaddedV<Shape>,
-                                     Shape::kHeadDimV);
-    std::vector<uint4> workspace = MakeWorkspace(at.size);
+    const i64 chunks = p.forward.plan.max_chunks, tokens = p.forward.plan.max_tokens;
+    const i64 heads = p.forward.num_v_heads;
+    std::vector<uint4> workspace = MakeWorkspace(
+        Shape::kDecay == kChannelDecay
+            ? LinearChannelGradientWorkspace(Shape::kArch, chunks, tokens, c.num_qk_heads, heads,
+                                             kPaddedK<Shape>, kPaddedV<Shape>, Shape::kHeadDimK,
+                                             Shape::kHeadDimV)
+                  .size
+            : LinearGradientWorkspace(chunks, tokens, heads, kPaddedK<Shape>, kPaddedV<Shape>,
+                                      Shape::kHeadDimV)
+                  .size);
     p.forward.workspace = workspace.data();
-    const int ctas = p.forward.plan.max_chunks * c.num_qk_heads;
-    LaunchLinear<Shape, BodyOf, kLinearGradientTerms>(ctas + 1, p.forward, 1);
+    LaunchLinear<Shape, BodyOf, kLinearGradientTerms>(static_cast<int>(chunks) * c.num_qk_heads + 1,
+                                                      p.forward, 1);
+    const int ctas =
+        static_cast<int>((chunks + chunks_of_cta - 1) / chunks_of_cta) * c.num_qk_heads;
     LaunchLinear<Shape, BodyOf, kLinearStates>(3, p, 2);
     LaunchLinear<Shape, BodyOf, kLinearStateGradients>(3, p, 3);
     LaunchLinear<Shape, BodyOf, kLinearGradients>(ctas, p, 4);
@@ -103,6 +113,10 @@ using Ssd = LinearTraits<kElementBf16, 128, 64, kHeadDecay, false, false, false,
 using Kda = LinearTraits<kElementBf16, 128, 128, kChannelDecay, true, true, false, 128>;
 using GdnF16 = LinearTraits<kElementF16, 64, 64, kHeadDecay, true, true, false, 64>;
 using KdaF16 = LinearTraits<kElementF16, 64, 40, kChannelDecay, true, true, true, 64>;
+// Its sums of q and k over v heads are in the workspace.
+using Kda80 =
+    LinearTraits<kElementBf16, 96, 64, kChannelDecay, true, false, false, 64, kPortableChunks, 80>;
+using SmallKda = LinearTraits<kElementBf16, 40, 24, kChannelDecay, true, true, true, 64>;
 using Gla = LinearTraits<kElementBf16, 40, 72, kChannelDecay, false, false, true, 64>;
 
 template <template <class> class BodyOf>
@@ -159,6 +173,18 @@ void RunLinearGradientCases() {
   RunGradientCase<Wide, BodyOf>(CaseOf({100}, 1, 1, 0, -0.02f));
   RunGradientCase<Ssd, BodyOf>(WithCheckpoint(CaseOf({100, 0, 3}, 1, 3, 0, -0.2f)));
   RunGradientCase<Ssd, BodyOf>(CaseOf({70}, 1, 1, 0, -20.0f));
+  RunGradientCase<Kda, BodyOf>(WithCheckpoint(CaseOf({150, 3}, 1, 2, 0, -0.1f)), 4);
+  // A checkpoint at the end of one of the plan's chunks of 16 tokens.
+  RunGradientCase<Kda, BodyOf>(WithCheckpoint(CaseOf({100}, 1, 1, 0, -0.1f), 32));
+  RunGradientCase<Kda, BodyOf>(CaseOf({70, 1}, 1, 1, 0, -60.0f), 4);
+  repeated.requests = InPlace({80});
+  RunGradientCase<Kda, BodyOf>(repeated);
+  RunGradientCase<SmallKda, BodyOf>(shared);
+  LinearCase sequences = CaseOf({130, 130}, 1, 1, 0, -0.1f);  // without a plan of their own
+  sequences.chunk_tokens = kLinearTokens;
+  RunGradientCase<SmallKda, BodyOf>(sequences);
+  RunGradientCase<Kda80, BodyOf>(CaseOf({70}, 1, 2, 0, -0.1f));
+  for (const LinearCase& c : LinearBatches(70)) RunGradientCase<Gla, BodyOf>(c, 3);
 }
 
 }  // namespace
