@@ -79,7 +79,10 @@ _SHORT = (
     "three CTAs have 128 registers a thread for consumers: half of it is for merges; some ten words"
     " are read in every step",
 )
-_QUEUE_END = (24, "the end of the queue, which consumers read once an item")
+_QUEUE_END = (
+    40,
+    "the end of the queue, which consumers read once an item, and what a merge of few states saves",
+)
 _BACKWARD_D64 = (
     72,
     "dk, dv, S^T, dP^T and P^T of 128 rows take 224 of 240 registers: 12 words, 18 with windows and"
