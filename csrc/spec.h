@@ -91,7 +91,7 @@ struct KernelConfig {
   int64_t min_tall_chunk = 0;  // the same of tiles after the first; 0: min_chunk
   int64_t item_cost = 0;       // fixed cost of an item, in kv tokens of tile_q[0]
   int64_t split_cost = 0;  // extra cost of an item that writes a partial state, in the same unit
-  int64_t tall_split_cost = 0;  // the same of tiles after the first; 0: split_cost
+  int64_t tall_split_cost = 0;             // the same of tiles after the first; 0: split_cost
   int64_t kv_cost[kMaxTiles] = {1, 1, 1};  // cost of 16 kv tokens for tile_q[i]; tile_q[0]: 16
   int64_t cached_tokens = 0;  // tokens of a request, k and v of all heads, that fit in a cache
   int64_t cost_by_rows = 0;   // 1: a tile costs by its live rows, at least tile_q[0] of them

@@ -99,8 +99,7 @@ PlanRules MakePlanRules(const AttentionProblem& problem) {
     const int64_t tall = i > 0 ? config.min_tall_chunk : 0;
     rules.min_chunk[i] = static_cast<i32>(std::max(config.min_chunk, tall));
     const bool has_own = i > 0 && config.tall_split_cost > 0;
-    rules.split_cost[i] =
-        static_cast<i32>(has_own ? config.tall_split_cost : config.split_cost);
+    rules.split_cost[i] = static_cast<i32>(has_own ? config.tall_split_cost : config.split_cost);
   }
   rules.tile_kv = static_cast<i32>(config.tile_kv);
   rules.item_cost = static_cast<i32>(config.item_cost);

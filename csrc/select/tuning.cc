@@ -23,11 +23,8 @@ constexpr Field kCpuFields[] = {
 };
 constexpr Field kCudaFields[] = {
     // kernels have at most two tiles
-    {"min_chunk", 1, kMostChunk},
-    {"item_cost", 0, kMostCost},
-    {"split_cost", 0, kMostCost},
-    {"tall_split_cost", 0, kMostCost},
-    {"kv_cost_1", 1, kMostCost},
+    {"min_chunk", 1, kMostChunk},      {"item_cost", 0, kMostCost}, {"split_cost", 0, kMostCost},
+    {"tall_split_cost", 0, kMostCost}, {"kv_cost_1", 1, kMostCost},
 };
 
 std::optional<Field> FindField(bool is_cpu, std::string_view name) {
