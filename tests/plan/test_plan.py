@@ -329,6 +329,17 @@ def test_queues_are_balanced_within_the_bound_of_list_scheduling(case, target):
     assert costs.max() <= costs.mean() + largest_unit * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("kv_len", "splits"), [(641, False), (16_000, True)])
+def test_a_prompt_of_few_tiles_is_split_over_a_long_context_alone(kv_len, splits):
+    """A state of 128 rows costs as much as a thousand keys: `tall_split_cost`."""
+    spec = ja.AttentionSpec(
+        4, 1, 256, page_size=None, max_batch=1, max_qo_tokens=641, max_kv_tokens=kv_len,
+        target="sm_90:132",
+    )  # fmt: skip
+    items = ja.plan(spec, [0, 641], [kv_len]).items()
+    assert (items["merge_idx"] >= 0).any() == splits
+
+
 @pytest.mark.parametrize("num_requests", [2, 6, 20])
 @pytest.mark.parametrize("target", ["cpu", "sm_80:3", "sm_90:3"])
 def test_costs_of_shared_items(num_requests, target):

@@ -64,8 +64,8 @@ struct ReduceParams {
 };
 
 // The threads that execute an item together, and how they pass parameters to a reduction. The
-// portable kernels have no registers left for ReduceParams, so they pass a reference, nor for
-// several strips of a warp.
+// portable kernels have few registers left: they pass a reference instead of ReduceParams, and a
+// warp takes one strip at a time.
 struct WholeCta {
   using Params = const AttentionParams&;
   static constexpr bool kTakesStripsTogether = false;
